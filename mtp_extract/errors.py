@@ -1,0 +1,96 @@
+"""Everything this package raises on purpose.
+
+::
+
+    MtpExtractError
+    ├── SourceError            the bytes cannot be had (missing, unreadable, network)
+    │   └── TruncatedError     the source ends before something it promises
+    ├── FormatError            the bytes are not what the format says
+    ├── UnsupportedError       valid, understood, and refused by name
+    ├── NoDrafterError         a readable file that holds no MTP drafter
+    ├── RoleError              a role of the drafter was not found, or a constant is unaccounted for
+    ├── OutputError            the result cannot be written where it was asked for
+    ├── CheckpointError        a checkpoint directory does not hold what it says
+    ├── HubError               the Hugging Face Hub said no, or could not be reached
+    ├── DrafterError           a drafter cannot be built or loaded
+    └── PairError              a drafter and a base model do not belong together
+
+A message says what was expected, what was found, and what to do. Commands print it to stderr and exit with
+status 1; a traceback is a bug. Names read from files are escaped with :func:`escape` before they enter a message.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "DrafterError",
+    "FormatError",
+    "HubError",
+    "MtpExtractError",
+    "NoDrafterError",
+    "OutputError",
+    "PairError",
+    "RoleError",
+    "SourceError",
+    "TruncatedError",
+    "UnsupportedError",
+    "escape",
+]
+
+_LONGEST_NAME = 200
+
+
+class MtpExtractError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class SourceError(MtpExtractError):
+    """The bytes cannot be had."""
+
+
+class TruncatedError(SourceError):
+    """The source ends before something it promises."""
+
+
+class FormatError(MtpExtractError):
+    """The bytes are not what the format says."""
+
+
+class UnsupportedError(MtpExtractError):
+    """Valid and understood, but refused: the message names the feature."""
+
+
+class NoDrafterError(MtpExtractError):
+    """A readable file that holds no MTP drafter."""
+
+
+class RoleError(MtpExtractError):
+    """A role of the drafter was not found in the graph, or a constant is left without a role."""
+
+
+class OutputError(MtpExtractError):
+    """The result cannot be written where it was asked for."""
+
+
+class CheckpointError(MtpExtractError):
+    """A checkpoint directory does not hold what it says."""
+
+
+class HubError(MtpExtractError):
+    """The Hugging Face Hub refused, or could not be reached."""
+
+
+class DrafterError(MtpExtractError):
+    """A drafter cannot be built or loaded."""
+
+
+class PairError(MtpExtractError):
+    """A drafter and a base model do not belong together."""
+
+
+def escape(name: object) -> str:
+    """``name`` made safe for a terminal: control and undecodable characters escaped, very long names shortened."""
+    text = str(name)
+    if len(text) > _LONGEST_NAME:
+        text = text[: _LONGEST_NAME - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
