@@ -1,0 +1,8 @@
+"""From a TFLite graph to the drafter's roles: :func:`walk` over :func:`flatten`."""
+
+from __future__ import annotations
+
+from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.graph.walk import Activation, FoundRole, Layer, SetAside, Walk, walk
+
+__all__ = ["Activation", "FlatGraph", "FoundRole", "Layer", "SetAside", "Walk", "flatten", "walk"]

@@ -1,0 +1,232 @@
+"""The graph of one signature with every composite opened up: one flat list of plain operators.
+
+A composite (``STABLEHLO_COMPOSITE``) names an operation and carries its decomposition as another subgraph. Reading
+the decomposition instead of the name means that one set of patterns serves every exporter, and that a composite
+whose body does something else than its name says is not taken at its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.quantization import read_floats
+from mtp_extract.tflite_model import Operator, Signature, Tensor, TensorType, TfliteModel
+
+__all__ = ["FlatGraph", "Node", "Value", "flatten"]
+
+_DEEPEST_COMPOSITE = 8
+_MOST_NODES = 50_000
+_MOST_SMALL_ELEMENTS = 1 << 20
+
+_INTEGERS = {
+    TensorType.INT8: "<i1",
+    TensorType.UINT8: "<u1",
+    TensorType.INT16: "<i2",
+    TensorType.INT32: "<i4",
+    TensorType.INT64: "<i8",
+    TensorType.BOOL: "?",
+}
+
+
+@dataclass(eq=False)
+class Value:
+    """What flows along an edge. ``tensors`` are all the tensors it is known as, innermost composite first.
+
+    Attributes:
+        producer: the node that computes it; None for inputs, constants, and values nothing computes.
+        constant: whether its bytes are stored in the model.
+        input_name: its name among the signature's inputs; None for anything else.
+        consumers: every (node, operand position) that reads it.
+    """
+
+    tensors: list[Tensor]
+    producer: Node | None = None
+    constant: bool = False
+    input_name: str | None = None
+    consumers: list[tuple[Node, int]] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The innermost tensor: where the bytes and the shape are."""
+        return self.tensors[0]
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.tensor.label
+
+
+@dataclass(eq=False)
+class Node:
+    """A plain operator, or a composite that has no body to open."""
+
+    op: Operator
+    inputs: tuple[Value | None, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def kind(self) -> str:
+        """Builtin name; ``COMPOSITE:name`` for a composite without a body, ``CUSTOM:code`` for a custom op."""
+        return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
+
+    def operand(self, position: int) -> Value:
+        """Input ``position``.
+
+        Raises:
+            RoleError: the op has no such input.
+        """
+        value = self.inputs[position] if position < len(self.inputs) else None
+        if value is None:
+            raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")
+        return value
+
+
+@dataclass(frozen=True)
+class FlatGraph:
+    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor."""
+
+    model: TfliteModel
+    signature: Signature
+    nodes: tuple[Node, ...]
+    inputs: dict[str, Value]
+    outputs: dict[str, Value]
+    constants: dict[tuple[int, int], Value]
+
+    def floats(self, value: Value) -> npt.NDArray[np.float32]:
+        """A small floating-point constant, dequantized where it is quantized, flattened.
+
+        Raises:
+            UnsupportedError: it is not small, or of a type that holds no numbers.
+        """
+        _require_small(value)
+        return read_floats(self.model, value.tensor).reshape(-1)
+
+    def integers(self, value: Value) -> npt.NDArray[np.int64]:
+        """A small integer or bool constant, flattened, as int64."""
+        _require_small(value)
+        dtype = _INTEGERS.get(value.tensor.type) if value.tensor.type is not None else None
+        if dtype is None:
+            raise UnsupportedError(f"{value.label} should hold integers.")
+        return np.frombuffer(self.model.locate(value.tensor).read(), dtype).astype(np.int64)
+
+
+def _require_small(value: Value) -> None:
+    if value.tensor.elements > _MOST_SMALL_ELEMENTS:
+        raise UnsupportedError(f"{value.label} is larger than any table of a drafter.")
+
+
+class _Builder:
+    def __init__(self, model: TfliteModel) -> None:
+        self.model = model
+        self.nodes: list[Node] = []
+        self.constants: dict[tuple[int, int], Value] = {}
+        self.opened: list[int] = []
+
+    def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
+        """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
+        graph = self.model.subgraphs[index]
+        values = dict(arguments)
+        for op in graph.operators:
+            inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
+            if self._opens(op):
+                self._open(op, inputs, values)
+            else:
+                self._add(op, inputs, values)
+        for output in graph.outputs:
+            if output >= 0:
+                self._value(index, output, values)
+        return values
+
+    def _value(self, subgraph: int, index: int, values: dict[int, Value]) -> Value:
+        value = values.get(index)
+        if value is None:
+            tensor = self.model.tensor(subgraph, index)
+            is_input = index in self.model.subgraphs[subgraph].inputs
+            # An empty constant (the shape of a scalar) has a buffer of its own with nothing in it.
+            constant = not is_input and (self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0))
+            value = values[index] = Value([tensor], constant=constant)
+            if constant:
+                value = values[index] = self.constants.setdefault((subgraph, index), value)
+        return value
+
+    def _opens(self, op: Operator) -> bool:
+        if op.composite is None or not 0 < op.body < len(self.model.subgraphs):
+            return False
+        body = self.model.subgraphs[op.body]
+        return bool(body.operators) and len(body.inputs) == len(op.inputs) and len(body.outputs) == len(op.outputs)
+
+    def _open(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+        if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
+            raise RoleError(f"{op.label} contains itself, or composites are nested too deeply.")
+        body = self.model.subgraphs[op.body]
+        arguments = {
+            inner: outer for inner, outer in zip(body.inputs, inputs, strict=True) if outer is not None and inner >= 0
+        }
+        self.opened.append(op.body)
+        inner_values = self.build(op.body, arguments)
+        self.opened.pop()
+        for outer, inner in zip(op.outputs, body.outputs, strict=True):
+            value = self._value(op.body, inner, inner_values)
+            tensor = self.model.tensor(op.subgraph, outer)
+            if outer in values:
+                raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
+            if tensor not in value.tensors:
+                value.tensors.append(tensor)
+            values[outer] = value
+
+    def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+        if len(self.nodes) >= _MOST_NODES:
+            raise RoleError(f"The graph has more than {_MOST_NODES} operators once its composites are opened.")
+        outputs = []
+        for index in op.outputs:
+            if index < 0:
+                continue
+            # Execution order makes the graph acyclic: nothing is read before it is computed.
+            if index in values:
+                raise RoleError(f"{op.label} computes {values[index].label} after it was read or set.")
+            value = values[index] = Value([self.model.tensor(op.subgraph, index)])
+            outputs.append(value)
+        node = Node(op, inputs, tuple(outputs))
+        for value in node.outputs:
+            value.producer = node
+        for position, source in enumerate(inputs):
+            if source is not None:
+                source.consumers.append((node, position))
+        self.nodes.append(node)
+
+
+def flatten(model: TfliteModel, signature: Signature) -> FlatGraph:
+    """The graph of ``signature`` with its composites opened.
+
+    Raises:
+        RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice).
+    """
+    builder = _Builder(model)
+    graph = model.subgraphs[signature.subgraph]
+    by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
+    arguments = {
+        index: Value([graph.tensors[index]], input_name=by_tensor.get(index, graph.tensors[index].name))
+        for index in graph.inputs
+        if index >= 0
+    }
+    values = builder.build(signature.subgraph, arguments)
+    outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
+    inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
+    return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants)
+
+
+def ancestors(start: Value) -> Iterator[Value]:
+    """``start`` and everything it is computed from, each once."""
+    seen, queue = {id(start)}, [start]
+    while queue:
+        value = queue.pop()
+        yield value
+        for source in value.producer.inputs if value.producer else ():
+            if source is not None and id(source) not in seen:
+                seen.add(id(source))
+                queue.append(source)
