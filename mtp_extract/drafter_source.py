@@ -1,0 +1,195 @@
+"""Opening a file and finding the drafter in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+from mtp_extract.container import (
+    TFLITE_IDENTIFIER,
+    TFLITE_MODEL,
+    TFLITE_WEIGHTS,
+    Bundle,
+    Section,
+    is_bundle,
+    read_bundle,
+    scan_tflite,
+)
+from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
+from mtp_extract.geometry import Geometry, known_geometry, read_geometry
+from mtp_extract.graph import Walk, flatten, walk
+from mtp_extract.graph.walk import ACTIVATIONS, LOGITS, PROJECTED
+from mtp_extract.roles import NameCheck, check_names
+from mtp_extract.source import LocalSource, Region, Source, open_source
+from mtp_extract.tflite_model import Signature, TfliteModel, read_model
+
+__all__ = ["Drafter", "Opened", "open"]
+
+MODEL_TYPE = "mtp_drafter"
+SIGNATURE = "mtp_drafter"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The drafter of a file: where it lies, and everything its graph says.
+
+    Attributes:
+        section: its section; None for a bare model or one found by scanning.
+        found_by: "model_type", "signature", "scan" or "bare model".
+        known: the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry.
+    """
+
+    opened: Opened
+    section: Section | None
+    found_by: str
+    model: TfliteModel
+    signature: Signature
+    walk: Walk
+    geometry: Geometry
+    names: NameCheck
+    known: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
+
+    source: Source
+    bundle: Bundle | None
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Sections of the bundle; empty for a bare model."""
+        return self.bundle.sections if self.bundle else ()
+
+    def model(self, section: Section) -> TfliteModel:
+        """The TFLite model in ``section``, with the weights section that belongs to it."""
+        if self.bundle is None:
+            raise FormatError(f"{self.source.name} has no sections.")
+        same_type = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
+        weights = self.bundle.region(same_type[0]) if same_type else None
+        return read_model(self.bundle.region(section), weights)
+
+    def drafter(self, sliding_window: int | None = None) -> Drafter:
+        """Find and read the drafter.
+
+        ``sliding_window`` is used only where the file leaves the window to the runtime.
+
+        Raises:
+            NoDrafterError: there is none.
+            RoleError: a constant of its graph has no role, or a role no constant.
+            MtpExtractError: the file is damaged, or uses what this release cannot read.
+        """
+        section, found_by, model, signature = self._locate
+        found = walk(flatten(model, signature))
+        geometry = read_geometry(found, sliding_window)
+        names = check_names(found.roles, geometry.num_layers)
+        return Drafter(self, section, found_by, model, signature, found, geometry, names, known_geometry(geometry))
+
+    @cached_property
+    def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
+        if self.bundle is None:
+            return self._bare()
+        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
+        typed = [s for s in models if s.model_type == MODEL_TYPE]
+        if len(typed) > 1:
+            labels = ", ".join(s.label for s in typed)
+            raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
+        for section in typed:
+            self.source.prefetch(section.begin, section.size)
+            model = self.model(section)
+            return section, "model_type", model, _require_signature(model)
+        for section in models:
+            try:
+                model = self.model(section)
+            except MtpExtractError:
+                # Another model's damage is not the drafter's; a missing drafter is reported below.
+                continue
+            signature = _drafter_signature(model)
+            if signature is not None:
+                return section, "signature", model, signature
+        return self._scan()
+
+    def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
+        if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
+            model = read_model(Region(self.source, 0, self.source.size, "the model"))
+            return None, "bare model", model, _require_signature(model)
+        return self._scan()
+
+    def _scan(self) -> tuple[None, str, TfliteModel, Signature]:
+        if isinstance(self.source, LocalSource):
+            for region in scan_tflite(self.source):
+                try:
+                    model = read_model(region)
+                except MtpExtractError:
+                    # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
+                    continue
+                signature = _drafter_signature(model)
+                if signature is not None:
+                    return None, "scan", model, signature
+        raise NoDrafterError(self._no_drafter())
+
+    def _no_drafter(self) -> str:
+        name = self.source.name
+        if self.bundle is None:
+            head = self.source.read(0, min(8, self.source.size))
+            return (
+                f"{name}: expected a .litertlm bundle or a drafter's .tflite, found a file that begins with {head!r} "
+                "and has no drafter inside."
+            )
+        kinds = sorted({s.model_type for s in self.sections if s.model_type})
+        listed = ", ".join(escape(k) for k in kinds) or "none"
+        hint = (
+            "Files for GPU and web (one artisan_text_decoder) and Gemma 3n have no drafter: take the file without a "
+            "suffix, such as gemma-4-E4B-it.litertlm."
+        )
+        return f"{name}: no section holds an MTP drafter. Models in it: {listed}. {hint}"
+
+    def close(self) -> None:
+        """Close the source."""
+        self.source.close()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drafter_signature(model: TfliteModel) -> Signature | None:
+    """The drafter's signature: by name, else by its inputs and outputs."""
+    named = [s for s in model.signatures if s.key.lower() == SIGNATURE]
+    shaped = [s for s in model.signatures if {LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs]
+    return next(iter([*named, *shaped]), None)
+
+
+def _require_signature(model: TfliteModel) -> Signature:
+    signature = _drafter_signature(model)
+    if signature is None:
+        keys = ", ".join(repr(escape(s.key)) for s in model.signatures) or "none"
+        raise NoDrafterError(
+            f"{model.region.source.name}: {model.region.what} has no signature {SIGNATURE!r} (it has: {keys})."
+        )
+    return signature
+
+
+def open(source: str | os.PathLike[str] | Source) -> Opened:  # noqa: A001 - read as mtp_extract.open
+    """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+
+    Raises:
+        SourceError: the bytes cannot be had.
+        FormatError: the header of a bundle is damaged.
+    """
+    opened = open_source(source)
+    try:
+        if opened.size == 0:
+            raise SourceError(f"{opened.name}: the file is empty.")
+        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
+    except BaseException:
+        opened.close()
+        raise
