@@ -1,0 +1,1 @@
+"""Writing checkpoints: one module a layout, over a streaming safetensors writer."""

@@ -1,0 +1,159 @@
+"""``extraction.json``: where every number of a checkpoint came from.
+
+Nothing in it depends on the clock, the machine or the path: the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from mtp_extract.drafter_source import Drafter
+from mtp_extract.graph import Activation, FoundRole
+from mtp_extract.quantization import QuantizedTensor
+from mtp_extract.source import Region
+from mtp_extract.tflite_model import BufferLocation
+
+__all__ = ["caches", "set_aside", "sha256_of_location", "sha256_of_region", "source_record", "tensor_record"]
+
+_READ = 1 << 20
+
+
+def sha256_of_region(region: Region) -> str:
+    """SHA-256 of all of ``region``."""
+    return _sha256(region, 0, region.size)
+
+
+def sha256_of_location(location: BufferLocation) -> str:
+    """SHA-256 of the bytes at ``location``."""
+    return _sha256(location.region, location.offset, location.length)
+
+
+def _sha256(region: Region, offset: int, length: int) -> str:
+    digest = hashlib.sha256()
+    for at in range(offset, offset + length, _READ):
+        digest.update(region.read(at, min(_READ, offset + length - at)))
+    return digest.hexdigest()
+
+
+def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> dict[str, Any]:
+    """The file and the section."""
+    opened, section, region = drafter.opened, drafter.section, drafter.model.region
+    bundle = opened.bundle
+    return {
+        "name": name,
+        "size": opened.source.size,
+        "kind": "litertlm" if bundle else "tflite",
+        "version": ".".join(map(str, bundle.version)) if bundle else None,
+        "provenance": dict(sorted(opened.source.provenance.items())),
+        "section": {
+            "index": section.index if section else None,
+            "model_type": section.model_type if section else None,
+            "items": dict(sorted(section.items.items())) if section else {},
+            "begin": region.begin,
+            "end": region.begin + region.size,
+            "sha256": section_sha256,
+            "found_by": drafter.found_by,
+            "signature": drafter.signature.key,
+        },
+    }
+
+
+def tensor_record(
+    found: FoundRole | None,
+    role: str,
+    source: QuantizedTensor | None,
+    sha256: str | None,
+    confirmed: bool,
+    shape: tuple[int, ...],
+    dtype: str,
+    crc32: str,
+) -> dict[str, Any]:
+    """One output tensor: role, evidence, stored bytes, quantization. ``found`` is None where the graph has no such
+    constant."""
+    return {
+        "role": role,
+        "why": found.why if found else "the graph multiplies by no layer scalar: 1 is what it computes",
+        "shape": list(shape),
+        "dtype": dtype,
+        "crc32": crc32,
+        "factor": found.factor if found else 1.0,
+        "name_confirms": confirmed,
+        "source": _stored(source, sha256) if source else None,
+        "quantization": _quantization(source) if source else None,
+        "activations": {"input": _activation(found.input), "output": _activation(found.output)}
+        if found and len(found.shape) == 2
+        else None,
+    }
+
+
+def _stored(source: QuantizedTensor, sha256: str | None) -> dict[str, Any]:
+    tensor, location = source.tensor, source.location
+    return {
+        "tensor": tensor.index,
+        "subgraph": tensor.subgraph,
+        "name": tensor.name,
+        "dtype": tensor.type_name,
+        "shape": list(tensor.shape),
+        "buffer": tensor.buffer if not tensor.external_buffer else tensor.external_buffer,
+        "place": location.place,
+        "offset": location.file_offset,
+        "length": location.length,
+        "sha256": sha256,
+    }
+
+
+def _quantization(source: QuantizedTensor) -> dict[str, Any] | None:
+    if source.packing is None:
+        return None
+    return {
+        "kind": source.kind,
+        "bits": source.packing.bits,
+        "axis": source.axis if source.kind == "per_channel" else None,
+        "block_size": source.block_size or None,
+        "scales": int(source.scale.size),
+        "symmetric": source.symmetric,
+    }
+
+
+def _activation(activation: Activation | None) -> dict[str, Any] | None:
+    if activation is None:
+        return None
+    return {"dtype": activation.type, "scale": activation.scale, "zero_point": activation.zero_point}
+
+
+def set_aside(drafter: Drafter) -> list[dict[str, Any]]:
+    """Every constant of the graph that is not a weight, with its reader and the reason."""
+    return [
+        {
+            "tensor": entry.tensor.index,
+            "subgraph": entry.tensor.subgraph,
+            "name": entry.tensor.name,
+            "dtype": entry.tensor.type_name,
+            "shape": list(entry.tensor.shape),
+            "op": entry.op,
+            "reason": entry.reason,
+        }
+        for entry in drafter.walk.aside
+    ]
+
+
+def caches(drafter: Drafter) -> dict[str, Any]:
+    """The base model's caches that the drafter reads: shape and static quantization."""
+    users: dict[str, list[int]] = {}
+    for index, layer in enumerate(drafter.walk.layers):
+        users.setdefault(layer.key, []).append(index)
+        users.setdefault(layer.value, []).append(index)
+    result: dict[str, Any] = {}
+    for name, tensor in drafter.walk.caches.items():
+        quantization = tensor.quantization
+        scale = quantization.scale if quantization is not None else None
+        zero_point = quantization.zero_point if quantization is not None else None
+        result[name] = {
+            "dtype": tensor.type_name,
+            "shape": list(tensor.shape),
+            "scale": float(scale[0]) if scale is not None and scale.size else None,
+            "zero_point": int(zero_point[0]) if zero_point is not None and zero_point.size else None,
+            "layers": users.get(name, []),
+        }
+    return result

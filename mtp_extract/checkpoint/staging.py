@@ -1,0 +1,79 @@
+"""Writing a directory so that it is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtp_extract.errors import OutputError
+
+__all__ = ["RECORD", "staged_directory"]
+
+RECORD = "extraction.json"
+"""The file that makes a directory a checkpoint of ours. It is what ``overwrite`` looks for before it replaces one."""
+
+
+@contextmanager
+def staged_directory(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A new directory beside ``target`` that takes its name when the block ends without an error.
+
+    Modes follow the umask. When the block fails the directory is removed; when the process is killed it stays
+    behind as ``.NAME.partial-…``, which nothing takes for a checkpoint.
+
+    Raises:
+        OutputError: ``target`` exists and may not be replaced, or the place cannot be written to.
+    """
+    target = Path(os.path.abspath(target))
+    _check_target(target, overwrite)
+    stage = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stage.mkdir()
+    except OSError as error:
+        raise OutputError(
+            f"{target}: cannot be created: {error.strerror or error}. Choose another place with -o."
+        ) from error
+    try:
+        yield stage
+        _put_in_place(stage, target, overwrite)
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror or error}. Nothing was kept.") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise OutputError(f"{target}: exists and is not a directory. Choose another place with -o.")
+    empty = not any(target.iterdir())
+    if empty:
+        return
+    if not overwrite:
+        raise OutputError(f"{target}: exists. Add --overwrite to replace it, or choose another place with -o.")
+    if not (target / RECORD).is_file():
+        raise OutputError(
+            f"{target}: exists and is no checkpoint of mtp-extract (it has no {RECORD}), so it is not replaced. "
+            "Choose another place with -o."
+        )
+
+
+def _put_in_place(stage: Path, target: Path, overwrite: bool) -> None:
+    _check_target(target, overwrite)
+    if not target.is_dir() or not any(target.iterdir()):
+        os.replace(stage, target)
+        return
+    # A directory with files in it cannot be replaced in one step: the old one steps aside first.
+    old = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
+    os.rename(target, old)
+    try:
+        os.rename(stage, target)
+    except OSError:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,196 @@
+"""What a file holds, as plain data: sections, tensors, and the drafter's roles with the evidence for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_extract.bundles import known_bundle
+from mtp_extract.checkpoint.record import caches, set_aside
+from mtp_extract.container import TFLITE_MODEL
+from mtp_extract.drafter_source import Drafter, Opened
+from mtp_extract.errors import MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.tflite_model import Subgraph, Tensor, TfliteModel
+
+__all__ = ["Inspection", "inspect"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found. ``as_json`` is the whole of it; the rest is what a summary needs.
+
+    Attributes:
+        problem: why the drafter cannot be extracted; None when it can, or when there is none.
+    """
+
+    as_json: dict[str, Any]
+    problem: MtpExtractError | None
+
+
+def inspect(
+    opened: Opened,
+    *,
+    tensors: bool = False,
+    graph: bool = False,
+    section: int | None = None,
+    sliding_window: int | None = None,
+) -> Inspection:
+    """Look at ``opened``. Only the header and flatbuffers are read, never weights.
+
+    Args:
+        tensors: list every tensor of the drafter's model, or of ``section``.
+        graph: list every role with its evidence, every constant set aside, and the cache inputs.
+        section: index of the TFLite section to describe instead of the drafter's.
+
+    Raises:
+        UnsupportedError: ``section`` is not a TFLite section.
+    """
+    bundle = opened.bundle
+    known = known_bundle(opened.source)
+    report: dict[str, Any] = {
+        "name": opened.source.name,
+        "size": opened.source.size,
+        "kind": "litertlm" if bundle else "tflite",
+        "version": ".".join(map(str, bundle.version)) if bundle else None,
+        "known_bundle": known.name if known else None,
+        "provenance": dict(sorted(opened.source.provenance.items())),
+        "items": dict(bundle.items) if bundle else {},
+        "sections": [
+            {
+                "index": s.index,
+                "data_type": s.data_type,
+                "type": s.type_name,
+                "model_type": s.model_type,
+                "begin": s.begin,
+                "end": s.end,
+                "size": s.size,
+                "items": dict(s.items),
+            }
+            for s in opened.sections
+        ],
+    }
+    if section is not None:
+        report["model"] = _model(_chosen(opened, section), tensors)
+        return Inspection(report, None)
+    problem: MtpExtractError | None = None
+    try:
+        drafter = opened.drafter(sliding_window)
+        report["drafter"] = _drafter(drafter, tensors, graph)
+    except NoDrafterError as error:
+        report["drafter"], report["no_drafter"] = None, str(error)
+    except MtpExtractError as error:
+        report["drafter"], report["problem"], problem = None, str(error), error
+    return Inspection(report, problem)
+
+
+def _chosen(opened: Opened, index: int) -> TfliteModel:
+    for section in opened.sections:
+        if section.index == index:
+            if section.data_type != TFLITE_MODEL:
+                raise UnsupportedError(f"{section.label} is of type {section.type_name}, not a TFLite model.")
+            return opened.model(section)
+    raise UnsupportedError(f"{opened.source.name} has no section {index}; it has {len(opened.sections)}.")
+
+
+def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
+    section = drafter.section
+    confirmed = set(drafter.names.confirmed)
+    found: dict[str, Any] = {
+        "section": section.index if section else None,
+        "found_by": drafter.found_by,
+        "begin": drafter.model.region.begin,
+        "size": drafter.model.region.size,
+        "known_as": drafter.known["name"] if drafter.known else None,
+        "geometry": drafter.geometry.as_json(),
+        "parameters": sum(_product(r.shape) for r in drafter.walk.roles),
+        "stored_types": dict(
+            sorted(Counter(r.tensor.type_name for r in drafter.walk.roles if r.tensor is not None).items())
+        ),
+        "roles_found": len(drafter.walk.roles),
+        "set_aside_count": len(drafter.walk.aside),
+        "names_confirmed": len(confirmed),
+        "model": _model(drafter.model, tensors),
+    }
+    if graph:
+        found["roles"] = [
+            {
+                "role": role.role,
+                "shape": list(role.shape),
+                "tensor": role.tensor.index if role.tensor else None,
+                "name": role.tensor.name if role.tensor else None,
+                "type": role.tensor.type_name if role.tensor else None,
+                "factor": role.factor,
+                "why": role.why,
+                "name_confirms": role.role in confirmed,
+            }
+            for role in drafter.walk.roles
+        ]
+        found["set_aside"] = set_aside(drafter)
+        found["kv_inputs"] = caches(drafter)
+    return found
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "description": model.description,
+        "subgraphs": len(model.subgraphs),
+        "tensors_in_all": sum(len(g.tensors) for g in model.subgraphs),
+        "operators": sum(len(g.operators) for g in model.subgraphs),
+        "signatures": [
+            {
+                "key": s.key,
+                "subgraph": s.subgraph,
+                "inputs": _interface(model, s.subgraph, s.inputs),
+                "outputs": _interface(model, s.subgraph, s.outputs),
+            }
+            for s in model.signatures
+        ],
+    }
+    if tensors:
+        described["tensors"] = [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
+    return described
+
+
+def _interface(model: TfliteModel, subgraph: int, names: Any) -> dict[str, dict[str, Any]]:
+    graph = model.subgraphs[subgraph]
+    return {
+        name: {"type": graph.tensors[i].type_name, "shape": list(graph.tensors[i].shape)} for name, i in names.items()
+    }
+
+
+def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, Any]:
+    quantization = tensor.quantization
+    described: dict[str, Any] = {
+        "subgraph": graph.index,
+        "index": tensor.index,
+        "name": tensor.name,
+        "type": tensor.type_name,
+        "shape": list(tensor.shape),
+        "quantization": None,
+        "data": None,
+    }
+    if quantization is not None:
+        blocks = quantization.blockwise
+        described["quantization"] = {
+            "scales": quantization.scale_count,
+            "zero_points": quantization.zero_point_count,
+            "axis": quantization.axis,
+            "details": quantization.details,
+            "block_size": blocks.block_size if blocks else None,
+        }
+    if model.has_data(tensor):
+        location = model.locate(tensor)
+        described["data"] = {
+            "place": location.place,
+            "offset": location.file_offset,
+            "length": location.length,
+        }
+    return described
