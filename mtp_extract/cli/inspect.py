@@ -1,0 +1,78 @@
+"""``mtp-inspect``: what a bundle holds, or whether a checkpoint is what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from mtp_extract.cli._run import run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def inspect(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a directory "
+            "that mtp-extract wrote.",
+        ),
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of the drafter.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
+    ] = False,
+    section: Annotated[
+        Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Option(min=0, help="Describe the TFLite model in this section instead of the drafter."),
+    ] = None,
+    against: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="SOURCE", help="For a directory: derive every tensor again and compare all bits."),
+    ] = None,
+    sliding_window: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""
+    from mtp_extract.cli import render
+
+    if Path(source).is_dir():
+        _verify(source, against, as_json)
+        return
+    if against is not None:
+        raise typer.BadParameter("--against goes with a directory that mtp-extract wrote.")
+
+    from mtp_extract.drafter_source import open as open_source
+    from mtp_extract.inspection import inspect as look
+
+    with open_source(source) as opened:
+        found = look(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
+    render.inspection(found.as_json, as_json)
+    if found.problem is not None:
+        raise found.problem
+
+
+def _verify(directory: str, against: str | None, as_json: bool) -> None:
+    from mtp_extract.cli import render
+    from mtp_extract.drafter_source import open as open_source
+    from mtp_extract.verify import verify, verify_against
+
+    if against is None:
+        render.verification(verify(directory), as_json)
+        return
+    with open_source(against) as opened:
+        render.verification(verify_against(directory, opened), as_json)
+
+
+def main() -> None:
+    """Entry point."""
+    run(app)
