@@ -1,0 +1,453 @@
+"""A Hub on loopback, for tests: what huggingface_hub asks of it, and faults on demand.
+
+Two servers, because it matters who gets the token: ``hub`` answers the API and redirects large files to
+``storage``, which is another origin, as the Hub does with its CDN.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_SecretTokenThatMustNotLeak"
+SIGNATURE = "SecretSignatureThatMustNotLeak"
+
+
+@dataclass
+class Content:
+    """Bytes in memory, or in a file (which may be sparse)."""
+
+    data: bytes | Path
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Content:
+        return cls(data, hashlib.sha256(data).hexdigest())
+
+    @property
+    def size(self) -> int:
+        return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
+
+    @property
+    def git(self) -> str:
+        assert isinstance(self.data, bytes)
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+
+    def pieces(self, begin: int, end: int, step: int = 1 << 16) -> Iterator[bytes]:
+        if isinstance(self.data, bytes):
+            for at in range(begin, end, step):
+                yield self.data[at : min(at + step, end)]
+            return
+        with open(self.data, "rb") as file:
+            file.seek(begin)
+            while begin < end:
+                piece = file.read(min(step, end - begin))
+                begin += len(piece)
+                yield piece
+
+
+@dataclass
+class Repo:
+    """One repository with one branch."""
+
+    files: dict[str, tuple[Content, bool]] = field(default_factory=dict)
+    """Path -> content, whether it is in LFS."""
+    commit: str = "c" * 40
+    private: bool = False
+    gated: bool = False
+
+
+@dataclass
+class Fault:
+    """Something to go wrong with the next ``times`` requests that ``where`` names.
+
+    Attributes:
+        where: ``resolve``, ``storage``, ``put``, ``commit``, ``preupload``, ``create``.
+        status: answered instead of the real status, with ``headers`` and a body that quotes the token.
+        cut: the connection closes after so many bytes of the body.
+        length: added to the Content-Length.
+        etag, modified: sent instead of the real ETag.
+        ranges: False: the Range header is ignored.
+        step: bytes a piece of the body, each in its own packet; ``server.tick`` is called between them.
+        shift: added to the begin and end of the range that is answered.
+        skip: so many requests go well first.
+    """
+
+    where: str
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: int | None = None
+    length: int = 0
+    etag: str | None = None
+    ranges: bool = True
+    step: int = 1 << 16
+    shift: int = 0
+    total: int = 0
+    drop: bool = False
+    times: int = 1
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked."""
+
+    server: str
+    method: str
+    path: str
+    authorization: str | None
+    range: str | None
+
+
+class HubServer:
+    """Start with :func:`hub_server`."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.blobs: dict[str, Content] = {}
+        self.faults: deque[Fault] = deque()
+        self.requests: list[Request] = []
+        self.sent: dict[str, int] = defaultdict(int)
+        """Bytes of bodies sent, by server."""
+        self.ours = {"org"}
+        self.plain: dict[str, Content] = {}
+        """Path -> content of ``hub`` outside any repository."""
+        self.bad_card = False
+        self.keep = True
+        """False: an uploaded file is stored with one bit flipped."""
+        self.errors: list[BaseException | None] = []
+        """What went wrong in here."""
+        self.lock = threading.Lock()
+        self._servers = {name: self._start(name) for name in ("hub", "storage")}
+
+    def _start(self, name: str) -> ThreadingHTTPServer:
+        owner = self
+
+        class Handler(_Handler):
+            server_name = name
+            state = owner
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *args: Any) -> None:
+                # Clients hang up when they have seen enough; anything else is a bug of this file.
+                error = sys.exc_info()[1]
+                if not isinstance(error, ConnectionError):
+                    owner.errors.append(error)
+
+        server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return server
+
+    def url(self, name: str = "hub") -> str:
+        return f"http://127.0.0.1:{self._servers[name].server_address[1]}"
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.shutdown()
+            server.server_close()
+
+    def add(self, repo: str, path: str, data: bytes | Content, lfs: bool = True) -> Content:
+        content = data if isinstance(data, Content) else Content.of(data)
+        self.repos.setdefault(repo, Repo()).files[path] = (content, lfs)
+        self.blobs[content.sha256] = content
+        return content
+
+    def fault(self, where: str, **what: Any) -> None:
+        self.faults.append(Fault(where, **what))
+
+    def take(self, where: str) -> Fault | None:
+        """The fault that the present request is to suffer."""
+        with self.lock:
+            for fault in self.faults:
+                if fault.where != where:
+                    continue
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                if not fault.times:
+                    self.faults.remove(fault)
+                return fault
+        return None
+
+    def tree(self, repo: Repo) -> list[dict[str, Any]]:
+        entries = []
+        for path, (content, lfs) in repo.files.items():
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": content.size}
+            entry["oid"] = "f" * 40 if lfs else content.git
+            if lfs:
+                entry["lfs"] = {"oid": content.sha256, "size": content.size, "pointerSize": 134}
+            entries.append(entry)
+        return entries
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_name: str
+    state: HubServer
+
+    def log_message(self, *args: Any) -> None:
+        return
+
+    # --- answers
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def json(self, data: Any, status: int = 200, **headers: str) -> None:
+        self.answer(status, json.dumps(data).encode(), Content_Type="application/json", **headers)
+
+    def refuse(self, status: int, code: str, message: str = "no") -> None:
+        self.json({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
+
+    def faulty(self, fault: Fault | None) -> bool:
+        """Answer with the fault's status, if it has one."""
+        if fault is not None and fault.drop:
+            self.close_connection = True
+            self.connection.close()
+            return True
+        if fault is None or not fault.status:
+            return False
+        quoted = f"refused: {self.headers.get('authorization')}"
+        headers = {name.replace("-", "_"): value for name, value in fault.headers.items()}
+        self.json({"error": quoted}, fault.status, **headers)
+        return True
+
+    def content(self, content: Content, fault: Fault | None, **headers: str) -> None:
+        fault = fault or Fault("")
+        size = content.size
+        begin, end, status = 0, size, 200
+        asked = self.headers.get("range")
+        if asked and fault.ranges:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end, status = int(first), min(size, int(last) + 1) if last else size, 206
+            begin, end = begin + fault.shift, min(size, end + fault.shift)
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size + fault.total}"
+            if begin >= size:
+                self.answer(416, Content_Range=f"bytes */{size}")
+                return
+        self.send_response(status)
+        headers.setdefault("ETag", f'"{fault.etag or content.sha256}"')
+        for name, value in {**headers, **fault.headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(end - begin + fault.length))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        left = fault.cut if fault.cut is not None else end - begin + max(0, fault.length)
+        more = [bytes(fault.length)] if fault.length > 0 else []
+        for whole in chain(content.pieces(begin, end, fault.step), more):
+            piece = whole[:left]
+            left -= len(piece)
+            try:
+                self.wfile.write(piece)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True
+                return
+            with self.state.lock:
+                self.state.sent[self.server_name] += len(piece)
+            if not left:
+                break
+        if fault.cut is not None or fault.length:
+            self.close_connection = True
+
+    # --- requests
+
+    def body(self) -> bytes:
+        if self.headers.get("transfer-encoding") == "chunked":
+            parts = []
+            while length := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(length))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("content-length") or 0))
+
+    def handle_any(self) -> None:
+        body = self.body()
+        parts = urlsplit(self.path)
+        path = unquote(parts.path)
+        if path == "/api/agent-harnesses":  # huggingface_hub asks for it once a day, by itself
+            self.json({"standardEnvVars": [], "harnesses": {}})
+            return
+        self.state.requests.append(
+            Request(self.server_name, self.command, path, self.headers.get("authorization"), self.headers.get("range"))
+        )
+        if self.server_name == "storage":
+            self.storage(path, parts.query, body)
+        elif path in self.state.plain:
+            fault = self.state.take("plain")
+            if not self.faulty(fault):
+                self.content(self.state.plain[path], fault)
+        elif "/resolve/" in path:
+            self.resolve(path)
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            self.batch(json.loads(body))
+        else:
+            self.api(path, body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815 - the names http.server calls
+
+    def storage(self, path: str, query: str, body: bytes) -> None:
+        oid = path.rpartition("/")[2]
+        if parse_qs(query).get("sig") != [SIGNATURE]:
+            self.answer(403)
+        elif self.command == "PUT":
+            if not self.faulty(self.state.take("put")):
+                kept = body if self.state.keep else bytes([body[0] ^ 1]) + body[1:]
+                self.state.blobs[oid] = Content(kept, hashlib.sha256(kept).hexdigest())
+                self.answer(200)
+        else:
+            fault = self.state.take("storage")
+            if not self.faulty(fault):
+                self.content(self.state.blobs[oid], fault)
+
+    def reachable(self, name: str) -> Repo | None:
+        """The repository, or None after an answer that says why not, as the Hub says it."""
+        repo = self.state.repos.get(name)
+        token = self.headers.get("authorization")
+        if token not in (None, f"Bearer {TOKEN}"):
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+        elif repo is None or (repo.private and token is None):
+            self.refuse(404 if token else 401, "RepoNotFound", "Repository not found")
+        elif repo.gated:
+            self.refuse(403, "GatedRepo", "Access to model is restricted")
+        else:
+            return repo
+        return None
+
+    def resolve(self, path: str) -> None:
+        fault = self.state.take("resolve")
+        if self.faulty(fault):
+            return
+        name, _, rest = path.strip("/").partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        repo = self.reachable(name)
+        if repo is None:
+            return
+        if revision not in ("main", repo.commit):
+            self.refuse(404, "RevisionNotFound")
+        elif file not in repo.files:
+            self.refuse(404, "EntryNotFound")
+        else:
+            content, lfs = repo.files[file]
+            headers = {"X-Repo-Commit": repo.commit}
+            if not lfs:
+                self.content(content, fault, ETag=f'"{content.git}"', **headers)
+                return
+            etag = fault.etag if fault and fault.etag else content.sha256
+            self.answer(
+                302,
+                Location=f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
+                X_Linked_Etag=f'"{etag}"',
+                X_Linked_Size=str(content.size + (fault.length if fault else 0)),
+                **headers,
+            )
+
+    def batch(self, asked: dict[str, Any]) -> None:
+        objects = []
+        for one in asked["objects"]:
+            entry = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in self.state.blobs:
+                href = f"{self.state.url('storage')}/blob/{one['oid']}?sig={SIGNATURE}"
+                entry["actions"] = {"upload": {"href": href}}
+            objects.append(entry)
+        self.json({"transfer": "basic", "objects": objects})
+
+    def api(self, path: str, body: bytes) -> None:
+        parts = path.strip("/").split("/")
+        if path == "/api/validate-yaml":
+            errors = [{"message": '"license" must be known'}] if self.state.bad_card else []
+            self.json({"errors": errors, "warnings": []}, 400 if errors else 200)
+        elif path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif parts[:2] != ["api", "models"] or len(parts) < 4:
+            self.answer(404)
+        else:
+            name, what = "/".join(parts[2:4]), parts[4] if len(parts) > 4 else ""
+            repo = self.reachable(name)
+            if repo is not None:
+                self.repo(name, repo, what, body)
+
+    def create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        if self.faulty(self.state.take("create")):
+            return
+        if self.headers.get("authorization") != f"Bearer {TOKEN}":
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+        elif asked["organization"] not in self.state.ours:
+            self.refuse(403, "", "You don't have the rights to create a model under this namespace")
+        elif name in self.state.repos:
+            self.refuse(409, "", "You already created this model repo")
+        else:
+            self.state.repos[name] = Repo(
+                commit="0" * 40, private=asked.get("visibility") == "private" or bool(asked.get("private"))
+            )
+            self.state.repos[name].files[".gitattributes"] = (Content.of(b"*.safetensors filter=lfs\n"), False)
+            self.json({"url": f"{self.state.url()}/{name}"})
+
+    def repo(self, name: str, repo: Repo, what: str, body: bytes) -> None:
+        if what in ("", "revision"):
+            self.json({"id": name, "sha": repo.commit, "private": repo.private, "siblings": []})
+        elif what == "tree":
+            self.json(self.state.tree(repo))
+        elif what == "paths-info":
+            wanted = parse_qs(body.decode())["paths"]
+            self.json([entry for entry in self.state.tree(repo) if entry["path"] in wanted])
+        elif name.partition("/")[0] not in self.state.ours:
+            self.refuse(403, "", "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
+        elif self.faulty(self.state.take(what)):
+            return
+        elif what == "preupload":
+            self.json({"files": [self.mode(repo, file) for file in json.loads(body)["files"]]})
+        elif what == "commit":
+            self.commit(name, repo, [json.loads(line) for line in body.splitlines()])
+        else:
+            self.answer(404)
+
+    def mode(self, repo: Repo, file: dict[str, Any]) -> dict[str, Any]:
+        lfs = file["path"].endswith(".safetensors")
+        held = repo.files.get(file["path"])
+        oid = None if held is None else held[0].sha256 if lfs else held[0].git
+        return {"path": file["path"], "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False, "oid": oid}
+
+    def commit(self, name: str, repo: Repo, lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "lfsFile":
+                repo.files[value["path"]] = (self.state.blobs[value["oid"]], True)
+            else:
+                repo.files[value["path"]] = (Content.of(base64.b64decode(value["content"])), False)
+        repo.commit = hashlib.sha1(repr(sorted(repo.files)).encode() + os.urandom(8)).hexdigest()
+        self.json({"commitUrl": f"{self.state.url()}/{name}/commit/{repo.commit}", "commitOid": repo.commit})
+
+
+@contextmanager
+def hub_server() -> Iterator[HubServer]:
+    """A running pair of servers."""
+    server = HubServer()
+    try:
+        yield server
+    finally:
+        server.close()
