@@ -1,0 +1,275 @@
+"""Publishing on a loopback Hub: what arrives, what is refused before anything is sent, what is resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from hub_fixtures import text_of
+from hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
+
+import mtp_extract
+from mtp_extract.data import sample_bundle
+from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
+from mtp_extract.hub import check_files, upload
+
+# huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+NAME = "org/drafter"
+REPORT = {
+    "parity": {"float": {"max_abs": 0.5, "cosine": 0.9991, "top1": 0.98, "n": 64}},
+    "agreement": {"steps": [{"top1": 0.7, "top5": 0.9, "conditional": 0.7, "unconditional": 0.7, "n": 100}]},
+    "controls": {"shuffled_kv": {"steps": [{"top1": 0.05}]}},
+    "generation": {"3": {"acceptance": 0.66, "mean_accepted_length": 2.98, "identical": True}},
+}
+
+
+@pytest.fixture(scope="session")
+def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("extracted") / "drafter"
+    mtp_extract.extract(sample_bundle(), directory, codes=True)
+    return directory
+
+
+@pytest.fixture
+def directory(extracted: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(extracted, tmp_path / "drafter"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def held(hub: HubServer, name: str = NAME) -> dict[str, object]:
+    return {path: content.data for path, (content, _) in hub.repos[name].files.items() if path != ".gitattributes"}
+
+
+def sent(hub: HubServer) -> list[str]:
+    """Requests that changed, or were meant to change, something on the Hub."""
+    changing = ("PUT",)
+    paths = ("/commit/", "/preupload/", "/repos/create", "/lfs/objects/batch")
+    return [r.path for r in hub.requests if r.method in changing or any(path in r.path for path in paths)]
+
+
+def refused(directory: Path, name: str = NAME, kind: type[MtpExtractError] = HubError, **options: bool) -> str:
+    with pytest.raises(kind) as caught:
+        upload(directory, name, **options)
+    for secret in (TOKEN, SIGNATURE):
+        assert secret not in text_of(caught.value)
+    return str(caught.value)
+
+
+# --- what arrives
+
+
+def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
+    result = upload(directory, NAME)
+    assert held(hub) == contents(directory)
+    assert hub.repos[NAME].private
+    assert result.commit == hub.repos[NAME].commit
+    assert result.url == f"{hub.url()}/{NAME}"
+    assert result.created
+    assert set(result.sent) == {file.path for file in result.files} == set(contents(directory))
+    assert {request.authorization for request in hub.requests if request.server == "storage"} == {None}
+
+
+def test_a_public_repository(hub: HubServer, directory: Path) -> None:
+    upload(directory, NAME, private=False)
+    assert not hub.repos[NAME].private
+
+
+def test_nothing_is_sent_twice(hub: HubServer, directory: Path) -> None:
+    first = upload(directory, NAME)
+    hub.requests.clear()
+    second = upload(directory, NAME)
+    assert second.sent == ()
+    assert not second.created
+    assert second.commit == first.commit
+    assert sent(hub) == []
+
+
+def test_a_dry_run_asks_nobody(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    before = contents(directory)
+    result = upload(directory, NAME, dry_run=True)
+    assert hub.requests == []
+    assert result.commit is None
+    assert contents(directory) == before
+    assert {file.path: file.size for file in result.files} == {path: len(data) for path, data in before.items()}
+    assert {file.path: file.sha256 for file in result.files} == {
+        path: Content.of(data).sha256 for path, data in before.items()
+    }
+
+
+def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Path) -> None:
+    (directory / "report.json").write_text(json.dumps(REPORT))
+    planned = {file.path: file.sha256 for file in upload(directory, NAME, dry_run=True).files}
+    assert "No figures were recorded" in (directory / "README.md").read_text()
+    result = upload(directory, NAME)
+    assert {file.path: file.sha256 for file in result.files} == planned
+    card = (directory / "README.md").read_text()
+    assert "0.999100" in card and "66.0 %" in card and "shuffled_kv" in card
+    assert held(hub) == contents(directory)
+    check_files(directory)
+    assert upload(directory, NAME).sent == ()
+
+
+# --- interrupted
+
+
+def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> None:
+    hub.fault("commit", status=500, times=99)
+    assert "Run it again" in refused(directory)
+    assert set(hub.repos[NAME].files) == {".gitattributes"}
+    hub.faults.clear()
+    hub.requests.clear()
+    upload(directory, NAME)
+    assert held(hub) == contents(directory)
+    assert [request for request in hub.requests if request.method == "PUT"] == []
+
+
+def test_storage_that_fails_for_a_while(hub: HubServer, directory: Path) -> None:
+    hub.fault("put", status=503, times=2)
+    upload(directory, NAME)
+    assert held(hub) == contents(directory)
+
+
+@pytest.mark.parametrize("fault", [{"status": 403}, {"drop": True}])
+def test_storage_that_fails_for_good(hub: HubServer, directory: Path, fault: dict[str, int]) -> None:
+    hub.fault("put", times=99, **fault)
+    refused(directory)
+    assert set(hub.repos[NAME].files) == {".gitattributes"}
+    hub.faults.clear()
+    upload(directory, NAME)
+    assert held(hub) == contents(directory)
+
+
+def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
+    hub.keep = False
+    assert "is not what was sent" in refused(directory)
+
+
+# --- refused before anything is sent
+
+
+@pytest.mark.parametrize("name", ["drafter", "org/a/b", "org/a b", "org/--x", "/x", "org/", "", "org/x.git", "../x"])
+def test_a_bad_name(hub: HubServer, directory: Path, name: str) -> None:
+    refused(directory, name)
+    assert hub.requests == []
+
+
+def test_a_name_that_is_not_ours(hub: HubServer, directory: Path) -> None:
+    assert "may not write there" in refused(directory, "someone/drafter")
+    assert sent(hub) == ["/api/repos/create"]
+    hub.repos["someone/drafter"] = Repo()
+    hub.requests.clear()
+    assert "may not write there" in refused(directory, "someone/drafter")
+    assert not [request for request in hub.requests if request.method == "PUT" or "/commit/" in request.path]
+
+
+def test_a_private_repository_of_somebody_else(hub: HubServer, directory: Path) -> None:
+    hub.fault("create", status=409)
+    assert "does not see it" in refused(directory)
+
+
+@pytest.mark.parametrize("path", ["README.md", "notes.txt"])
+def test_a_repository_with_other_content(hub: HubServer, directory: Path, path: str) -> None:
+    hub.add(NAME, path, b"something else", lfs=False)
+    assert path in refused(directory)
+    assert sent(hub) == []
+    result = upload(directory, NAME, force=True)
+    assert {**held(hub), "notes.txt": b""} == {**contents(directory), "notes.txt": b""}
+    assert not result.created
+
+
+def test_no_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert "hf auth login" in refused(directory)
+    assert hub.requests == []
+
+
+def test_a_wrong_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
+    assert "does not accept the token" in refused(directory)
+    assert sent(hub) == []
+
+
+def test_no_network(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert "cannot be reached" in refused(directory)
+
+
+def test_offline_mode(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in refused(directory)
+
+
+def test_metadata_that_the_hub_refuses(hub: HubServer, directory: Path) -> None:
+    hub.bad_card = True
+    assert "license" in refused(directory)
+    assert sent(hub) == []
+
+
+def test_a_server_that_quotes_the_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def quoting(*args: object, **options: object) -> None:
+        raise RuntimeError(f"bad header Bearer {TOKEN} for https://x.test/y?sig={SIGNATURE} (1)")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", quoting)
+    assert refused(directory) == (
+        "org/drafter: the upload failed: bad header Bearer … for https://x.test/y (1). Run it again: it resumes."
+    )
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _claim(directory: Path, name: str) -> None:
+    record = json.loads((directory / "extraction.json").read_text())
+    record["files"][name] = {"size": 1, "crc32": "00000000"}
+    (directory / "extraction.json").write_text(json.dumps(record))
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "a bit of the weights": lambda d: _flip(d / "model.safetensors"),
+    "a bit of the codes": lambda d: _flip(d / "codes.safetensors"),
+    "the configuration": lambda d: _flip(d / "config.json"),
+    "the card": lambda d: _flip(d / "README.md"),
+    "a longer file": lambda d: (d / "config.json").write_bytes((d / "config.json").read_bytes() + b" "),
+    "a file gone": lambda d: (d / "generation_config.json").unlink(),
+    "a file added": lambda d: (d / "token.txt").write_text("x"),
+    "a folder added": lambda d: ((d / "more").mkdir(), (d / "more" / "x").write_text("x")),
+    "no record": lambda d: (d / "extraction.json").unlink(),
+    "a record that is not JSON": lambda d: (d / "extraction.json").write_text("{"),
+    "a record of another kind": lambda d: (d / "extraction.json").write_text("[]"),
+    "a record without files": lambda d: (d / "extraction.json").write_text('{"format_version": 1}'),
+    "a later record": lambda d: (d / "extraction.json").write_text('{"format_version": 2, "files": {}}'),
+    "a file elsewhere": lambda d: _claim(d, "../drafter/config.json"),
+    "a report that is not JSON": lambda d: (d / "report.json").write_text("{"),
+    "a report of another kind": lambda d: (d / "report.json").write_text('{"agreement": 1}'),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_a_directory_that_is_not_what_its_record_says(
+    hub: HubServer, directory: Path, spoil: Callable[[Path], object]
+) -> None:
+    spoil(directory)
+    refused(directory, kind=CheckpointError)
+    refused(directory, kind=CheckpointError, dry_run=True)
+    assert hub.requests == []
+
+
+def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
+    (directory / ".env").write_text("HF_TOKEN=…")
+    upload(directory, NAME)
+    assert ".env" not in held(hub)

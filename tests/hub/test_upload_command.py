@@ -1,0 +1,80 @@
+"""``mtp-upload`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import TOKEN, HubServer
+
+import mtp_extract
+from mtp_extract.data import sample_bundle
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    mtp_extract.extract(sample_bundle(), tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def run(hub: HubServer, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from mtp_extract.cli.upload import main; sys.argv[0] = 'mtp-upload'; main()"
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url(),
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(home / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_a_dry_run_then_the_upload(hub: HubServer, directory: Path, tmp_path: Path) -> None:
+    planned = run(hub, tmp_path, str(directory), "org/drafter", "--dry-run", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert "org/drafter" not in hub.repos
+    done = run(hub, tmp_path, str(directory), "org/drafter", "--json")
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(planned.stdout), json.loads(done.stdout)
+    assert before["files"] == after["files"]
+    assert set(after["files"]) == {path.name for path in directory.iterdir()}
+    assert after["commit"] == hub.repos["org/drafter"].commit
+    again = run(hub, tmp_path, str(directory), "org/drafter")
+    assert again.returncode == 0, again.stderr
+    assert "nothing was sent" in again.stdout
+    assert again.stdout.splitlines()[-1] == f"{hub.url()}/org/drafter"
+
+
+def test_an_error_is_one_line(hub: HubServer, directory: Path, tmp_path: Path) -> None:
+    done = run(hub, tmp_path, str(directory), "someone/drafter")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == done.stderr.splitlines()
+
+
+def test_help_loads_nothing_heavy(hub: HubServer, tmp_path: Path) -> None:
+    code = (
+        "import sys; import mtp_extract.cli.upload; "
+        "print({'numpy', 'huggingface_hub', 'torch', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+    shown = run(hub, tmp_path, "--help")
+    assert shown.returncode == 0
+    for option in ("--private", "--public", "--dry-run", "--force", "--json"):
+        assert option in shown.stdout
