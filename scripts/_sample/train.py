@@ -1,0 +1,173 @@
+"""Trains the tiny Gemma 4 base, and distils the drafter on its hidden states and caches."""
+
+# The tools below carry no type hints, and are not installed where the types are checked.
+# mypy: disable-error-code="import-not-found, import-untyped, misc, no-untyped-call"
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    Gemma4AssistantForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+)
+
+from . import corpus
+from .drafter import FULL, MASKED, SLIDING, DrafterGeometry
+
+BASE_LAYER_TYPES = (SLIDING, SLIDING, SLIDING, FULL, SLIDING, FULL)
+DRAFT_STEPS = 3
+"""Draft steps the drafter is trained for: one fewer than the ``verify`` signature takes."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Training lengths. ``steps`` is the base's; the drafter gets ``drafter_steps``."""
+
+    steps: int
+    drafter_steps: int
+    batch: int = 12
+    length: int = 160
+    learning_rate: float = 4e-3
+
+
+def base_config(geometry: DrafterGeometry) -> Gemma4Config:
+    """A six-layer text-only Gemma 4 whose last two layers share caches."""
+    text = geometry.text_config(
+        vocab_size=geometry.vocab_size,
+        hidden_size=geometry.backbone_hidden_size,
+        intermediate_size=2 * geometry.backbone_hidden_size,
+        num_hidden_layers=len(BASE_LAYER_TYPES),
+        layer_types=list(BASE_LAYER_TYPES),
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=geometry.vocab_size,
+        bos_token_id=corpus.BOS,
+        eos_token_id=corpus.EOS,
+        pad_token_id=corpus.PAD,
+    )
+    return Gemma4Config(text_config=text, vision_config=None, audio_config=None, tie_word_embeddings=True)
+
+
+def _optimize(model: nn.Module, steps: int, peak: float) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
+    warmup = max(1, min(100, steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _progress(what: str, step: int, steps: int, loss: float, began: float) -> None:
+    if step == steps - 1 or step % max(1, steps // 10) == 0:
+        print(f"{what}: step {step + 1}/{steps}, loss {loss:.3f}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def train_base(
+    geometry: DrafterGeometry, tokens: Tensor, schedule: Schedule, generator: torch.Generator
+) -> Gemma4ForConditionalGeneration:
+    """Trains the base on next-token prediction."""
+    config = base_config(geometry)
+    config._attn_implementation = "eager"
+    model = Gemma4ForConditionalGeneration(config)
+    model.train()
+    optimizer, decay = _optimize(model, schedule.steps, schedule.learning_rate)
+    began = time.monotonic()
+    for step in range(schedule.steps):
+        batch = corpus.batches(tokens, schedule.length, schedule.batch, generator)
+        hidden = model.model.language_model(input_ids=batch, use_cache=False).last_hidden_state
+        logits = _softcapped(model.lm_head(hidden), geometry.softcap)
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        decay.step()
+        optimizer.zero_grad(set_to_none=True)
+        _progress("base", step, schedule.steps, loss.item(), began)
+    model.eval()
+    return model
+
+
+def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def train_drafter(
+    geometry: DrafterGeometry,
+    base: Gemma4ForConditionalGeneration,
+    tokens: Tensor,
+    schedule: Schedule,
+    generator: torch.Generator,
+) -> Gemma4AssistantForCausalLM:
+    """Distils a drafter, every position of a text at once.
+
+    At position t the drafter reads the embedding of token t + 1 and the base's final hidden state at t,
+    attends the base's caches up to t, and predicts what the base predicts at t + 1. The further steps read
+    its own projected state and the next token's embedding, at the same position, over the same caches.
+    """
+    config = geometry.assistant_config()
+    config._attn_implementation = "eager"
+    model = Gemma4AssistantForCausalLM(config)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            # Not trained. A scalar of exactly 1 leaves no trace in the exported graph, and equal ones merge.
+            layer.layer_scalar.fill_(0.85 + 0.08 * index)
+        if model.lm_head.weight.shape == base.lm_head.weight.shape:
+            model.lm_head.weight.copy_(base.lm_head.weight)
+    model.train()
+    language = base.model.language_model
+    optimizer, decay = _optimize(model, schedule.drafter_steps, schedule.learning_rate)
+    queries = schedule.length - DRAFT_STEPS - 1
+    masks = _training_masks(queries, schedule.length, geometry.sliding_window)
+    positions = torch.arange(1, queries + 1)[None]
+    began = time.monotonic()
+    for step in range(schedule.drafter_steps):
+        batch = corpus.batches(tokens, schedule.length, schedule.batch, generator)
+        with torch.no_grad():
+            output = language(input_ids=batch, use_cache=False, return_shared_kv_states=True)
+            target = _softcapped(base.lm_head(output.last_hidden_state), geometry.softcap).softmax(-1)
+            embedded = language.embed_tokens(batch)
+            shared = {kind: tuple(state) for kind, state in output.shared_kv_states.items()}
+        state = output.last_hidden_state[:, :queries]
+        loss = torch.zeros(())
+        for ahead in range(DRAFT_STEPS):
+            inputs = torch.cat([embedded[:, ahead + 1 : ahead + 1 + queries], state], dim=-1)
+            normed = model.model(
+                inputs_embeds=model.pre_projection(inputs),
+                position_ids=positions,
+                attention_mask=masks,
+                shared_kv_states=shared,
+                use_cache=False,
+            ).last_hidden_state
+            logits = _softcapped(model.lm_head(normed), geometry.softcap)
+            wanted = target[:, ahead + 1 : ahead + 1 + queries]
+            loss = loss - (wanted * logits.log_softmax(-1)).sum(-1).mean() / DRAFT_STEPS
+            state = model.post_projection(normed)
+            truth = output.last_hidden_state[:, ahead + 1 : ahead + 1 + queries]
+            loss = loss + 0.1 * functional.mse_loss(state, truth) / truth.var().clamp_min(1e-6) / DRAFT_STEPS
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        decay.step()
+        optimizer.zero_grad(set_to_none=True)
+        _progress("drafter", step, schedule.drafter_steps, loss.item(), began)
+    model.eval()
+    return model
+
+
+def _training_masks(queries: int, keys: int, window: int) -> dict[str, Tensor]:
+    """Additive masks ``[1, 1, queries, keys]``: query t is at position t + 1 and sees caches up to t."""
+    query = torch.arange(queries)[:, None]
+    key = torch.arange(keys)[None]
+    seen = key <= query
+    visible = {FULL: seen, SLIDING: seen & (query + 1 < key + window)}
+    return {kind: torch.where(mask, 0.0, MASKED)[None, None].to(torch.float32) for kind, mask in visible.items()}
