@@ -1,0 +1,214 @@
+"""Measure what the README claims, side by side in one run, and print the table that stands there.
+
+    python scripts/bench.py [FILE.litertlm]
+
+Without FILE, a drafter of the E4B shape with random weights is written first (a LM head and MLPs in INT4, the rest in
+INT8, 78 M parameters), in a bundle padded to 4 GB with a hole. Every pair of figures is taken alternately, and the
+median is reported. Needs what the tests need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtp_extract import open as open_bundle
+from mtp_extract.quantization import QuantizedTensor
+from mtp_extract.tflite_model import TensorType
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLE_SIZE = 4_000_000_000
+
+
+def write_e4b_shaped(path: Path) -> None:
+    """A bundle with a random drafter of the E4B shape behind a hole of almost 4 GB."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from ai_edge_litert import schema_py_generated as schema
+    from make_bundle import ALIGNMENT, Part, bundle, pack
+    from make_drafter import DrafterSpec, plain_model
+
+    model = plain_model(
+        DrafterSpec(
+            windows=(512, 512, 512, None),
+            hidden=256,
+            ffn=2048,
+            heads=4,
+            kv_heads=2,
+            head_dim=256,
+            vocab=262144,
+            backbone=2560,
+            cache=1024,
+        )
+    )
+    for tensor in model.subgraphs[0].tensors:
+        # The LM head and the MLPs in INT4: half of the bytes, read as twice the codes.
+        if tensor.type == schema.TensorType.INT8 and {262144, 2048} & set(tensor.shape):
+            buffer = model.buffers[tensor.buffer]
+            tensor.type, buffer.data = schema.TensorType.INT4, buffer.data[: len(buffer.data) // 2]
+    data = pack(model)
+    begin = (BUNDLE_SIZE - len(data)) // ALIGNMENT * ALIGNMENT
+    items = {"model_type": "tf_lite_mtp_drafter"}
+    header = bundle([Part(3, b"", items)], ranges=[(begin, begin + len(data))])
+    with open(path, "wb") as file:
+        file.write(header)
+        file.seek(begin)
+        file.write(data)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall-clock time of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def alternately(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each of ``runs``, taken in turn so that a busy moment hits all of them."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            taken[name].append(seconds(run))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def command(*words: str) -> Callable[[], object]:
+    """A run of one of our commands in an interpreter of its own."""
+    return lambda: subprocess.run([sys.executable, "-c", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def entry(name: str) -> str:
+    """Code that runs a command as its entry point does."""
+    return f"import sys; sys.argv[0] = 'mtp-{name}'; from mtp_extract.cli.{name} import main; main()"
+
+
+def extraction_against_copying(source: Path, work: Path, repeats: int) -> list[tuple[str, str]]:
+    """F32 extraction against copying the file it writes."""
+    out, copy = work / "out", work / "copy"
+    extract = command(entry("extract"), str(source), "-o", str(out), "--dtype", "f32", "--overwrite")
+    extract()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+    def copying() -> None:
+        copy.unlink(missing_ok=True)
+        shutil.copyfile(out / "model.safetensors", copy)
+
+    def extracting() -> None:
+        shutil.rmtree(out)
+        extract()
+
+    times = alternately({"copy": copying, "extract": extracting, "start": command("pass")}, repeats)
+    peak = max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024
+    size = (out / "model.safetensors").stat().st_size / 1e6
+    net = times["extract"] - times["start"]
+    return [
+        (f"copying the output file ({size:.0f} MB)", f"{times['copy']:.3f} s"),
+        ("starting the interpreter", f"{times['start']:.3f} s"),
+        ("`mtp-extract --dtype f32`, read back and compared", f"{times['extract']:.3f} s"),
+        ("… less the interpreter's start, over copying", f"{net / times['copy']:.2f} ×"),
+        ("… peak memory", f"{peak:.0f} MB"),
+    ]
+
+
+def plain_numpy(source: QuantizedTensor, stored: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, Any]:
+    """The usual way: shift, interleave, multiply."""
+    codes = np.empty(stored.size * 2, np.int8)
+    codes[0::2] = (stored & 0xF).astype(np.int8)
+    codes[1::2] = (stored >> 4).astype(np.int8)
+    codes = np.where(codes > 7, codes - 16, codes)
+    result: np.ndarray[Any, Any] = codes.reshape(source.tensor.shape).astype(np.float32) * source.scale[:, None]
+    return result
+
+
+def dequantizing(source: Path, repeats: int) -> list[tuple[str, str]]:
+    """The LM head, on one core, against the plain NumPy route."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with open_bundle(source) as opened:
+            drafter = opened.drafter()
+            role = next(r for r in drafter.walk.roles if r.role == "lm_head")
+            assert role.tensor is not None
+            assert role.tensor.type is TensorType.INT4
+            head = QuantizedTensor.of(drafter.model, role.tensor)
+            stored = np.frombuffer(head.location.read(), np.uint8)
+            np.testing.assert_array_equal(plain_numpy(head, stored), head.dequantize())
+
+            def ours() -> None:
+                for _ in head.chunks():
+                    pass
+
+            times = alternately({"numpy": lambda: plain_numpy(head, stored), "ours": ours}, repeats)
+    finally:
+        os.sched_setaffinity(0, cores)
+    millions = role.tensor.elements / 1e6
+    return [
+        (f"dequantizing the INT4 LM head ({millions:.0f} M) with plain NumPy, one core", f"{times['numpy']:.3f} s"),
+        ("… with the table, reading included", f"{times['ours']:.3f} s"),
+        ("… faster by", f"{times['numpy'] / times['ours']:.0f} ×"),
+    ]
+
+
+def inspecting(source: Path, repeats: int) -> list[tuple[str, str]]:
+    """Bytes that ``mtp-inspect`` reads of the bundle, and the time that it and ``--help`` take."""
+    from mtp_extract.inspection import inspect
+    from mtp_extract.source import LocalSource
+
+    class Counting(LocalSource):
+        count = 0
+
+        def read(self, offset: int, length: int) -> bytes:
+            Counting.count += length
+            return super().read(offset, length)
+
+    with open_bundle(Counting(source)) as opened:
+        inspect(opened, graph=True)
+    runs = {"inspect": command(entry("inspect"), str(source)), "help": command(entry("extract"), "--help")}
+    times = alternately(runs, repeats)
+    size = source.stat().st_size / 1e9
+    return [
+        (f"`mtp-inspect` of a {size:.1f} GB bundle", f"{times['inspect']:.3f} s"),
+        ("… bytes read", f"{Counting.count / 1e6:.2f} MB"),
+        ("`mtp-extract --help`", f"{times['help']:.3f} s"),
+    ]
+
+
+def main() -> None:
+    """Measure, and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, help="a bundle with a drafter whose LM head is INT4")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        source = options.file
+        if source is None:
+            source = work / "e4b-shaped.litertlm"
+            # In a process of its own: a child's peak memory counts what its parent held when it was forked.
+            maker = multiprocessing.get_context("spawn").Process(target=write_e4b_shaped, args=(source,))
+            maker.start()
+            maker.join()
+        rows = extraction_against_copying(source, work, options.repeats)
+        rows += dequantizing(source, max(3, options.repeats // 2))
+        rows += inspecting(source, options.repeats)
+    print("| what | measured |\n| --- | --- |")
+    for what, figure in rows:
+        print(f"| {what} | {figure} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Install the wheel with what the tests need into .venv, then lint, type-check and test that wheel.
+# PYTHON names the interpreter (python3); further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+"${PYTHON:-python3}" -m venv .venv
+# pip prints nothing but what goes wrong.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[test]"
+# A wheel of the same version as the one installed is not installed again unless told so.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps .
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+# From elsewhere, so that the installed wheel is imported and not this folder.
+elsewhere=$(mktemp -d)
+trap 'rm -rf "$elsewhere"' EXIT
+cd "$elsewhere"
+MTP_EXTRACT_TEST_INSTALLED=1 "$root/.venv/bin/pytest" -c "$root/pyproject.toml" --rootdir "$root" "$@" "$root/tests"
