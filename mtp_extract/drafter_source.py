@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+from mtp_extract.bundles import known_without_drafter
 from mtp_extract.container import (
     TFLITE_IDENTIFIER,
     TFLITE_MODEL,
@@ -19,6 +21,7 @@ from mtp_extract.container import (
     scan_tflite,
 )
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
+from mtp_extract.flatbuffer import Budget
 from mtp_extract.geometry import Geometry, known_geometry, read_geometry
 from mtp_extract.graph import Walk, flatten, walk
 from mtp_extract.graph.walk import ACTIVATIONS, LOGITS, PROJECTED
@@ -30,6 +33,8 @@ __all__ = ["Drafter", "Opened", "open"]
 
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"
+
+_SEARCH_BUDGET = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,18 @@ class Opened:
         """Sections of the bundle; empty for a bare model."""
         return self.bundle.sections if self.bundle else ()
 
-    def model(self, section: Section) -> TfliteModel:
-        """The TFLite model in ``section``, with the weights section that belongs to it."""
+    def model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
+        """The TFLite model in ``section``, with the weights that belong to it; ``budget`` as for read_model."""
         if self.bundle is None:
             raise FormatError(f"{self.source.name} has no sections.")
-        same_type = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
-        weights = self.bundle.region(same_type[0]) if same_type else None
-        return read_model(self.bundle.region(section), weights)
+        own = self._weights_of(section)
+        weights = self.bundle.region(own) if own else None
+        return read_model(self.bundle.region(section), weights, budget)
+
+    def _weights_of(self, section: Section) -> Section | None:
+        """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type."""
+        same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
+        return same[0] if same else None
 
     def drafter(self, sliding_window: int | None = None) -> Drafter:
         """Find and read the drafter.
@@ -99,12 +109,15 @@ class Opened:
             labels = ", ".join(s.label for s in typed)
             raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
         for section in typed:
-            self.source.prefetch(section.begin, section.size)
+            for needed in (section, self._weights_of(section)):
+                if needed is not None:
+                    self.source.prefetch(needed.begin, needed.size)
             model = self.model(section)
             return section, "model_type", model, _require_signature(model)
+        budget = Budget(_SEARCH_BUDGET)
         for section in models:
             try:
-                model = self.model(section)
+                model = self.model(section, budget)
             except MtpExtractError:
                 # Another model's damage is not the drafter's; a missing drafter is reported below.
                 continue
@@ -115,15 +128,17 @@ class Opened:
 
     def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
         if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
+            self.source.prefetch(0, self.source.size)
             model = read_model(Region(self.source, 0, self.source.size, "the model"))
             return None, "bare model", model, _require_signature(model)
         return self._scan()
 
     def _scan(self) -> tuple[None, str, TfliteModel, Signature]:
         if isinstance(self.source, LocalSource):
+            budget = Budget(_SEARCH_BUDGET)
             for region in scan_tflite(self.source):
                 try:
-                    model = read_model(region)
+                    model = read_model(region, None, budget)
                 except MtpExtractError:
                     # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
                     continue
@@ -140,6 +155,9 @@ class Opened:
                 f"{name}: expected a .litertlm bundle or a drafter's .tflite, found a file that begins with {head!r} "
                 "and has no drafter inside."
             )
+        published = known_without_drafter(self.source)
+        if published is not None:
+            return f"{name}: this is {published}, which holds no MTP drafter. Take gemma-4-E4B-it.litertlm or -E2B-it."
         kinds = sorted({s.model_type for s in self.sections if s.model_type})
         listed = ", ".join(escape(k) for k in kinds) or "none"
         hint = (
@@ -178,14 +196,24 @@ def _require_signature(model: TfliteModel) -> Signature:
     return signature
 
 
-def open(source: str | os.PathLike[str] | Source) -> Opened:  # noqa: A001 - read as mtp_extract.open
+def open(  # noqa: A001 - read as mtp_extract.open
+    source: str | os.PathLike[str] | Source,
+    *,
+    download: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Opened:
     """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+
+    Args:
+        source: what to open. Of a remote file only byte ranges are fetched.
+        download: of a server without byte ranges, download the whole file instead of failing.
+        progress: called with bytes done and bytes in all while a remote range is fetched.
 
     Raises:
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
     """
-    opened = open_source(source)
+    opened = open_source(source, download=download, progress=progress)
     try:
         if opened.size == 0:
             raise SourceError(f"{opened.name}: the file is empty.")

@@ -23,10 +23,10 @@ from mtp_extract.quantization import QuantizedTensor
 from mtp_extract.roles import LAYER_SCALAR, roles_of
 from mtp_extract.source import Source
 
-__all__ = ["CODES_FILE", "ExtractionResult", "Layout", "default_directory", "extract", "layout_of"]
+__all__ = ["CODES_FILE", "FORMAT_VERSION", "ExtractionResult", "Layout", "default_directory", "extract", "layout_of"]
 
 CODES_FILE = "codes.safetensors"
-_FORMAT_VERSION = 1
+FORMAT_VERSION = 1
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -245,7 +245,7 @@ def _record(
     confirmed = set(drafter.names.confirmed)
     stored_type = DTYPES[dtype].safetensors
     return {
-        "format_version": _FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
         "source": record.source_record(drafter, Path(opened.source.name).name, hashes.section),
         "known_as": drafter.known["name"] if drafter.known else None,

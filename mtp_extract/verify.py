@@ -16,7 +16,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, Segment, plan_values
 from mtp_extract.drafter_source import Opened
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.extraction import layout_of
+from mtp_extract.extraction import FORMAT_VERSION, layout_of
 
 __all__ = ["Verification", "read_record", "verify", "verify_against"]
 
@@ -56,6 +56,11 @@ def read_record(directory: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
+    if isinstance(record, dict) and record.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format version {record.get('format_version')!r}; this release reads {FORMAT_VERSION}. "
+            "Look for a newer release of mtp-extract."
+        )
     if not isinstance(record, dict) or not all(
         isinstance(record.get(key), dict) for key in ("files", "tensors", "source", "tool", "geometry")
     ):
@@ -87,9 +92,9 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
         elif path.stat().st_size != expected.get("size"):
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected.get('size')}")
         elif name == weights:
-            sums = {tensor: entry.get("crc32") for tensor, entry in record["tensors"].items()}
-            wrong += _differing(path, sums)
-            tensors += len(sums)
+            wrong += _misdescribed(path, record["tensors"])
+            wrong += _differing(path, {tensor: entry.get("crc32") for tensor, entry in record["tensors"].items()})
+            tensors += len(record["tensors"])
         elif "tensors" in expected:
             wrong += _differing(path, expected["tensors"])
             tensors += len(expected["tensors"])
@@ -100,6 +105,15 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
             f"{folder}: does not match its {RECORD}: {'; '.join(wrong)}. Extract it again, or fetch it again."
         )
     return Verification(folder, record, len(record["files"]), tensors)
+
+
+def _misdescribed(path: Path, expected: Mapping[str, Any]) -> list[str]:
+    """Tensors that the file gives another type or shape than the record does."""
+    return [
+        f"tensor {escape(name)} is {there.dtype} {list(there.shape)} in the file"
+        for name, there in read_header(path).items()
+        if name in expected and (there.dtype, list(there.shape)) != (expected[name]["dtype"], expected[name]["shape"])
+    ]
 
 
 def _differing(path: Path, expected: Mapping[str, Any]) -> list[str]:

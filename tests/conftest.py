@@ -1,24 +1,14 @@
-"""What all tests share: the sample, its truth, and the variants made with Google's tools."""
+"""What all tests share: the sample and its truth."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from variant_files import HERE
 
 from mtp_extract.data import sample_base, sample_bundle
-
-HERE = Path(__file__).parent
-VARIANTS: dict[str, Any] = json.loads((HERE / "variants" / "truth.json").read_text())
-REFUSED = {"jax_hadamard", "jax_published_mask_local"}
-
-
-def variant(name: str) -> Path:
-    """The drafter called ``name``."""
-    return HERE / "variants" / f"{name}.tflite"
 
 
 @pytest.fixture(scope="session")

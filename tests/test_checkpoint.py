@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.checkpoint.crc import combine_crc32

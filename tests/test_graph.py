@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REFUSED, VARIANTS, variant
+from variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import open as open_bundle
 from mtp_extract.drafter_source import Drafter

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tflite
 from ai_edge_litert import schema_py_generated as schema
-from conftest import VARIANTS, variant
+from variant_files import VARIANTS, variant
 
 from mtp_extract import open as open_bundle
 from mtp_extract.container import SECTION_TYPES

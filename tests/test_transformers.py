@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, REFUSED, VARIANTS, variant
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma4AssistantForCausalLM
+from variant_files import HERE, REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file
+from variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
 

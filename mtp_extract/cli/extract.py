@@ -59,6 +59,9 @@ def extract(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
     ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
+    ] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -70,13 +73,18 @@ def extract(
 
     from mtp_extract.cli import render
     from mtp_extract.data import sample_bundle
+    from mtp_extract.drafter_source import open as open_source
+    from mtp_extract.extraction import default_directory
     from mtp_extract.extraction import extract as run_extraction
 
     path = str(sample_bundle()) if source is None else source
-    with render.progress(quiet=as_json) as progress:
+    with (
+        render.progress(quiet=as_json) as progress,
+        open_source(path, download=download, progress=progress) as opened,
+    ):
         result = run_extraction(
-            path,
-            out,
+            opened,
+            out or default_directory(path),
             format=format.value,
             dtype=dtype.value if dtype else None,
             codes=codes,

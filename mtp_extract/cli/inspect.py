@@ -40,13 +40,16 @@ def inspect(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
     ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""
     from mtp_extract.cli import render
 
     if Path(source).is_dir():
-        _verify(source, against, as_json)
+        _verify(source, against, download, as_json)
         return
     if against is not None:
         raise typer.BadParameter("--against goes with a directory that mtp-extract wrote.")
@@ -54,14 +57,17 @@ def inspect(
     from mtp_extract.drafter_source import open as open_source
     from mtp_extract.inspection import inspect as look
 
-    with open_source(source) as opened:
+    with (
+        render.progress(quiet=as_json) as progress,
+        open_source(source, download=download, progress=progress) as opened,
+    ):
         found = look(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
     render.inspection(found.as_json, as_json)
     if found.problem is not None:
         raise found.problem
 
 
-def _verify(directory: str, against: str | None, as_json: bool) -> None:
+def _verify(directory: str, against: str | None, download: bool, as_json: bool) -> None:
     from mtp_extract.cli import render
     from mtp_extract.drafter_source import open as open_source
     from mtp_extract.verify import verify, verify_against
@@ -69,8 +75,12 @@ def _verify(directory: str, against: str | None, as_json: bool) -> None:
     if against is None:
         render.verification(verify(directory), as_json)
         return
-    with open_source(against) as opened:
-        render.verification(verify_against(directory, opened), as_json)
+    with (
+        render.progress(quiet=as_json) as progress,
+        open_source(against, download=download, progress=progress) as opened,
+    ):
+        result = verify_against(directory, opened)
+    render.verification(result, as_json)
 
 
 def main() -> None:
