@@ -1,0 +1,56 @@
+"""What one draft step reads, as one value that experiments can change field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["DraftArguments"]
+
+
+@dataclass(frozen=True)
+class DraftArguments:
+    """The inputs of one draft step; ``drafter(*arguments)`` runs it.
+
+    Controls are changed copies: ``dataclasses.replace(arguments,
+    hidden=torch.zeros_like(arguments.hidden))``.
+
+    Attributes:
+        embedding: [batch, queries, base width], the base's embedding of the last token, times sqrt(base
+            width).
+        hidden: [batch, queries, base width], the base's state after its final norm in the first step of a
+            round, the drafter's projected state in later ones.
+        shared_kv: layer type → the base's K and V, each [batch, KV heads, slots, head_dim].
+        position_ids: int64 [batch, queries].
+        masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every
+            slot.
+    """
+
+    embedding: Tensor
+    hidden: Tensor
+    shared_kv: Mapping[str, tuple[Tensor, Tensor]]
+    position_ids: Tensor
+    masks: Mapping[str, Tensor] | None
+
+    @property
+    def embedding_and_hidden(self) -> Tensor:
+        """[batch, queries, 2 · base width], the embedding first: what the pre projection reads."""
+        return torch.cat((self.embedding, self.hidden), dim=-1)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter((self.embedding_and_hidden, self.shared_kv, self.position_ids, self.masks))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> DraftArguments:
+        """On ``device``; embedding and hidden state also in ``dtype``. Attention widens K and V itself."""
+        return dataclasses.replace(
+            self,
+            embedding=self.embedding.to(device, dtype),
+            hidden=self.hidden.to(device, dtype),
+            shared_kv={kind: (k.to(device), v.to(device)) for kind, (k, v) in self.shared_kv.items()},
+            position_ids=self.position_ids.to(device),
+            masks=None if self.masks is None else {kind: mask.to(device) for kind, mask in self.masks.items()},
+        )

@@ -1,0 +1,179 @@
+"""The MTP drafter of Gemma 4, whole, to be held beside its description.
+
+One step: the token last chosen (its embedding in the *base* model, times the root of the base's width) and
+the base's hidden state that predicted it go in side by side, embedding first. A few layers without K and V
+of their own look at the base model's cache. Out come logits for the next token, and a state of the base's
+width that takes the place of the hidden state in the next step.
+
+Weights and activations may be BF16; every RMSNorm, the rotation, attention logits, softmax and soft cap
+are computed in F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range.
+
+Every matrix is an ``nn.Linear`` under the name of its role (``layers.0.q_proj``), so that PyTorch's
+forward hooks can see and replace its input and output; hooks on ``layers.N`` see the output of a whole
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtp_extract.drafter.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+
+__all__ = ["Drafter", "DrafterOutput", "Layer", "OrderedHead", "RMSNorm", "rotate"]
+
+KV = tuple[Tensor, Tensor]
+
+
+class DrafterOutput(NamedTuple):
+    """``logits`` [batch, queries, vocabulary], soft-capped; ``projected`` [batch, queries, base width]."""
+
+    logits: Tensor
+    projected: Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, in F32. The weight is the factor itself, not one less."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.pow(wide.square().mean(-1, keepdim=True) + self.eps, -0.5)
+        return (normed * self.weight.float()).type_as(x)
+
+
+def rotate(x: Tensor, position_ids: Tensor, rope: RopeConfig) -> Tensor:
+    """Rotary embedding of ``x`` [batch, queries, heads, head_dim] at ``position_ids`` [batch, queries].
+
+    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation
+    leaves the frequencies past its share at zero.
+    """
+    width = x.shape[-1]
+    rotated = int(rope.rotary_fraction * width // 2)
+    index = torch.arange(width // 2, device=x.device)
+    # A reciprocal, as in transformers: at position 100 000 the last bit of a frequency is 1/100 of a radian.
+    frequency = 1.0 / rope.theta ** (2 * index / width) / rope.factor * (index < rotated)
+    angle = (position_ids[..., None].float() * frequency)[:, :, None, :]  # [B, L, 1, D/2]
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
+    return torch.cat(turned, dim=-1).type_as(x)
+
+
+class Layer(nn.Module):
+    """h += norm(attention(norm(h))); x = norm(h); h += norm(down(gelu(gate(x)) · up(x))); h *= scalar."""
+
+    def __init__(self, config: DrafterConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        width, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * layer.head_dim
+        self.pre_attention_norm = RMSNorm(width, config.rms_norm_eps)
+        self.q_proj = nn.Linear(width, heads, bias=False)
+        self.q_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(heads, width, bias=False)
+        self.post_attention_norm = RMSNorm(width, config.rms_norm_eps)
+        self.pre_ffw_norm = RMSNorm(width, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.post_ffw_norm = RMSNorm(width, config.rms_norm_eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        self.layer_scalar: Tensor
+
+    def attention(self, x: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        k, v = kv  # [B, Hkv, S, D] each
+        batch, queries, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(batch, queries, -1, self.layer.head_dim))
+        q = rotate(q, position_ids, self.layer.rope)
+        q = q.view(batch, queries, self.layer.num_kv_heads, -1, self.layer.head_dim)  # [B, L, Hkv, G, D]
+        logits = torch.einsum("blkgd,bksd->bkgls", q.float(), k.float()) * self.config.attention_scale
+        if mask is not None:
+            logits = logits.masked_fill(~mask[:, None, None], torch.finfo(torch.float32).min)
+        mixed = torch.einsum("bkgls,bksd->blkgd", logits.softmax(-1), v.float())
+        out: Tensor = self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
+        return out
+
+    def forward(self, h: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), kv, position_ids, mask))
+        x = self.pre_ffw_norm(h)
+        gated = functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
+        h = h + self.post_ffw_norm(self.down_proj(gated))
+        return h * self.layer_scalar
+
+
+class OrderedHead(nn.Module):
+    """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
+
+    ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken
+    over the whole call, so the value of the *unselected* logits depends on what else is in the batch; the
+    argmax does not.
+    """
+
+    def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
+        super().__init__()
+        self.head, self.vocab_size = head, config.vocab_size
+        self.centroids = nn.Linear(config.hidden_size, head.num_centroids, bias=False)
+        self.register_buffer("token_ordering", torch.zeros(config.vocab_size, dtype=torch.long))
+        self.token_ordering: Tensor
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        nearest = self.centroids(x).topk(self.head.top_k, dim=-1).indices  # [B, L, k]
+        tokens = self.token_ordering.view(self.head.num_centroids, -1)[nearest].flatten(-2)  # [B, L, k · V/C]
+        selected = (weight[tokens] @ x[..., None]).squeeze(-1)
+        rest = (selected.min() - 1.0).expand(*x.shape[:-1], self.vocab_size)
+        return rest.scatter(-1, tokens, selected)
+
+
+class Drafter(nn.Module):
+    """The reference drafter. Build it with :func:`mtp_extract.drafter.load_drafter`."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.pre_projection = nn.Linear(2 * config.backbone_hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in config.layers)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_projection = nn.Linear(config.hidden_size, config.backbone_hidden_size, bias=False)
+        self.ordered_head = OrderedHead(config, config.ordered_head) if config.ordered_head else None
+
+    def forward(
+        self,
+        inputs: Tensor,
+        shared_kv: Mapping[str, KV],
+        position_ids: Tensor,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> DrafterOutput:
+        """One draft step for every query.
+
+        Args:
+            inputs: [batch, queries, 2 · base width]: scaled embedding, then hidden state.
+            shared_kv: layer type → the base's K and V, each [batch, KV heads, slots, head_dim], K already
+                rotated.
+            position_ids: integer [batch, queries]; the same in every step of a round.
+            masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees
+                every slot.
+        """
+        h = self.pre_projection(inputs)
+        for layer, geometry in zip(self.layers, self.config.layers, strict=True):
+            mask = masks[geometry.layer_type] if masks is not None else None
+            h = layer(h, shared_kv[geometry.layer_type], position_ids, mask)
+        h = self.final_norm(h)
+        logits = self.ordered_head(h, self.lm_head.weight) if self.ordered_head else self.lm_head(h)
+        if (cap := self.config.final_logit_softcap) is not None:
+            logits = (torch.tanh(logits.float() / cap) * cap).type_as(logits)
+        return DrafterOutput(logits, self.post_projection(h))
+
+    def with_config(self, config: DrafterConfig) -> Drafter:
+        """A drafter of another config with these very weights: for controls, such as another scale."""
+        with torch.device("meta"):
+            twin = Drafter(config)
+        twin.load_state_dict(self.state_dict(keep_vars=True), strict=True, assign=True)
+        return twin.eval()

@@ -1,0 +1,43 @@
+"""Random tiny assistants on disk, and the sample's drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_assistants import GEOMETRIES, Geometry, random_assistant
+from safetensors.torch import save_file
+
+
+@pytest.fixture(params=list(GEOMETRIES))
+def geometry(request: pytest.FixtureRequest) -> Geometry:
+    return GEOMETRIES[request.param]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a random assistant in the ``transformers`` layout, config as an extraction writes it."""
+
+    def save(geometry: Geometry, seed: int = 0, **config: Any) -> Path:
+        model = random_assistant(geometry, seed)
+        tensors = {n: t.contiguous().clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(geometry.config() | config))
+        return tmp_path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def sample_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The sample's drafter as extracted in both layouts, F32."""
+    import mtp_extract
+    from mtp_extract.data import sample_bundle
+
+    root = tmp_path_factory.mktemp("sample")
+    for layout in ("transformers", "litert"):
+        mtp_extract.extract(sample_bundle(), root / layout, format=layout, dtype="f32")
+    return {layout: root / layout for layout in ("transformers", "litert")}

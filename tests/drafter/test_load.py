@@ -1,0 +1,186 @@
+"""Strict loading: both layouts, and an error by name for every way of being wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_assistants import GEOMETRIES, Geometry
+from safetensors.torch import load_file, save_file
+
+from mtp_extract.drafter import DrafterConfig, load_drafter
+from mtp_extract.errors import DrafterError
+
+Save = Callable[..., Path]
+
+
+def edit(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) drop tensors; ``__`` in a name stands for a dot."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}))
+
+
+def test_every_tensor_lands_in_its_place(saved: Save, geometry: Geometry) -> None:
+    directory = saved(geometry)
+    stored = load_file(directory / "model.safetensors")
+    drafter = load_drafter(directory)
+    got = sorted((tuple(t.shape), float(t.double().sum())) for t in drafter.state_dict().values())
+    assert got == sorted((tuple(t.shape), float(t.double().sum())) for t in stored.values())
+    assert len(drafter.state_dict()) == 5 + 11 * len(geometry.layers) - 1 + 2 * bool(geometry.centroids)
+    assert not drafter.training
+    assert not any(p.requires_grad or p.is_meta for p in drafter.parameters())
+
+
+def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> None:
+    directory = saved(GEOMETRIES["dense"])
+    edit(
+        directory,
+        model__layers__1__layer_scalar=None,
+        model__layers__2__self_attn__k_proj__weight=torch.zeros(2, 2),
+        post_projection__weight=torch.zeros(16, 24),
+    )
+    with pytest.raises(DrafterError) as caught:
+        load_drafter(directory)
+    message = str(caught.value)
+    assert "model.layers.1.layer_scalar: expected a tensor for layers.1.layer_scalar, found none" in message
+    assert "model.layers.2.self_attn.k_proj.weight: expected no such tensor, found [2, 2]" in message
+    assert "post_projection.weight: expected shape [24, 16], found [16, 24]" in message
+
+
+def test_a_stored_lm_head_must_be_the_embedding(saved: Save) -> None:
+    directory = saved(GEOMETRIES["dense"])
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    edit(directory, lm_head__weight=embedding.clone())
+    load_drafter(directory)
+    edit(directory, lm_head__weight=embedding + 1)
+    with pytest.raises(DrafterError, match=r"lm_head\.weight: expected the same values as model\.embed_tokens\.weight"):
+        load_drafter(directory)
+
+
+def test_float16_is_refused_with_the_reason(saved: Save) -> None:
+    directory = saved(GEOMETRIES["dense"])
+    with pytest.raises(DrafterError, match=r"float16 was asked for.*65504"):
+        load_drafter(directory, dtype=torch.float16)
+    half = {name: t.half() for name, t in load_file(directory / "model.safetensors").items()}
+    save_file(half, directory / "model.safetensors")
+    with pytest.raises(DrafterError, match=r"stored as float16.*65504.*torch\.bfloat16"):
+        load_drafter(directory)
+    assert load_drafter(directory, dtype=torch.float32).lm_head.weight.dtype == torch.float32
+
+
+def test_other_dtypes(saved: Save) -> None:
+    directory = saved(GEOMETRIES["ordered"])
+    drafter = load_drafter(directory, dtype=torch.bfloat16)
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+    assert drafter.ordered_head is not None
+    assert drafter.ordered_head.token_ordering.dtype == torch.long
+    with pytest.raises(DrafterError, match=r"found torch\.int8"):
+        load_drafter(directory, dtype=torch.int8)
+
+
+def test_both_layouts_of_the_sample_are_one_drafter(sample_directories: dict[str, Path]) -> None:
+    a, b = (load_drafter(sample_directories[layout]) for layout in ("transformers", "litert"))
+    assert a.config == b.config
+    assert a.config.final_logit_softcap == 30.0
+    assert [round(float(layer.layer_scalar), 6) for layer in a.layers] == [0.55, 0.75, 0.95, 1.15]
+    assert a.state_dict().keys() == b.state_dict().keys()
+    assert all(torch.equal(tensor, b.state_dict()[name]) for name, tensor in a.state_dict().items())
+
+
+@pytest.fixture
+def litert(sample_directories: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the sample in the ``litert`` layout, to be changed."""
+    for file in ("mtp_drafter.safetensors", "mtp_drafter_config.json"):
+        (tmp_path / file).write_bytes((sample_directories["litert"] / file).read_bytes())
+    return tmp_path
+
+
+def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
+    path, weights = litert / "mtp_drafter_config.json", litert / "mtp_drafter.safetensors"
+    table = json.loads(path.read_text())["tensors"]
+    tensors = load_file(weights)
+    for layer in (1, 2):
+        tensors.pop(table[f"layers.{layer}.q_norm"], None)
+        table[f"layers.{layer}.q_norm"] = table["layers.0.q_norm"]
+    tensors.pop(table.pop("layers.3.layer_scalar"))
+    save_file(tensors, weights)
+    edit_json(path, tensors=table)
+    drafter = load_drafter(litert)
+    assert torch.equal(drafter.layers[2].q_norm.weight, tensors[table["layers.0.q_norm"]])
+    assert drafter.layers[3].layer_scalar.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "expected format_version 1"),
+        ({"tensors": None}, "table of roles"),
+        ({"tensors": {"pre_projection": "x", "layers.0.k_proj": "y"}}, r"expected no role layers\.0\.k_proj"),
+        ({"tensors": {"pre_projection": "x"}}, r"expected roles final_norm, layers\.0\.down_proj.*found none"),
+        ({"head_dims": [32, 32]}, "expected 4 entries in head_dims, found 2"),
+        ({"kv_bank_ids": [0, 0, 1, 1]}, "layer 2: expected layer type and KV bank"),
+        ({"hidden_activation": "relu"}, "found relu"),
+        ({"attention_scale": None}, "expected attention_scale"),
+        ({"num_heads": 3}, "layer 0: expected num_kv_heads to divide the 3 query heads"),
+        ({"hidden_size": "64"}, "expected hidden_size to be a positive integer, found 64"),
+    ],
+)
+def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: str) -> None:
+    edit_json(litert / "mtp_drafter_config.json", **changes)
+    with pytest.raises(DrafterError, match=message):
+        load_drafter(litert)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text_changes", "message"),
+    [
+        ({"model_type": "gemma4"}, {}, "found gemma4; point to the drafter's directory, not the base model's"),
+        ({}, {"attention_bias": True}, "expected attention_bias to be off"),
+        ({}, {"layer_types": None}, "expected layer_types"),
+        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "expected 3 layer_types, found 2"),
+        ({}, {"layer_types": ["linear", "linear", "linear"]}, "layer 0: expected .* found linear"),
+        ({}, {"hidden_size": 0}, "expected hidden_size to be a positive integer, found 0"),
+        ({}, {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "found yarn"),
+        ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "num_centroids to divide the vocabulary of 60"),
+    ],
+)
+def test_transformers_config_errors(
+    saved: Save, changes: dict[str, Any], text_changes: dict[str, Any], message: str
+) -> None:
+    geometry = GEOMETRIES["dense"]
+    directory = saved(geometry, text_config=geometry.config()["text_config"] | text_changes, **changes)
+    with pytest.raises(DrafterError, match=message):
+        load_drafter(directory)
+
+
+def test_the_12b_type_is_accepted(saved: Save) -> None:
+    directory = saved(GEOMETRIES["k-eq-v"], model_type="gemma4_unified_assistant")
+    kv = DrafterConfig.read(directory).kv_layers
+    assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
+
+
+def test_files_that_are_not_there_or_not_right(saved: Save, tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match=r"expected config.json or mtp_drafter_config.json in .*, found neither"):
+        load_drafter(tmp_path)
+    directory = saved(GEOMETRIES["dense"])
+    (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(DrafterError, match="expected safetensors in"):
+        load_drafter(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(DrafterError, match=r"expected model.safetensors in .*, found none"):
+        load_drafter(directory)
+    (directory / "config.json").write_text("[]")
+    with pytest.raises(DrafterError, match="expected a JSON object"):
+        load_drafter(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(DrafterError, match="expected JSON"):
+        load_drafter(directory)

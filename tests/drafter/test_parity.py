@@ -1,0 +1,195 @@
+"""The reference drafter is the function of transformers' Gemma4AssistantForCausalLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from random_assistants import GEOMETRIES, Geometry, random_assistant
+from transformers import AutoConfig
+
+from mtp_extract.drafter import Drafter, DrafterConfig, build_drafter, trailing_masks
+
+WINDOW_EDGE = (1, 5, 6, 7, 40)
+"""Context lengths around the windows used, 1 and 5 (transformers sees window + 1 slots), and well beyond them."""
+
+
+def both(geometry: Geometry) -> tuple[Any, Drafter]:
+    theirs = random_assistant(geometry)
+    config = DrafterConfig.from_transformers(geometry.config())
+    return theirs, build_drafter(config, theirs.state_dict())
+
+
+def random_inputs(config: DrafterConfig, slots: int, queries: int = 1, batch: int = 2, seed: int = 1) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "inputs_embeds": torch.randn(batch, queries, 2 * config.backbone_hidden_size, generator=g),
+        "position_ids": torch.randint(slots, 3000, (batch, queries), generator=g),
+        "shared_kv_states": {
+            kind: tuple(0.5 * torch.randn(batch, layer.num_kv_heads, slots, layer.head_dim, generator=g) for _ in "kv")
+            for kind, layer in config.kv_layers.items()
+        },
+    }
+
+
+def ours(drafter: Drafter, x: dict[str, Any], padding: torch.Tensor | None = None) -> Any:
+    slots = {kind: k.shape[2] for kind, (k, _) in x["shared_kv_states"].items()}
+    masks = trailing_masks(drafter.config, slots, x["inputs_embeds"].shape[1], padding)
+    return drafter(x["inputs_embeds"], x["shared_kv_states"], x["position_ids"], masks)
+
+
+def assert_equal(theirs: Any, mine: Any) -> None:
+    """Equal to 1e-5 of the largest value: what two orders of summation in F32 leave."""
+    for expected, got in ((theirs.logits, mine.logits), (theirs.last_hidden_state, mine.projected)):
+        torch.testing.assert_close(got, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("slots", WINDOW_EDGE)
+@torch.no_grad()
+def test_one_query(geometry: Geometry, slots: int) -> None:
+    theirs, drafter = both(geometry)
+    x = random_inputs(drafter.config, slots)
+    assert_equal(theirs(**x), ours(drafter, x))
+
+
+@pytest.mark.parametrize("slots", WINDOW_EDGE)
+@torch.no_grad()
+def test_padding(geometry: Geometry, slots: int) -> None:
+    theirs, drafter = both(geometry)
+    x = random_inputs(drafter.config, slots)
+    padding = torch.ones(2, slots + 1, dtype=torch.long)
+    padding[1, : slots // 2] = 0
+    padding[1, slots // 2 + 2 : slots // 2 + 3] = 0
+    assert_equal(theirs(**x, attention_mask=padding), ours(drafter, x, padding[:, :slots].bool()))
+
+
+@pytest.mark.parametrize("slots", WINDOW_EDGE)
+@torch.no_grad()
+def test_several_queries(geometry: Geometry, slots: int) -> None:
+    # Eager: transformers' SDPA path turns "no mask" into a causal one when there is more than one query.
+    theirs, drafter = both(geometry)
+    theirs.set_attn_implementation("eager")
+    x = random_inputs(drafter.config, slots, queries=3)
+    assert_equal(theirs(**x), ours(drafter, x))
+
+
+@torch.no_grad()
+def test_a_cut_sliding_cache_keeps_the_end() -> None:
+    theirs, drafter = both(GEOMETRIES["dense"])
+    x = random_inputs(drafter.config, 30)
+    kv = x["shared_kv_states"]
+    kv["sliding_attention"] = tuple(t[:, :, -9:] for t in kv["sliding_attention"])
+    padding = torch.ones(2, 30, dtype=torch.long)
+    padding[0, 20:26] = 0
+    assert_equal(theirs(**x, attention_mask=padding), ours(drafter, x, padding.bool()))
+
+
+@torch.no_grad()
+def test_the_window_is_seen_in_the_output() -> None:
+    """A slot just inside the window matters, the next one out does not: the parity above is no accident of a mask."""
+    _, drafter = both(GEOMETRIES["dense"])
+    x = random_inputs(drafter.config, 20)
+    before = ours(drafter, x).logits
+    for from_end, matters in ((drafter.config.layers[0].sliding_window, True), (6, False)):
+        changed = {k: tuple(t.clone() for t in kv) for k, kv in x["shared_kv_states"].items()}
+        changed["sliding_attention"][1][:, :, -1 - from_end] += 10
+        assert torch.equal(ours(drafter, x | {"shared_kv_states": changed}).logits, before) is not matters
+
+
+@torch.no_grad()
+def test_soft_cap() -> None:
+    theirs, drafter = both(GEOMETRIES["dense"])
+    x = random_inputs(drafter.config, 9)
+    capped = drafter.with_config(dataclasses.replace(drafter.config, final_logit_softcap=2.0))
+    torch.testing.assert_close(ours(capped, x).logits, 2 * torch.tanh(theirs(**x).logits / 2), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_bfloat16_accumulates_in_float32() -> None:
+    """With BF16 weights and activations the result stays near the F32 one over the same weights."""
+    model = random_assistant(GEOMETRIES["wide-window"]).bfloat16()
+    config = DrafterConfig.from_transformers(GEOMETRIES["wide-window"].config())
+    half, full = (build_drafter(config, model.state_dict(), dtype=d) for d in (torch.bfloat16, torch.float32))
+    x = random_inputs(config, 40)
+    narrow = x | {
+        "inputs_embeds": x["inputs_embeds"].bfloat16(),
+        "shared_kv_states": {k: tuple(t.bfloat16() for t in kv) for k, kv in x["shared_kv_states"].items()},
+    }
+    got, exact = ours(half, narrow).logits, ours(full, x).logits
+    assert got.dtype == torch.bfloat16
+    assert torch.cosine_similarity(got.float().flatten(), exact.flatten(), dim=0) > 0.9995
+
+
+@torch.no_grad()
+def test_norms_and_attention_are_float32_inside() -> None:
+    """In BF16, 256 + 1 is 256: a sum of squares or of probabilities kept in BF16 would stop growing."""
+    geometry = dataclasses.replace(GEOMETRIES["dense"], layers=("full_attention",))
+    _, drafter = both(geometry)
+    drafter = build_drafter(drafter.config, random_assistant(geometry).state_dict(), dtype=torch.bfloat16)
+    norm = drafter.final_norm
+    assert norm(torch.full((1, 16), 300.0, dtype=torch.bfloat16)).float().sub(norm.weight.float()).abs().max() < 1e-2
+    slots = 4081  # In BF16 1/4081 is 1/4096, and 4081 of those round to 0.996.
+    kv = torch.ones(1, 2, slots, 12, dtype=torch.bfloat16)
+    seen = []
+    drafter.layers[0].o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs = torch.randn(1, 1, 2 * geometry.backbone, generator=torch.Generator().manual_seed(0)).bfloat16()
+    drafter(inputs, {"full_attention": (kv, kv)}, torch.tensor([[slots]]))
+    assert torch.equal(seen[0].float(), torch.ones_like(seen[0].float()))
+
+
+@torch.no_grad()
+def test_unselected_tokens_of_the_ordered_head_share_the_floor() -> None:
+    _, drafter = both(GEOMETRIES["ordered"])
+    logits = ours(drafter, random_inputs(drafter.config, 9, batch=1)).logits.flatten()
+    floor = logits.min()
+    assert (logits == floor).sum() == 60 - 3 * 60 // 12
+    assert logits[logits != floor].min() - floor == pytest.approx(1.0, abs=1e-6)
+
+
+def test_config_forms_agree(geometry: Geometry) -> None:
+    """``global_head_dim``, as an extraction writes it, and ``per_layer_config``, as ``save_pretrained`` does."""
+    saved = AutoConfig.for_model(**geometry.config()).to_dict()
+    assert "per_layer_config" in saved["text_config"]
+    assert "global_head_dim" not in saved["text_config"]
+    assert DrafterConfig.from_transformers(saved) == DrafterConfig.from_transformers(geometry.config())
+
+
+@torch.no_grad()
+def test_controls_are_configs_and_weights() -> None:
+    """What the controls of a validation change does change the output, and the original is left alone."""
+    _, drafter = both(GEOMETRIES["dense"])
+    x = random_inputs(drafter.config, 9)
+    before = ours(drafter, x).logits
+    config = drafter.config
+    for changed in (
+        dataclasses.replace(config, attention_scale=0.5),
+        config.with_rope("full_attention", rotary_fraction=1.0),
+        config.with_rope("sliding_attention", theta=1e6),
+    ):
+        assert not torch.allclose(ours(drafter.with_config(changed), x).logits, before, atol=1e-4)
+    twin = drafter.with_config(config)
+    assert twin.lm_head.weight.data_ptr() == drafter.lm_head.weight.data_ptr()
+    assert torch.equal(ours(twin, x).logits, before)
+
+
+@torch.no_grad()
+def test_hooks_see_and_replace() -> None:
+    """Every matrix and every layer is a module whose input and output a forward hook can read or replace."""
+    _, drafter = both(GEOMETRIES["dense"])
+    x = random_inputs(drafter.config, 9)
+    before = ours(drafter, x).logits
+    matrices = [name for name, module in drafter.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert len(matrices) == 3 + 5 * 3
+    for name in matrices:
+        if name == "post_projection":
+            continue
+        handle = drafter.get_submodule(name).register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1.5,))
+        assert not torch.equal(ours(drafter, x).logits, before), name
+        handle.remove()
+    seen = {}
+    for i, layer in enumerate(drafter.layers):
+        layer.register_forward_hook(lambda _, inputs, output, i=i: seen.update({i: (inputs[0], output)}))
+    ours(drafter, x)
+    assert all(torch.equal(seen[i][1], seen[i + 1][0]) for i in range(2))

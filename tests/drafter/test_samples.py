@@ -1,0 +1,88 @@
+"""The sample: the drafter over dequantized weights, fed the inputs of LiteRT's signature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_extract.drafter import DrafterConfig, kv_names, load_drafter, signature_arguments
+from mtp_extract.errors import DrafterError
+
+TRUTH = Path(__file__).parent.parent / "truth"
+
+
+def samples(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(signature inputs, outputs of transformers over the dequantized weights) of each sample."""
+    with np.load(TRUTH / f"{name}.io.npz") as file:
+        data = dict(file)
+    count = len({key.split("/")[0] for key in data})
+    return [
+        tuple(
+            {key.removeprefix(f"{i}/{part}/"): value for key, value in data.items() if key.startswith(f"{i}/{part}/")}
+            for part in ("in", "torch_dequant")
+        )
+        for i in range(count)
+    ]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("layout", ["transformers", "litert"])
+@pytest.mark.parametrize("name", ["e2e_jax_mix48", "e2e_mix48"])
+@torch.no_grad()
+def test_equal_to_the_dequantized_drafter(sample_directories: dict[str, Path], layout: str, name: str) -> None:
+    drafter = load_drafter(sample_directories[layout])
+    positions = []
+    for inputs, expected in samples(name):
+        logits, projected = drafter(*signature_arguments(drafter.config, inputs))
+        np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(projected.numpy(), expected["projected_activations"], atol=1e-5, rtol=1e-5)
+        positions.append(int(inputs["input_pos"][0]))
+    assert min(positions) < 16 < max(positions), "the samples must lie on both sides of the window"
+
+
+@torch.no_grad()
+def test_the_window_counts_from_input_pos(sample_directories: dict[str, Path]) -> None:
+    """One position off in the sliding mask is seen: the parity above depends on it."""
+    drafter = load_drafter(sample_directories["transformers"])
+    inputs, expected = max(samples("e2e_jax_mix48"), key=lambda sample: sample[0]["input_pos"][0])
+    arguments = signature_arguments(drafter.config, inputs)
+    for shift in (-1, 1):
+        masks = dict(arguments.masks)
+        masks["sliding_attention"] = masks["sliding_attention"].roll(shift, -1)
+        logits = drafter(arguments.embedding_and_hidden, arguments.shared_kv, arguments.position_ids, masks).logits
+        assert np.abs(logits.numpy() - expected["logits"]).max() > 1e-3
+
+
+def test_cache_names_by_shape_and_by_number(sample_directories: dict[str, Path]) -> None:
+    config = DrafterConfig.read(sample_directories["litert"])
+    inputs = samples("e2e_jax_mix48")[0][0]
+    swapped = inputs | {
+        "kv_cache_k_2": inputs["kv_cache_k_3"],
+        "kv_cache_k_3": inputs["kv_cache_k_2"],
+    }
+    assert kv_names(config, swapped)["sliding_attention"] == ("kv_cache_k_3", "kv_cache_v_3")
+    same = inputs | {"kv_cache_k_2": inputs["kv_cache_k_3"]}
+    with pytest.raises(DrafterError, match=r"expected caches of \(KV heads, head_dim\)"):
+        kv_names(config, same)
+
+
+def test_integer_caches_need_a_scale(sample_directories: dict[str, Path]) -> None:
+    config = DrafterConfig.read(sample_directories["litert"])
+    inputs = dict(samples("e2e_jax_mix48")[0][0])
+    exact = signature_arguments(config, inputs).shared_kv["sliding_attention"][0]
+    scale = float(np.abs(inputs["kv_cache_k_2"]).max() / 127)
+    inputs["kv_cache_k_2"] = np.round(inputs["kv_cache_k_2"] / scale).astype(np.int8)
+    with pytest.raises(DrafterError, match="kv_cache_k_2: expected a scale"):
+        signature_arguments(config, inputs)
+    scaled = signature_arguments(config, inputs, kv_scales={"kv_cache_k_2": scale}).shared_kv["sliding_attention"][0]
+    assert 0 < (scaled - exact).abs().max() <= scale / 2 + 1e-6
+
+
+def test_missing_signature_input(sample_directories: dict[str, Path]) -> None:
+    config = DrafterConfig.read(sample_directories["litert"])
+    inputs = {k: v for k, v in samples("e2e_jax_mix48")[0][0].items() if k != "mask"}
+    with pytest.raises(DrafterError, match="signature input mask"):
+        signature_arguments(config, inputs)
