@@ -1,0 +1,76 @@
+"""Speculative decoding with an MTP drafter: generation, teacher-forced agreement, and the arithmetic of both.
+
+>>> generator = SpeculativeGenerator(base, drafter, tokenizer)                 # doctest: +SKIP
+>>> generator.generate("def main():", drafts=4).text                           # doctest: +SKIP
+>>> generator.generate("def main():", drafts=AdaptiveDrafts(), temperature=1)  # doctest: +SKIP
+>>> for chunk in generator.stream("def main():"): ...                          # doctest: +SKIP
+>>> generator.generate_batch(["import", "class"], Options(max_new_tokens=64))  # doctest: +SKIP
+>>> teacher_forced(generator.base, drafter, [Text(tokens, prompt_length)], 4)  # doctest: +SKIP
+
+How acceptance is counted. A round drafts K tokens (fewer when fewer could still be emitted, as in
+transformers); ``acceptance`` is accepted over drafted, the "success rate" LiteRT-LM prints, where every
+round counts K. The first token comes from the prompt's forward and belongs to no round. A draft after a
+stop token is drafted, not accepted.
+"""
+
+from __future__ import annotations
+
+from mtp_extract.speculate.adaptive import AdaptiveDrafts
+from mtp_extract.speculate.arithmetic import (
+    Interval,
+    Proportion,
+    best_draft_length,
+    chi_square,
+    expected_tokens,
+    expected_tokens_by_step,
+    speedup,
+    wilson,
+)
+from mtp_extract.speculate.base import Base, check_pair
+from mtp_extract.speculate.draft import LITERT, TRANSFORMERS, Convention, Transform
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.result import (
+    Buffer,
+    Chunk,
+    Generation,
+    Round,
+    conditional_by_step,
+    unconditional_by_step,
+)
+from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
+from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced, teacher_forced_by_stepping
+
+__all__ = [
+    "LITERT",
+    "TRANSFORMERS",
+    "AdaptiveDrafts",
+    "Agreement",
+    "Base",
+    "Buffer",
+    "Chunk",
+    "Convention",
+    "Generation",
+    "Interval",
+    "Options",
+    "Proportion",
+    "Round",
+    "Sampling",
+    "SpeculativeGenerator",
+    "Text",
+    "Transform",
+    "Verdict",
+    "best_draft_length",
+    "check_pair",
+    "chi_square",
+    "conditional_by_step",
+    "draw",
+    "expected_tokens",
+    "expected_tokens_by_step",
+    "speedup",
+    "teacher_forced",
+    "teacher_forced_by_stepping",
+    "unconditional_by_step",
+    "verify_greedy",
+    "verify_sampled",
+    "wilson",
+]

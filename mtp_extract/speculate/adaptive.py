@@ -1,0 +1,97 @@
+"""Choosing K while generating, from the acceptance and the costs seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate.arithmetic import best_draft_length
+
+__all__ = ["AdaptiveDrafts", "DraftLength"]
+
+_PRIOR = 4.0
+_START = 0.7
+_FIRST = 4
+
+
+@dataclass(frozen=True)
+class AdaptiveDrafts:
+    """K from the running acceptance.
+
+    After every round K becomes :func:`~mtp_extract.speculate.arithmetic.best_draft_length` of the per-step
+    conditional acceptance, each step's rate drawn towards that of all steps while it has seen little. With
+    a measured cost ratio the choice depends on the clock: greedy text does not, sampled text with a fixed
+    seed does.
+
+    Attributes:
+        most: largest K.
+        least: smallest K; at least 1, so that acceptance goes on being seen.
+        cost_ratio: time of one draft step over time of one verification; None measures it.
+        memory: weight a past round keeps with each new one, in (0, 1].
+    """
+
+    most: int = 8
+    least: int = 1
+    cost_ratio: float | None = None
+    memory: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise MtpExtractError(f"expected 1 <= least <= most, found least {self.least} and most {self.most}")
+        if not 0 < self.memory <= 1:
+            raise MtpExtractError(f"expected memory in (0, 1], found {self.memory}")
+        if self.cost_ratio is not None and not self.cost_ratio >= 0:
+            raise MtpExtractError(f"expected a cost_ratio of at least 0, found {self.cost_ratio}")
+
+
+class DraftLength:
+    """The K of the next round: fixed, or adapted by what :meth:`observe` is told.
+
+    Args:
+        drafts: a fixed K, 0 for none, or how to adapt it.
+    """
+
+    def __init__(self, drafts: int | AdaptiveDrafts) -> None:
+        if isinstance(drafts, int) and drafts < 0:
+            raise MtpExtractError(
+                f"expected a number of drafts of at least 0, found {drafts}; 0 decodes without a drafter"
+            )
+        self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
+        self.most = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+        self.value = self.most if self.policy is None else max(self.policy.least, min(_FIRST, self.most))
+        self._tried = [0.0] * self.most
+        self._held = [0.0] * self.most
+        self._draft_ms = self._verify_ms = 0.0
+
+    @property
+    def conditional(self) -> list[float]:
+        """Estimated conditional acceptance of each step up to the largest K."""
+        pooled = (sum(self._held) + _PRIOR * _START) / (sum(self._tried) + _PRIOR)
+        return [
+            (held + _PRIOR * pooled) / (tried + _PRIOR) for held, tried in zip(self._held, self._tried, strict=True)
+        ]
+
+    def observe(self, rounds: Iterable[tuple[int, int]], *, draft_ms_per_step: float, verify_ms: float) -> None:
+        """Learn from one round.
+
+        Args:
+            rounds: (drafted, accepted) of each sequence.
+            draft_ms_per_step: time of one draft step.
+            verify_ms: time of the verification.
+        """
+        if self.policy is None:
+            return
+        memory = self.policy.memory
+        self._tried = [memory * x for x in self._tried]
+        self._held = [memory * x for x in self._held]
+        for drafted, accepted in rounds:
+            for step in range(min(drafted, accepted + 1)):
+                self._tried[step] += 1
+                self._held[step] += step < accepted
+        self._draft_ms = memory * self._draft_ms + draft_ms_per_step
+        self._verify_ms = memory * self._verify_ms + verify_ms
+        ratio = self.policy.cost_ratio
+        if ratio is None:
+            ratio = self._draft_ms / self._verify_ms if self._verify_ms else 0.0
+        self.value = max(self.policy.least, best_draft_length(self.conditional, draft_cost=ratio))

@@ -1,0 +1,217 @@
+"""The base model as the loop needs it: final hidden states, logits, scaled embeddings, shared K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_extract.drafter import Drafter
+from mtp_extract.errors import PairError, escape
+from mtp_extract.speculate.cache import SlotCache
+
+__all__ = ["Base", "FullPass", "check_pair"]
+
+# What an attention implementation wants in place of a boolean mask: itself, or a number to add.
+_MASK_FORMS = {"sdpa": False, "eager": True}
+
+
+@dataclass(frozen=True)
+class FullPass:
+    """One forward over whole sequences, without a cache.
+
+    Attributes:
+        hidden: [batch, length, width], after the final norm.
+        shared_kv: layer type → K and V, each [batch, KV heads, length, head_dim].
+    """
+
+    hidden: Tensor
+    shared_kv: Mapping[str, tuple[Tensor, Tensor]]
+
+
+class Base:
+    """A Gemma 4 model of transformers (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``).
+
+    The model's body is called without its head, so that the head runs only where logits are needed and the
+    hidden state after the final norm comes without storing every layer's.
+
+    Args:
+        model: the loaded model. Its attention implementation must be ``sdpa`` (the default) or ``eager``.
+
+    Raises:
+        PairError: the model is not of that kind.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config() if hasattr(getattr(model, "config", None), "get_text_config") else None
+        layer_types = getattr(config, "layer_types", None)
+        if config is None or not layer_types or not hasattr(model, "lm_head") or not hasattr(model, "model"):
+            raise PairError(
+                "expected a Gemma 4 base model with layer_types and an LM head, found "
+                f"{type(model).__name__}; load it with "
+                "AutoModelForCausalLM, and give the base model, not the drafter"
+            )
+        attention = getattr(config, "_attn_implementation", "sdpa")
+        if attention not in _MASK_FORMS:
+            raise PairError(
+                f"expected attention implementation {' or '.join(_MASK_FORMS)}, found {escape(attention)}, "
+                "which takes no explicit "
+                "mask; load the base with attn_implementation='sdpa'"
+            )
+        self.model = model
+        self.config = config
+        self.vocab_size = int(config.vocab_size)
+        self.width = int(config.hidden_size)
+        self._additive = _MASK_FORMS[attention]
+        own = len(layer_types) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+        windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+        if unknown := sorted(set(layer_types) - set(windows)):
+            raise PairError(
+                f"expected layer types {', '.join(windows)} in the base, found {', '.join(map(escape, unknown))}"
+            )
+        self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
+        self._layer_windows = [windows[kind] for kind in layer_types[:own]]
+        self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}
+        """Layer type → the last layer that computes its own K and V: those the drafter reads."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., width]: the embedding of ``tokens`` [...], times sqrt(width), by Gemma 4's own module."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """F32 [..., vocabulary], soft-capped like the base, of ``hidden`` [..., width] after the final norm.
+
+        The cap is applied in the head's dtype, as transformers does, so that a BF16 argmax comes out the
+        same.
+        """
+        logits: Tensor = self.model.lm_head(hidden)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float().to(self.device)
+
+    def new_cache(self, *, batch: int, capacity: int, queries: int) -> SlotCache:
+        """An empty cache for ``batch`` sequences of ``capacity`` tokens, fed ``queries`` at a time."""
+        return SlotCache(self._layer_windows, batch=batch, capacity=capacity, queries=queries, device=self.device)
+
+    def forward(
+        self, tokens: Tensor, starts: Sequence[int], cache: SlotCache, lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """Feed ``tokens`` [batch, queries] at positions ``starts[b]`` on, and store their K and V.
+
+        Args:
+            tokens: int64; right-padded when ``lengths`` is given.
+            starts: position of each sequence's first token. Everything before it must be in the cache.
+            cache: written to; entries at later positions count as absent.
+            lengths: in the first forward, each prompt's true length.
+
+        Returns:
+            [batch, queries, width], after the final norm.
+        """
+        positions = cache.begin(starts, tokens.shape[1], lengths)
+        masks = {}
+        for kind, window in self.windows.items():
+            keys, query = cache.key_positions(window, positions)[:, None, :], positions[:, :, None]
+            visible = keys <= query
+            if window is not None:
+                visible = visible & (keys > query - window)
+            masks[kind] = self._mask(visible[:, None])
+        output = self.model.model(
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.end()
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def read_kv(self, cache: SlotCache) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """The shared KV pairs, and the position in each of their slots; layer type → value."""
+        kv, positions = {}, {}
+        for kind, layer in self.kv_providers.items():
+            keys, values, positions[kind] = cache.read(layer)
+            kv[kind] = (keys, values)
+        return kv, positions
+
+    def full_pass(self, tokens: Tensor) -> FullPass:
+        """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
+
+        Raises:
+            PairError: the base does not return its shared K and V.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        output = self.model.model(
+            input_ids=tokens, position_ids=positions, use_cache=False, return_shared_kv_states=True
+        )
+        kv = getattr(output, "shared_kv_states", None)
+        if kv is None:
+            raise PairError(
+                f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
+                "transformers 5.16.1 or newer"
+            )
+        return FullPass(output.last_hidden_state, dict(kv))
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        if not self._additive:
+            return visible
+        dtype = self.model.get_input_embeddings().weight.dtype
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+            ~visible, torch.finfo(dtype).min
+        )
+
+
+@torch.inference_mode()
+def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
+    """Check that ``drafter`` was made for a base of this shape.
+
+    The base's K and V are looked at in a forward of one token, not taken from its config.
+
+    Raises:
+        PairError: vocabulary, width, or the K and V of a layer type differ; or the tokenizer has more
+            tokens than the base.
+    """
+    advice = "give the base model this drafter was extracted for"
+    config = drafter.config
+    if config.vocab_size != base.vocab_size:
+        raise PairError(
+            f"expected a base with the drafter's vocabulary of {config.vocab_size}, found {base.vocab_size}; {advice}"
+        )
+    if config.backbone_hidden_size != base.width:
+        raise PairError(
+            f"expected a base of the drafter's backbone width {config.backbone_hidden_size}, found "
+            f"{base.width}; {advice}"
+        )
+    if absent := sorted(set(config.kv_layers) - set(base.kv_providers)):
+        raise PairError(
+            f"expected the base to compute K and V for {', '.join(absent)}, found only "
+            f"{', '.join(base.kv_providers) or 'none'}; {advice}"
+        )
+    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
+    for kind, layer in config.kv_layers.items():
+        expected, found = (
+            (layer.num_kv_heads, layer.head_dim),
+            tuple(shared[kind][0].shape[i] for i in (1, 3)),
+        )
+        if expected != found:
+            raise PairError(
+                f"{kind}: expected K and V of {expected[0]} heads of {expected[1]}, found {found[0]} heads "
+                f"of {found[1]} in the base; "
+                f"{advice}"
+            )
+    if tokenizer is not None and len(tokenizer) > base.vocab_size:
+        raise PairError(
+            f"expected a tokenizer of at most {base.vocab_size} tokens, found {len(tokenizer)}; give the "
+            "base model's own tokenizer"
+        )

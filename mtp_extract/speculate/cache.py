@@ -1,0 +1,156 @@
+"""The base's K and V by position, for sequences of different lengths that accept at different rates.
+
+transformers' ``DynamicCache`` can be cropped (its sliding layers too, after ``activate_past_recording``),
+but only by the same number of tokens in every sequence. Here each position has its slot: ``position``
+itself in full layers, ``position mod size`` in sliding ones. Rolling back to the accepted prefix is then
+no operation at all: what a rejected draft left behind holds a position later than any query, is masked for
+that reason, and is overwritten when the sequence gets there. The LiteRT runtime does the same.
+
+A sliding ring of ``window + queries`` slots is enough: the newest write of a round, at ``n + queries - 1``
+for the first query's position n, then falls on positions before ``n - window``, which neither the base nor
+the drafter looks at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["NEVER", "SlotCache"]
+
+NEVER = torch.iinfo(torch.int64).max
+"""The position held by a slot that was never written: later than any query."""
+
+
+@dataclass
+class _Kind:
+    """The slots of all layers with the same window.
+
+    Attributes:
+        size: slots a sequence.
+        positions: int64 [batch, size], the position each slot holds.
+        extent: leading slots in use.
+        source: int64 [batch, writes], indices into the queries that are to be stored.
+        target: int64 [batch, writes], the slot of each.
+    """
+
+    size: int
+    positions: Tensor
+    extent: int
+    source: Tensor
+    target: Tensor
+
+
+class SlotCache:
+    """Stands in for transformers' ``Cache`` in a Gemma 4 forward, which only calls :meth:`update`.
+
+    Before each forward :meth:`begin` says which positions it will write.
+
+    Args:
+        windows: per layer with K and V of its own, its sliding window, or None for full attention.
+        batch: sequences.
+        capacity: positions a sequence can reach.
+        queries: most tokens a sequence is fed after its prompt in one forward.
+        device: where positions are kept; K and V stay where their layer puts them.
+    """
+
+    def __init__(
+        self, windows: Sequence[int | None], *, batch: int, capacity: int, queries: int, device: torch.device
+    ) -> None:
+        self._windows = tuple(windows)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._filled = False
+        self._kinds: dict[int | None, _Kind] = {}
+        nothing = torch.empty(batch, 0, dtype=torch.long, device=device)
+        for window in set(self._windows):
+            size = capacity if window is None else min(capacity, window + queries)
+            positions = torch.full((batch, size), NEVER, device=device)
+            self._kinds[window] = _Kind(size, positions, 0, nothing, nothing)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V."""
+        return sum(x.numel() * x.element_size() for group in (self._keys, self._values) for x in group.values())
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """[batch, KV heads, slots, head_dim] of each layer's K, in order of layers."""
+        return [tuple(self._keys[layer].shape) for layer in sorted(self._keys)]
+
+    def begin(self, starts: Sequence[int], queries: int, lengths: Sequence[int] | None = None) -> Tensor:
+        """Announce a forward over ``queries`` tokens a sequence, from position ``starts[b]`` on.
+
+        Args:
+            starts: first position of each sequence.
+            queries: tokens a sequence.
+            lengths: in the first forward, the true length of each right-padded prompt.
+
+        Returns:
+            int64 [batch, queries], the position of each token.
+        """
+        if self._filled == (lengths is not None):
+            raise ValueError("prompt lengths are given in the first forward, and only there")
+        for kind in self._kinds.values():
+            device = kind.positions.device
+            first = torch.tensor(starts, device=device)[:, None]
+            stored = min(queries, kind.size)
+            skipped = torch.tensor([max(0, length - stored) for length in lengths or [0] * len(starts)], device=device)
+            kind.source = skipped[:, None] + torch.arange(stored, device=device)
+            written = first + kind.source
+            kind.target = written % kind.size
+            kind.positions.scatter_(1, kind.target, written)
+            kind.extent = min(kind.size, max(kind.extent, max(starts) + queries))
+        return first + torch.arange(queries, device=device)
+
+    def key_positions(self, window: int | None, query_positions: Tensor) -> Tensor:
+        """int64 [batch, slots]: positions of the K and V :meth:`update` hands to layers of this window."""
+        if not self._filled:
+            return query_positions
+        kind = self._kinds[window]
+        return kind.positions[:, : kind.extent]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Store K and V, each [batch, KV heads, queries, head_dim], and return what this forward attends to.
+
+        That is the prompt itself in the first forward, even where a sliding layer keeps only its end;
+        later the slots.
+        """
+        kind = self._kinds[self._windows[layer]]
+        if layer not in self._keys:
+            for store, new in ((self._keys, keys), (self._values, values)):
+                # Zeros, not uninitialized memory: a masked slot has weight 0, and 0 · NaN is NaN.
+                store[layer] = new.new_zeros(*new.shape[:2], kind.size, new.shape[3])
+        source, target = kind.source.to(keys.device), kind.target.to(keys.device)
+        for store, new in ((self._keys, keys), (self._values, values)):
+            shape = (*new.shape[:2], source.shape[1], new.shape[3])
+            picked = new.gather(2, source[:, None, :, None].expand(shape))
+            store[layer].scatter_(2, target[:, None, :, None].expand(shape), picked)
+        if not self._filled:
+            return keys, values
+        return self._keys[layer][:, :, : kind.extent], self._values[layer][:, :, : kind.extent]
+
+    def end(self) -> None:
+        """Say that the forward announced by :meth:`begin` is done."""
+        self._filled = True
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V, [batch, KV heads, slots, head_dim], and the positions in the slots, int64 [batch, slots]."""
+        kind = self._kinds[self._windows[layer]]
+        keys, values = self._keys[layer], self._values[layer]
+        return keys[:, :, : kind.extent], values[:, :, : kind.extent], kind.positions[:, : kind.extent]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these sequences, in this order."""
+        for kind in self._kinds.values():
+            kind.positions = kind.positions[torch.tensor(rows, device=kind.positions.device)]
+        for store in (self._keys, self._values):
+            for layer, stored in store.items():
+                store[layer] = stored[torch.tensor(rows, device=stored.device)]
+
+    def get_seq_length(self, *_: object) -> int:
+        """Asked by transformers only when no position_ids are given, which never happens here."""
+        raise NotImplementedError("a SlotCache holds sequences of different lengths; pass position_ids")

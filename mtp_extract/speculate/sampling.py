@@ -1,0 +1,131 @@
+"""Choosing tokens: the warped distribution, drawing from it, and the rule that accepts or rejects drafts.
+
+Speculative sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318): a draft
+x, *drawn from* the drafter's distribution q, is accepted with probability min(1, p(x) / q(x)); the first
+rejected one is replaced by a draw from max(0, p - q), normalized. What comes out is then distributed as p,
+whatever q is. Both conditions matter: a draft that is q's argmax but is judged as if it had been drawn
+skews the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp_extract.errors import MtpExtractError
+
+__all__ = ["Sampling", "Verdict", "draw", "verify_greedy", "verify_sampled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; applied in this order to base and drafter alike.
+
+    Attributes:
+        temperature: logits are divided by it. 0 is greedy: the argmax, and nothing is random.
+        top_k: keep the k most likely tokens, and those tied with the k-th; None keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches it; None keeps all.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise MtpExtractError(f"expected a finite temperature of at least 0, found {self.temperature}; 0 is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            raise MtpExtractError(f"expected top_k of at least 1, found {self.top_k}; leave it out to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise MtpExtractError(f"expected top_p in (0, 1], found {self.top_p}; leave it out to keep every token")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the argmax is taken."""
+        return self.temperature == 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution tokens are drawn from: F32 [..., vocabulary], from ``logits`` of the same shape.
+
+        Temperature, then top-k, then top-p, as transformers' logits warpers do.
+        """
+        scores = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, index = scores.sort(dim=-1, descending=False)
+            dropped = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            dropped[..., -1] = False
+            scores = scores.masked_fill(dropped.scatter(-1, index, dropped), -torch.inf)
+        return scores.softmax(-1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification decided, per sequence: int64 [batch] each.
+
+    Attributes:
+        accepted: how many of the drafts stand.
+        following: the token after them: the base's choice at the first rejection, or after the last draft.
+    """
+
+    accepted: Tensor
+    following: Tensor
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens from ``weights`` [..., vocabulary] (any sum), one per number of ``uniform`` [...] in [0, 1).
+
+    The inverse of the cumulative sum. A token of weight zero is never drawn: the point lies in (0, total],
+    and the first token whose cumulative sum reaches it has a share of its own.
+    """
+    cumulative = weights.double().cumsum(-1)
+    point = (1 - uniform.double())[..., None] * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, point).squeeze(-1)
+
+
+def verify_greedy(choices: Tensor, drafts: Tensor, limits: Tensor) -> Verdict:
+    """The longest prefix of drafts that equals the base's own choices.
+
+    Args:
+        choices: int64 [batch, K + 1], the base's argmax after the pending token and after each draft.
+        drafts: int64 [batch, K].
+        limits: int64 [batch], how many drafts of each sequence count; those beyond it were never proposed.
+    """
+    agree = (drafts == choices[:, :-1]) & _proposed(drafts, limits)
+    accepted = agree.cumprod(dim=1).sum(dim=1)
+    return Verdict(accepted, choices.gather(1, accepted[:, None]).squeeze(1))
+
+
+def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, limits: Tensor, uniform: Tensor) -> Verdict:
+    """The probability-ratio rule.
+
+    Args:
+        p: [batch, K + 1, vocabulary], the base's distribution after the pending token and after each draft.
+        q: [batch, K, vocabulary], the distributions the drafts were drawn from.
+        drafts: int64 [batch, K].
+        limits: int64 [batch], how many drafts of each sequence count. After the last one that counts, the
+            next token is drawn from p itself, as after a full acceptance.
+        uniform: [batch, K + 1] in [0, 1), independent of how the drafts were drawn: K to judge, one to draw.
+    """
+    batch, drafted = drafts.shape
+    index = drafts[..., None]
+    p_draft, q_draft = (x.gather(-1, index).squeeze(-1) for x in (p[:, :-1], q))
+    stands = (uniform[:, :drafted] * q_draft < p_draft) & _proposed(drafts, limits)
+    accepted = stands.cumprod(dim=1).sum(dim=1)
+    row = torch.arange(batch, device=p.device)
+    weights = p[row, accepted]
+    if drafted:
+        judged = (accepted < limits)[:, None]
+        residual = (weights - q[row, accepted.clamp(max=drafted - 1)]).clamp(min=0)
+        # p <= q everywhere means p = q, so the residual can only vanish by rounding; p is then its limit.
+        usable = judged & (residual.sum(-1, keepdim=True) > 0)
+        weights = torch.where(usable, residual, weights)
+    return Verdict(accepted, draw(weights, uniform[:, -1]))
+
+
+def _proposed(drafts: Tensor, limits: Tensor) -> Tensor:
+    return torch.arange(drafts.shape[1], device=drafts.device)[None] < limits[:, None]

@@ -1,0 +1,106 @@
+"""The sample's trained pair, and random tiny bases with random drafters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from mtp_extract.drafter import Drafter, DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.speculate import SpeculativeGenerator
+
+PROMPTS = (
+    "class Foo(object):",
+    "import os\n",
+    "def main():\n    ",
+    "for i in range(10):\n",
+    'if __name__ == "__main__":',
+    "raise ValueError(",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A base, its drafter and its tokenizer."""
+
+    base: Any
+    drafter: Drafter
+    tokenizer: Any
+
+    @property
+    def generator(self) -> SpeculativeGenerator:
+        return SpeculativeGenerator(self.base, self.drafter, self.tokenizer)
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """As Google's runtime feeds them: BOS first."""
+        return [(2, *self.tokenizer(text)["input_ids"]) for text in PROMPTS]
+
+    def alone(self, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """What the base writes by itself, by transformers' own greedy generation."""
+        return base_alone(self.base, prompt, tokens)
+
+
+def base_alone(base: Any, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def random_base(seed: int = 0, *, attention: str = "sdpa", **changes: Any) -> Any:
+    """A random text-only Gemma 4 of width 32: sliding window 5, one KV-shared layer of each type."""
+    settings = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "num_kv_shared_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 40,
+        "final_logit_softcapping": 30.0,
+        "eos_token_id": None,
+    }
+    config = transformers.Gemma4TextConfig(**(settings | changes))
+    torch.manual_seed(seed)
+    model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[1] ** -0.5)
+    return model
+
+
+def random_drafter(base: Any, seed: int = 1, **changes: Any) -> Drafter:
+    """A random drafter that fits ``base``."""
+    text = base.config.get_text_config()
+    rope = {"sliding_attention": RopeConfig(1e4), "full_attention": RopeConfig(1e6, rotary_fraction=0.25)}
+
+    def layer(kind: str) -> LayerConfig:
+        index = text.layer_types.index(kind)
+        shape = text.per_layer_config[index]
+        window = text.sliding_window if kind == "sliding_attention" else None
+        return LayerConfig(kind, shape.head_dim, shape.num_key_value_heads, window, rope[kind])
+
+    settings = {
+        "backbone_hidden_size": text.hidden_size,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "vocab_size": text.vocab_size,
+        "num_heads": 4,
+        "layers": tuple(layer(kind) for kind in dict.fromkeys(text.layer_types)),
+    }
+    torch.manual_seed(seed)
+    return Drafter(DrafterConfig(**(settings | changes))).eval().requires_grad_(False)

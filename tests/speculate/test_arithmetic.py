@@ -1,0 +1,110 @@
+"""The formulas against simulation, published tables and other implementations."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import random
+
+import pytest
+import torch
+
+from mtp_extract.speculate import (
+    Proportion,
+    arithmetic,
+    best_draft_length,
+    chi_square,
+    expected_tokens,
+    expected_tokens_by_step,
+    speedup,
+    wilson,
+)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(arithmetic).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "acceptance", "tokens"),
+    [(1, 0.8, 1.80), (2, 0.8, 2.44), (3, 0.8, 2.95), (4, 0.8, 3.36), (3, 0.5, 1.88), (3, 0.9, 3.44)],
+)
+def test_table_of_expected_tokens(drafts: int, acceptance: float, tokens: float) -> None:
+    assert expected_tokens(acceptance, drafts) == pytest.approx(tokens, abs=0.006)
+    assert expected_tokens(acceptance, drafts) == pytest.approx((1 - acceptance ** (drafts + 1)) / (1 - acceptance))
+
+
+def test_ends() -> None:
+    assert expected_tokens(0.0, 5) == 1
+    assert expected_tokens(1.0, 5) == 6
+    assert expected_tokens(0.5, 0) == 1
+
+
+def test_conditional_rates_by_simulation() -> None:
+    rates = [0.9, 0.5, 0.7]
+    numbers = random.Random(0)
+    total = 0
+    for _ in range(200_000):
+        accepted = next((i for i, rate in enumerate(rates) if numbers.random() >= rate), len(rates))
+        total += accepted + 1
+    assert total / 200_000 == pytest.approx(expected_tokens_by_step(rates), abs=0.01)
+
+
+def test_best_draft_length_is_the_best() -> None:
+    rates = [0.95, 0.9, 0.4, 0.9, 0.9, 0.9]
+    for cost in (0.01, 0.1, 0.3, 1.0):
+        gains = [speedup(rates[:k], draft_cost=cost) for k in range(len(rates) + 1)]
+        assert best_draft_length(rates, draft_cost=cost) == gains.index(max(gains))
+    assert best_draft_length([0.9] * 6, draft_cost=0) == 6
+    assert best_draft_length([0.9] * 6, draft_cost=0.0, verify_cost_per_draft=2.0) == 0
+    # Costs are relative: the unit does not matter.
+    assert best_draft_length(rates, draft_cost=3, verify_cost=10) == best_draft_length(rates, draft_cost=0.3)
+
+
+def test_speedup_without_drafts_is_one() -> None:
+    assert speedup([], draft_cost=0.3, verify_cost=7.0) == 1.0
+    assert speedup([1.0], draft_cost=0.25) == pytest.approx(2 / 1.25)
+
+
+def test_wilson_against_the_quadratic_it_solves() -> None:
+    z = 1.959963984540054
+    for successes, trials in ((0, 10), (3, 10), (10, 10), (660, 1000)):
+        interval = wilson(successes, trials)
+        for bound in (interval.low, interval.high):
+            gap = successes / trials - bound
+            assert gap * gap == pytest.approx(z * z * bound * (1 - bound) / trials, abs=1e-12)
+        assert 0 <= interval.low <= successes / trials <= interval.high <= 1
+    assert (wilson(0, 0).low, wilson(0, 0).high) == (0, 1)
+
+
+def test_wilson_covers() -> None:
+    numbers = random.Random(1)
+    covered = 0
+    for _ in range(4000):
+        hits = sum(numbers.random() < 0.85 for _ in range(60))
+        interval = wilson(hits, 60)
+        covered += interval.low <= 0.85 <= interval.high
+    assert 0.93 < covered / 4000 < 0.98
+
+
+def test_proportion() -> None:
+    assert Proportion(3, 4).value == 0.75
+    assert Proportion(3, 4).interval == wilson(3, 4)
+    assert math.isnan(Proportion(0, 0).value)
+
+
+@pytest.mark.parametrize("cells", [2, 3, 10, 60])
+def test_chi_square_p_value(cells: int) -> None:
+    """Against torch's incomplete gamma function, on both sides of the switch between series and fraction."""
+    for scale in (0.2, 1.0, 4.0):
+        observed = [100 + int(scale * 10 * (-1) ** i) for i in range(cells)]
+        statistic, p = chi_square(observed, [1 / cells] * cells)
+        expected = torch.special.gammaincc(
+            torch.tensor((cells - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
+        )
+        assert p == pytest.approx(float(expected), rel=1e-6, abs=1e-15)
+
+
+def test_chi_square_impossible_outcome() -> None:
+    assert chi_square([10, 1], [1.0, 0.0]) == (math.inf, 0.0)
+    assert chi_square([10, 10, 0], [0.5, 0.5, 0.0])[1] == 1.0

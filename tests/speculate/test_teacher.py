@@ -1,0 +1,134 @@
+"""Teacher forcing in one pass is stepping, token for token, and is what rounds of generation do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from random_pairs import Pair, random_base, random_drafter
+
+from mtp_extract.errors import PairError
+from mtp_extract.speculate import (
+    LITERT,
+    TRANSFORMERS,
+    Agreement,
+    Base,
+    Convention,
+    Options,
+    Proportion,
+    Text,
+    teacher_forced,
+    teacher_forced_by_stepping,
+)
+
+STEPS = 4
+
+
+def assert_same(a: Agreement, b: Agreement) -> None:
+    for field in dataclasses.fields(Agreement):
+        assert torch.equal(getattr(a, field.name), getattr(b, field.name)), field.name
+
+
+@pytest.fixture(scope="module")
+def texts(pair: Pair) -> list[Text]:
+    """What the base writes after each prompt, of different lengths."""
+    options = Options(max_new_tokens=60, stop_token_ids=[])
+    results = pair.generator.generate_batch(pair.prompts(), options)
+    return [Text(r.prompt_tokens + r.tokens[: 60 - 5 * i], len(r.prompt_tokens)) for i, r in enumerate(results)]
+
+
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
+def test_batched_is_stepping(pair: Pair, texts: list[Text], convention: Convention) -> None:
+    base = pair.generator.base
+    args = (base, pair.drafter, texts, STEPS)
+    batched = teacher_forced(*args, convention=convention)
+    assert_same(batched, teacher_forced_by_stepping(*args, convention=convention))
+    assert len(batched.anchor) == sum(len(text.anchors) for text in texts)
+    assert_same(batched, teacher_forced(*args, convention=convention, logits_at_once=7 * len(texts) * 512))
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 2}, {"sliding_window": 64}, {"num_kv_shared_layers": 0}])
+def test_batched_is_stepping_for_other_bases(changes: dict[str, Any]) -> None:
+    base = Base(random_base(**changes))
+    drafter = random_drafter(base.model)
+    tokens = torch.randint(0, 40, (3, 30), generator=torch.Generator().manual_seed(2)).tolist()
+    texts = [Text(tuple(tokens[0]), 0), Text(tuple(tokens[1][:17]), 9), Text(tuple(tokens[2][:4]), 4)]
+    batched = teacher_forced(base, drafter, texts, 3)
+    assert_same(batched, teacher_forced_by_stepping(base, drafter, texts, 3))
+    assert batched.text.tolist() == [0] * 28 + [1] * 7
+    assert batched.anchor[:28].tolist() == list(range(1, 29))
+    assert batched.targets[27].tolist() == [tokens[0][29], -1, -1]
+
+
+def test_anchors_are_the_rounds_of_generation(pair: Pair) -> None:
+    """At every anchor where generation began a round, teacher forcing accepts what that round accepted."""
+    generator = pair.generator
+    for prompt in pair.prompts()[:3]:
+        result = generator.generate(prompt, max_new_tokens=70, drafts=STEPS, stop_token_ids=[])
+        forced = teacher_forced(generator.base, pair.drafter, [Text(prompt + result.tokens, len(prompt))], STEPS)
+        hits = (forced.drafts == forced.targets).long().cumprod(dim=1).sum(dim=1)
+        accepted = dict(zip(forced.anchor.tolist(), hits.tolist(), strict=True))
+        anchor = len(prompt)
+        for round_ in result.rounds:
+            if round_.drafted == STEPS:
+                assert accepted[anchor] == round_.accepted
+            anchor += round_.emitted
+
+
+def test_the_pair_agrees(pair: Pair, texts: list[Text]) -> None:
+    forced = teacher_forced(pair.generator.base, pair.drafter, texts, STEPS)
+    assert forced.steps == STEPS
+    assert forced.top1_at(0).value > 0.75
+    assert forced.top5_at(0).value > 0.95
+    assert forced.top1_at(0).trials == len(forced.anchor)
+    assert forced.top1_at(3).trials == len(forced.anchor) - 3 * len(texts)
+    rates = [forced.unconditional_at(step).value for step in range(STEPS)]
+    assert rates == sorted(rates, reverse=True)
+    assert forced.mean_accepted_length == pytest.approx(1 + sum(rates))
+    product = 1.0
+    for step in range(STEPS):
+        product *= forced.conditional_at(step).value
+        assert product == pytest.approx(rates[step], abs=0.05)  # not equal: the ends of texts lack later targets
+
+
+def test_proportions_by_hand() -> None:
+    targets = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, -1]])
+    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 0]])
+    top5 = torch.tensor([[True] * 3, [True] * 3, [False, True, True], [True, True, False]])
+    agreement = Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, top5)
+    assert [agreement.top1_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(3, 4), Proportion(3, 3)]
+    assert [agreement.top5_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(4, 4), Proportion(3, 3)]
+    assert [agreement.conditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 3), Proportion(1, 1)]
+    assert [agreement.unconditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 4), Proportion(1, 3)]
+    assert agreement.mean_accepted_length == pytest.approx(1 + 3 / 4 + 2 / 4 + 1 / 3)
+    assert agreement.of([1]).drafts.tolist() == drafts[2:].tolist()
+    assert agreement.of([1]).top1_at(0) == Proportion(1, 2)
+
+
+def test_controls_through_transform(pair: Pair, texts: list[Text]) -> None:
+    """Each way of feeding the drafter wrongly costs agreement; the figures depend on every input."""
+    base = pair.generator.base
+    real = teacher_forced(base, pair.drafter, texts, 1).top1_at(0).value
+
+    def no_hidden(arguments: Any, _step: int) -> Any:
+        return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
+
+    def unscaled(arguments: Any, _step: int) -> Any:
+        return dataclasses.replace(arguments, embedding=arguments.embedding / base.width**0.5)
+
+    def shuffled_kv(arguments: Any, _step: int) -> Any:
+        order = torch.randperm(
+            next(iter(arguments.shared_kv.values()))[0].shape[2], generator=torch.Generator().manual_seed(0)
+        )
+        kv = {kind: (k[:, :, order], v[:, :, order]) for kind, (k, v) in arguments.shared_kv.items()}
+        return dataclasses.replace(arguments, shared_kv=kv)
+
+    for control in (no_hidden, unscaled, shuffled_kv):
+        assert teacher_forced(base, pair.drafter, texts, 1, transform=control).top1_at(0).value < real - 0.1, control
+
+
+def test_texts_too_short(pair: Pair) -> None:
+    with pytest.raises(PairError, match="at least two generated tokens"):
+        teacher_forced(pair.generator.base, pair.drafter, [Text((1, 2, 3), 2)], 2)
