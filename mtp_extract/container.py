@@ -7,13 +7,14 @@ Nothing of a section is read here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
 from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, escape
-from mtp_extract.flatbuffer import FlatBuffer, Table
+from mtp_extract.flatbuffer import Budget, FlatBuffer, Table
 from mtp_extract.source import Region, Source
 
 __all__ = [
@@ -62,6 +63,7 @@ _ITEM_STRING = 9
 
 _HEADER_START = 32
 _LONGEST_HEADER = 1 << 24
+_MOST_ELEMENTS = 1 << 16
 _SCAN_CHUNK = 1 << 23
 _MOST_CANDIDATES = 4096
 
@@ -156,7 +158,8 @@ def read_bundle(source: Source) -> Bundle:
         )
     if not _HEADER_START + 8 <= end <= _LONGEST_HEADER:
         raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be.")
-    root = FlatBuffer(Region(source, _HEADER_START, end - _HEADER_START, "the header")).root()
+    listed = Region(source, _HEADER_START, end - _HEADER_START, "the header")
+    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
     system, listing = root.table(0), root.table(1)
     sections = tuple(_sections(listing)) if listing else ()
     _check_ranges(source, end, sections)
@@ -177,7 +180,9 @@ def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
         if tag == _ITEM_STRING:
             items[key] = value.string(0) or ""
         elif tag in _ITEM_CODES:
-            items[key] = value.scalar(0, _ITEM_CODES[tag])
+            number = value.scalar(0, _ITEM_CODES[tag])
+            # JSON has no word for what is not finite.
+            items[key] = number if math.isfinite(number) else str(number)
         else:
             items[key] = f"(value of unknown type {tag})"
     return MappingProxyType(items)

@@ -34,7 +34,8 @@ __all__ = ["Drafter", "Opened", "open"]
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"
 
-_SEARCH_BUDGET = 4_000_000
+# Elements of all the models that are tried when no section is called a drafter.
+_SEARCH_BUDGET = 3_000_000
 
 
 @dataclass(frozen=True)

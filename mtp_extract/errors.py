@@ -88,9 +88,9 @@ class PairError(MtpExtractError):
     """A drafter and a base model do not belong together."""
 
 
-def escape(name: object) -> str:
+def escape(name: object, longest: int = _LONGEST_NAME) -> str:
     """``name`` made safe for a terminal: control and undecodable characters escaped, very long names shortened."""
     text = str(name)
-    if len(text) > _LONGEST_NAME:
-        text = text[: _LONGEST_NAME - 1] + "…"
+    if len(text) > longest:
+        text = text[: longest - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)

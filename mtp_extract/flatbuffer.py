@@ -19,28 +19,39 @@ from dataclasses import dataclass
 from mtp_extract.errors import FormatError, TruncatedError
 from mtp_extract.source import Region
 
-__all__ = ["FlatBuffer", "Table", "Vector"]
+__all__ = ["Budget", "FlatBuffer", "Table", "Vector"]
 
 _BUDGET = 2_000_000
+_BYTES_PER_ELEMENT = 32
 _LONGEST_STRING = 1 << 16
 _STRUCTS = {code: struct.Struct("<" + code) for code in "?bBhHiIfqQd"}
 
 
-class FlatBuffer:
-    """One flatbuffer, from the start of ``region``."""
+class Budget:
+    """How many elements may still be read. Several flatbuffers can share one."""
 
-    def __init__(self, region: Region, budget: int = _BUDGET) -> None:
+    def __init__(self, elements: int = _BUDGET) -> None:
+        self.elements = elements
+
+
+class FlatBuffer:
+    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own."""
+
+    def __init__(self, region: Region, budget: Budget | None = None) -> None:
         self.region = region
-        self._budget = budget
+        self._budget = budget or Budget()
 
     def spend(self, count: int) -> None:
         """Count ``count`` elements against the budget.
 
+        Tables and strings may be shared, so that a file of kilobytes describes gigabytes: what is built counts, not
+        what is stored.
+
         Raises:
             FormatError: more elements than any real model has.
         """
-        self._budget -= count
-        if self._budget < 0:
+        self._budget.elements -= count
+        if self._budget.elements < 0:
             raise self.error("it describes more elements than any real model has")
 
     def error(self, problem: str) -> FormatError:
@@ -91,6 +102,7 @@ class FlatBuffer:
         vector = self.vector(position, 1)
         if vector.count > _LONGEST_STRING:
             raise self.error(f"a string of {vector.count} bytes")
+        self.spend(1 + vector.count // _BYTES_PER_ELEMENT)
         return vector.bytes().decode("utf-8", "backslashreplace")
 
 

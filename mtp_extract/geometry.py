@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph import Layer, Walk
 
 __all__ = ["FULL", "SLIDING", "Geometry", "Rope", "known_geometry", "read_geometry"]
@@ -17,6 +18,7 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 _MOST_THETA_DIGITS = 7
+_LARGEST_THETA_EXPONENT = 12
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def read_geometry(walk: Walk, sliding_window: int | None = None) -> Geometry:
         walk.rms_norm_eps,
         walk.hidden_activation,
     )
+    _expect_one_cache_per_type(walk.layers, types)
     for layer_type in (SLIDING, FULL):
         geometry.per_type(layer_type, geometry.head_dims)
         geometry.per_type(layer_type, geometry.num_kv_heads)
@@ -141,6 +144,15 @@ def _window_elsewhere(geometry: Geometry, given: int | None) -> int:
             "is, and its geometry is not a known one. Say it: --sliding-window N."
         )
     return given if given is not None else int(known["sliding_window"])  # type: ignore[index]
+
+
+def _expect_one_cache_per_type(layers: tuple[Layer, ...], types: tuple[str, ...]) -> None:
+    # Engines hand a drafter one pair of caches for each layer type.
+    for layer_type in (SLIDING, FULL):
+        pairs = sorted({(la.key, la.value) for la, t in zip(layers, types, strict=True) if t == layer_type})
+        if len(pairs) > 1:
+            found = ", ".join(f"{escape(key)} and {escape(value)}" for key, value in pairs)
+            raise UnsupportedError(f"The {layer_type} layers read different caches: {found}; no engine expects that.")
 
 
 def _expect(role: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -183,9 +195,13 @@ def _ropes(layers: tuple[Layer, ...], types: tuple[str, ...]) -> dict[str, Rope]
 def _read_rope(name: str, table: np.ndarray, head_dim: int) -> Rope:
     """Theta and the rotated share behind a table of inverse frequencies, checked against the whole table."""
     rotated = int(np.count_nonzero(table))
-    if rotated < 2 or np.any(table[rotated:]) or table[0] != 1.0:
+    in_range = bool(((table >= 0) & (table <= 1)).all())
+    if not in_range or rotated < 2 or np.any(table[rotated:]) or table[0] != 1.0:
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
     # The last frequency pins theta best: its exponent is the largest.
+    exponent = -math.log10(table[rotated - 1]) * head_dim / (2 * (rotated - 1))
+    if exponent > _LARGEST_THETA_EXPONENT:
+        raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
     exact = float(table[rotated - 1]) ** (-head_dim / (2 * (rotated - 1)))
     for digits in range(1, _MOST_THETA_DIGITS + 1):
         theta = float(f"{exact:.{digits - 1}e}")

@@ -27,6 +27,9 @@ __all__ = ["Grid", "Packing", "QuantizedTensor", "read_floats"]
 CHUNK_ELEMENTS = 1 << 17
 """Elements dequantized at a time: 512 KiB of float32, which stays in a core's own cache."""
 
+# No code, less its zero point, times this leaves float32.
+_LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
+
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
 
@@ -128,15 +131,13 @@ class QuantizedTensor:
             )
         if quantization.blockwise is not None:
             return cls._blockwise(model, tensor, location)
-        scale, zero_point, axis = quantization.scale, quantization.zero_point, quantization.axis
-        if scale.size != 1 and not (
-            0 <= axis < len(tensor.shape) and scale.size == tensor.shape[axis] and scale.size > 0
-        ):
-            raise FormatError(
-                f"{tensor.label} has {scale.size} scales along axis {axis}; expected 1, or one per channel."
-            )
-        if zero_point.size not in (0, 1, scale.size):
-            raise FormatError(f"{tensor.label} has {scale.size} scales and {zero_point.size} zero points.")
+        # Counted before they are read: a vector may claim the rest of the file.
+        scales, axis = quantization.scale_count, quantization.axis
+        if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
+            raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
+        if quantization.zero_point_count not in (0, 1, scales):
+            raise FormatError(f"{tensor.label} has {scales} scales and {quantization.zero_point_count} zero points.")
+        scale, zero_point = quantization.scale, quantization.zero_point
         kind = "per_tensor" if scale.size == 1 else "per_channel"
         return cls._checked(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)
 
@@ -149,19 +150,23 @@ class QuantizedTensor:
         size = details.block_size
         if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
             raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
-        for index in (details.scales, details.zero_points):
-            if not (0 <= index < len(tensors) or (index == -1 and index is not details.scales)):
+        for index, fewest in ((details.scales, 0), (details.zero_points, -1)):
+            if not fewest <= index < len(tensors):
                 raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
         blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
-        scale = read_floats(model, tensors[details.scales])
+        count, stored = math.prod(blocks), tensors[details.scales]
+        # Floats only: scales that had scales of their own could lead back here.
+        if stored.type not in FLOAT_TYPES or stored.elements != count:
+            raise FormatError(
+                f"{tensor.label} has {stored.label} for its block scales; expected floats {list(blocks)}."
+            )
+        scale = read_floats(model, stored)
         zero_point = np.empty(0, np.int64)
         if details.zero_points >= 0:
             stored = tensors[details.zero_points]
+            if stored.elements not in (1, count):
+                raise FormatError(f"{tensor.label} has {count} block scales and {stored.elements} zero points.")
             zero_point = _plain_integers(model, stored)
-        if scale.size != int(np.prod(blocks)):
-            raise FormatError(f"{tensor.label} has {scale.size} block scales; expected {list(blocks)}.")
-        if zero_point.size not in (0, 1, scale.size):
-            raise FormatError(f"{tensor.label} has {scale.size} block scales and {zero_point.size} zero points.")
         return cls._checked(tensor, location, "blockwise", 0, size, scale.reshape(blocks), zero_point)
 
     @classmethod
@@ -177,6 +182,8 @@ class QuantizedTensor:
     ) -> QuantizedTensor:
         if not (np.isfinite(scale).all() and (scale >= 0).all()):
             raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
+        if scale.size and scale.max() > _LARGEST_SCALE:
+            raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
         packing = CODE_TYPES[TensorType(tensor.type_id)]
         low, high = int(packing.codes.min()), int(packing.codes.max())
         if zero_point.size and (zero_point.min() < low or zero_point.max() > high):

@@ -25,6 +25,7 @@ __all__ = ["LocalSource", "Region", "Source", "open_source"]
 
 _PAGE = 1 << 15
 _PAGES_KEPT = 256
+_LONGEST_PATH = 1 << 12
 
 
 class Source(ABC):
@@ -77,7 +78,7 @@ class LocalSource(Source):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.name = escape(self.path)
+        self.name = escape(self.path, _LONGEST_PATH)
         self.provenance = {}
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.

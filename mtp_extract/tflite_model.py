@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, escape
-from mtp_extract.flatbuffer import FlatBuffer, Table, Vector
+from mtp_extract.flatbuffer import Budget, FlatBuffer, Table, Vector
 from mtp_extract.source import Region
 
 __all__ = [
@@ -96,6 +96,7 @@ ELEMENT_BITS = MappingProxyType(
 """Bits an element takes in a buffer. Types under 8 bits are packed, first element in the low bits."""
 
 _LARGEST_DIMENSION_PRODUCT = 1 << 40
+_LONGEST_LABEL = 90
 _COMPOSITE_OPTIONS = 21
 _DETAILS_BLOCKWISE = 2
 _DETAILS_NAMES = MappingProxyType({0: "none", 1: "custom", 2: "blockwise", 3: "multi-axis"})
@@ -189,7 +190,9 @@ class Tensor:
     @property
     def label(self) -> str:
         """What messages call it."""
-        return f"tensor {self.index} {escape(self.name)!r} ({self.type_name} {list(self.shape)})"
+        # Exporters put a module's whole path in front; what tells tensors apart is at the end.
+        name = self.name if len(self.name) <= _LONGEST_LABEL else f"…{self.name[-_LONGEST_LABEL:]}"
+        return f"tensor {self.index} {escape(name)!r} ({self.type_name} {list(self.shape)})"
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,6 @@ class Operator:
     outputs: tuple[int, ...]
     composite: str | None
     body: int
-    attributes: bytes
     activation: int
     options: Table | None = field(repr=False, compare=False)
 
@@ -366,8 +368,10 @@ class TfliteModel:
         return BufferLocation(self.weights, external.offset, external.length, "external")
 
 
-def read_model(region: Region, weights: Region | None = None) -> TfliteModel:
+def read_model(region: Region, weights: Region | None = None, budget: Budget | None = None) -> TfliteModel:
     """Read the structure of the TFLite model in ``region``; no constant is read.
+
+    ``budget`` bounds the work; whoever tries many candidates lets them share one.
 
     Raises:
         FormatError: not a TFLite model, or one that contradicts itself.
@@ -375,7 +379,7 @@ def read_model(region: Region, weights: Region | None = None) -> TfliteModel:
     """
     if region.size < 8 or region.read(4, 4) != b"TFL3":
         raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
-    root = FlatBuffer(region).root()
+    root = FlatBuffer(region, budget).root()
     codes = tuple(_operator_code(table) for table in root.tables(1))
     buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
     subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
@@ -443,7 +447,6 @@ def _operators(table: Table, subgraph: int, codes: tuple[str, ...], check: _Chec
         composite = (
             entry.table(12) if kind == "STABLEHLO_COMPOSITE" and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
         )
-        attributes = composite.vector(2, 1) if composite else None
         slot = _ACTIVATION_SLOT.get(kind)
         yield Operator(
             subgraph,
@@ -453,7 +456,6 @@ def _operators(table: Table, subgraph: int, codes: tuple[str, ...], check: _Chec
             check(entry.integers(2, "i"), f"op {index}"),
             (composite.string(0) or "") if composite else None,
             composite.integer(1, "i", -1) if composite else -1,
-            attributes.bytes() if attributes else b"",
             options.integer(slot, "b") if options and slot is not None else 0,
             options,
         )

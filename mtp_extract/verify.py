@@ -54,7 +54,7 @@ def read_record(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: cannot be read: {error.strerror}. Expected a directory that mtp-extract wrote."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
     if isinstance(record, dict) and record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
@@ -64,6 +64,9 @@ def read_record(directory: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not all(
         isinstance(record.get(key), dict) for key in ("files", "tensors", "source", "tool", "geometry")
     ):
+        raise CheckpointError(f"{path}: not a record of mtp-extract.")
+    files, tensors = record["files"].values(), record["tensors"].values()
+    if not all(isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict) for entry in (*files, *tensors)):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
     return record
 
@@ -112,7 +115,8 @@ def _misdescribed(path: Path, expected: Mapping[str, Any]) -> list[str]:
     return [
         f"tensor {escape(name)} is {there.dtype} {list(there.shape)} in the file"
         for name, there in read_header(path).items()
-        if name in expected and (there.dtype, list(there.shape)) != (expected[name]["dtype"], expected[name]["shape"])
+        if name in expected
+        and (there.dtype, list(there.shape)) != (expected[name].get("dtype"), expected[name].get("shape"))
     ]
 
 
@@ -146,13 +150,23 @@ def verify_against(directory: str | os.PathLike[str], opened: Opened) -> Verific
     ]
     wrong = _compare(path, planned)
     for name, document in plan.documents.items():
-        if json.loads((own.directory / name).read_bytes()) != json.loads(json.dumps(document)):
+        if _json_of(own.directory / name) != json.loads(json.dumps(document)):
             wrong.append(f"{name} says something else")
     if wrong:
         raise CheckpointError(
             f"{own.directory}: differs from what {opened.source.name} holds: {'; '.join(sorted(wrong))}."
         )
     return Verification(own.directory, record, own.files, own.tensors, opened.source.name)
+
+
+def _json_of(path: Path) -> object:
+    try:
+        content: object = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
+    return content
 
 
 def _compare(path: Path, planned: list[PlannedTensor]) -> list[str]:

@@ -6,9 +6,11 @@ Nothing in it depends on the clock, the machine or the path: the same input give
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 from mtp_extract.drafter_source import Drafter
+from mtp_extract.errors import FormatError
 from mtp_extract.graph import Activation, FoundRole
 from mtp_extract.quantization import QuantizedTensor
 from mtp_extract.source import Region
@@ -147,13 +149,17 @@ def caches(drafter: Drafter) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, tensor in drafter.walk.caches.items():
         quantization = tensor.quantization
-        scale = quantization.scale if quantization is not None else None
-        zero_point = quantization.zero_point if quantization is not None else None
+        scale = quantization.scale if quantization is not None and quantization.scale_count == 1 else None
+        zero_point = (
+            quantization.zero_point if quantization is not None and quantization.zero_point_count == 1 else None
+        )
+        if scale is not None and not 0 <= scale[0] < math.inf:
+            raise FormatError(f"{tensor.label} has a scale of {scale[0]}: the file is damaged.")
         result[name] = {
             "dtype": tensor.type_name,
             "shape": list(tensor.shape),
-            "scale": float(scale[0]) if scale is not None and scale.size else None,
-            "zero_point": int(zero_point[0]) if zero_point is not None and zero_point.size else None,
+            "scale": float(scale[0]) if scale is not None else None,
+            "zero_point": int(zero_point[0]) if zero_point is not None else None,
             "layers": users.get(name, []),
         }
     return result

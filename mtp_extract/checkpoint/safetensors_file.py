@@ -163,7 +163,7 @@ def _writing(
     def job() -> int:
         crc, at = 0, base + segment.offset
         for chunk in segment.produce():
-            data = memoryview(chunk.view(np.uint8))
+            data = chunk.view(np.uint8).data
             crc = zlib.crc32(data, crc)
             _write_all(fd, data, at)
             at += len(data)
@@ -220,7 +220,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         }
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: its safetensors header is damaged.") from error
     at = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

@@ -28,9 +28,9 @@ def staged_directory(target: Path, overwrite: bool) -> Iterator[Path]:
         OutputError: ``target`` exists and may not be replaced, or the place cannot be written to.
     """
     target = Path(os.path.abspath(target))
-    _check_target(target, overwrite)
     stage = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
     try:
+        _check_target(target, overwrite)
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
     except OSError as error:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError
+from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.quantization import Floats, QuantizedTensor
 
 __all__ = ["DTYPES", "PlannedTensor", "Segment", "plan_array", "plan_codes", "plan_values"]
@@ -50,14 +50,19 @@ def _to_f32(values: Floats, name: str) -> npt.NDArray[np.generic]:
 
 
 def _to_bf16(values: Floats, name: str) -> npt.NDArray[np.generic]:
-    """Round to the nearest bfloat16, ties to even; as uint16. Values are finite."""
+    """Round to the nearest bfloat16, ties to even; as uint16. Values are finite.
+
+    The sum cannot wrap: the largest finite magnitude, with the sign bit, is 0xFF7FFFFF.
+    """
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
-    result: npt.NDArray[np.generic] = rounded.view(np.uint16)[1::2]
-    return np.ascontiguousarray(result)
+    result: npt.NDArray[np.uint16] = np.ascontiguousarray(rounded.view(np.uint16)[1::2])
+    if ((result & np.uint16(0x7FFF)) == np.uint16(0x7F80)).any():
+        raise UnsupportedError(f"{name} holds values beyond bfloat16's range: use --dtype f32.")
+    return result
 
 
 def _to_f16(values: Floats, name: str) -> npt.NDArray[np.generic]:
@@ -125,7 +130,11 @@ def _divided(values: Floats, factor: float) -> Floats:
     if factor == 1.0:
         return values
     # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.
-    return (values.astype(np.float64) / factor).astype(np.float32)
+    with np.errstate(over="ignore"):
+        result = (values.astype(np.float64) / factor).astype(np.float32)
+    if not np.isfinite(result).all():
+        raise FormatError(f"Values divided by the folded factor {factor:g} leave float32: the file is damaged.")
+    return result
 
 
 def _row_ranges(source: QuantizedTensor) -> Iterator[tuple[int, int]]:

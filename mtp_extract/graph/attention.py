@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.patterns import (
     SHAPE_OPERANDS,
@@ -37,6 +37,37 @@ _COMPARISONS = {
 }
 _SELECTS = frozenset({"SELECT", "SELECT_V2"})
 _LARGE = 1e4
+_DEEPEST_INDEX = 6
+# What changes numbers in a way that a checkpoint has no word for; a soft cap on the scores, for one.
+_FUNCTIONS = frozenset(
+    [
+        "ABS",
+        "CEIL",
+        "ELU",
+        "EXP",
+        "FLOOR",
+        "GELU",
+        "HARD_SWISH",
+        "L2_NORMALIZATION",
+        "LEAKY_RELU",
+        "LOG",
+        "LOGISTIC",
+        "LOG_SOFTMAX",
+        "POW",
+        "PRELU",
+        "RELU",
+        "RELU6",
+        "RELU_0_TO_1",
+        "RELU_N1_TO_1",
+        "ROUND",
+        "RSQRT",
+        "SIGN",
+        "SQRT",
+        "SQUARE",
+        "SQUARED_DIFFERENCE",
+        "TANH",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -111,14 +142,20 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
         )
     softmax = barriers[0].producer
     assert softmax is not None
+    if not softmax.unary:
+        raise RoleError(f"{softmax.op.label} of {layer} lacks its input: the graph is damaged.")
     beta = softmax.op.options.scalar(0, "f", 0.0) if softmax.op.options else 1.0
     if beta != 1.0:
         raise UnsupportedError(f"{softmax.op.label} of {layer} has beta {beta:g}; this drafter's attention scale is 1.")
     value = _cache(leaves, layer, "value")
     (q_norm, query), before, before_leaves = _until_q_norm(graph, softmax.operand(0), layer)
+    _unproduced(before_leaves, f"{layer}.q_norm", "the query")
+    _unproduced(leaves, f"{layer}.o_proj", "the attention")
     key = _cache(before_leaves, layer, "key")
     reader = _RegionReader(graph, layer, {id(key), id(value)})
     reader.read([*edges, *before])
+    if q_norm.weight is None:
+        _no_lost_weight(before_leaves, reader, q_norm, layer)
     if reader.table is None:
         raise UnsupportedError(f"{layer}: no RoPE table was found (position times a constant, then COS and SIN).")
     masks = sorted({v.input_name for v in before_leaves if v.input_name and v.tensor.type is TensorType.BOOL})
@@ -172,14 +209,21 @@ def _until_q_norm(
 
 def _unproduced(leaves: list[Value], role: str, what: str) -> None:
     for value in leaves:
-        if not value.constant and value.input_name is None:
+        if not value.constant and value.input_name is None and value.tensor.elements:
             raise RoleError(f"{role}: {what} reads {value.label}, which no op computes: the graph lacks {role}.")
+
+
+def _no_lost_weight(leaves: list[Value], reader: _RegionReader, q_norm: RmsNorm, layer: str) -> None:
+    """A norm without a weight has one of ones, unless a constant of its size lies about that nothing accounts for."""
+    for value in leaves:
+        if value.constant and value.tensor.elements == q_norm.size > 1 and id(value) not in reader.aside:
+            raise RoleError(f"{layer}.q_norm: the RMSNorm before the softmax of {layer} does not read {value.label}.")
 
 
 def _cache(leaves: list[Value], layer: str, which: str) -> Value:
     found = [v for v in leaves if v.input_name and len(v.tensor.shape) == 4 and v.tensor.type in _CACHE_TYPES]
     if len(found) != 1:
-        names = ", ".join(sorted(v.input_name or "" for v in found)) or "none"
+        names = ", ".join(escape(n) for n in sorted(v.input_name or "" for v in found)) or "none"
         raise RoleError(f"{layer}: expected one {which} cache among its inputs, found {names}.")
     return found[0]
 
@@ -187,6 +231,9 @@ def _cache(leaves: list[Value], layer: str, which: str) -> Value:
 _CACHE_TYPES = frozenset(
     {TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16, TensorType.INT8, TensorType.INT16}
 )
+
+
+_QUANTIZED_CACHES = frozenset({TensorType.INT8, TensorType.INT16})
 
 
 class _RegionReader:
@@ -199,11 +246,16 @@ class _RegionReader:
         self.limits: dict[int, set[int]] = {1: set(), -1: set()}
 
     def read(self, edges: list[tuple[Node, int, Value]]) -> None:
-        for node, _, _ in edges:
+        for node in {id(node): node for node, _, _ in edges}.values():
             if node.kind in ("COS", "SIN"):
                 self._rope(node)
             elif node.kind in _COMPARISONS:
                 self._comparison(node)
+            elif node.kind in _FUNCTIONS:
+                raise UnsupportedError(
+                    f"{node.op.label} of {self.layer} stands between its q norm and its o projection, where a drafter "
+                    "has RoPE, a mask and a softmax; a checkpoint cannot express it."
+                )
         for node, position, value in edges:
             constant = value if value.constant else None
             if constant is not None and id(constant) not in self.aside:
@@ -214,14 +266,16 @@ class _RegionReader:
     def window(self) -> int | None:
         """Length of the window, where the graph bounds the position on both sides."""
         low, high = self.limits[1], self.limits[-1]
-        if not low or not high:
+        if not high:
             return None
+        if not low:
+            raise UnsupportedError(f"{self.layer}: its mask bounds the past and not the future.")
         if len(low) != 1 or len(high) != 1:
             raise UnsupportedError(f"{self.layer}: its mask compares positions in more than one way.")
         return next(iter(high)) - next(iter(low)) + 1
 
     def _rope(self, node: Node) -> None:
-        found = match_rope(self.graph, node.operand(0))
+        found = match_rope(self.graph, node.operand(0)) if node.unary else None
         if found is None:
             raise UnsupportedError(
                 f"{node.op.label} of {self.layer} takes an angle that is not position times a table."
@@ -232,6 +286,8 @@ class _RegionReader:
         self.aside[id(found.aside.value)] = found.aside
 
     def _comparison(self, node: Node) -> None:
+        if not node.binary:
+            return
         left, right = (self._affine(node.operand(i)) for i in (0, 1))
         if left is None or right is None:
             return
@@ -244,7 +300,7 @@ class _RegionReader:
         # sign·(position − index + offset) ≥ 0 (or > 0): a closed bound on (position − index).
         self.limits[sign].add(-offset + (0 if closed else sign))
 
-    def _affine(self, value: Value) -> _Affine | None:
+    def _affine(self, value: Value, depth: int = 0) -> _Affine | None:
         root = strip(value)
         if root.input_name is not None:
             return _Affine(1, 0, 0) if root.tensor.elements == 1 else None
@@ -256,9 +312,9 @@ class _RegionReader:
                 return _Affine(0, 0, int(numbers[0]))
             return _Affine(0, 1, int(numbers[0])) if bool((np.diff(numbers) == 1).all()) else None
         node = root.producer
-        if node is None or node.kind not in ("ADD", "SUB"):
+        if node is None or node.kind not in ("ADD", "SUB") or not node.binary or depth == _DEEPEST_INDEX:
             return None
-        left, right = self._affine(node.operand(0)), self._affine(node.operand(1))
+        left, right = (self._affine(node.operand(i), depth + 1) for i in (0, 1))
         if left is None or right is None:
             return None
         sign = 1 if node.kind == "ADD" else -1
@@ -281,9 +337,9 @@ class _RegionReader:
         return None
 
     def _from_cache(self, value: Value) -> bool:
-        """Whether ``value`` is part of a cache: nothing but a cache and index arithmetic goes into it."""
+        """Whether ``value`` is part of a quantized cache: nothing but it and index arithmetic goes into it."""
         numbers = [v for v in ancestors(value) if v.producer is None and v.tensor.type in _CACHE_TYPES]
-        return bool(numbers) and all(id(v) in self.caches for v in numbers)
+        return bool(numbers) and all(id(v) in self.caches and v.tensor.type in _QUANTIZED_CACHES for v in numbers)
 
     def _bias_reason(self, node: Node, position: int, constant: Value) -> str | None:
         """A constant array of floats is part of the mask if it holds nothing but 0 and very negative numbers."""

@@ -14,14 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.flatbuffer import Budget
 from mtp_extract.quantization import read_floats
 from mtp_extract.tflite_model import Operator, Signature, Tensor, TensorType, TfliteModel
 
 __all__ = ["FlatGraph", "Node", "Value", "flatten"]
 
 _DEEPEST_COMPOSITE = 8
-_MOST_NODES = 50_000
+_MOST_NODES = 10_000
+_MOST_EDGES = 100_000
 _MOST_SMALL_ELEMENTS = 1 << 20
+_MOST_READ = 1 << 27
+_COST_OF_A_READ = 1 << 10
 
 _INTEGERS = {
     TensorType.INT8: "<i1",
@@ -74,6 +78,16 @@ class Node:
         """Builtin name; ``COMPOSITE:name`` for a composite without a body, ``CUSTOM:code`` for a custom op."""
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
+    @property
+    def binary(self) -> bool:
+        """Whether it has two operands, both there."""
+        return len(self.inputs) == 2 and None not in self.inputs
+
+    @property
+    def unary(self) -> bool:
+        """Whether it has one operand."""
+        return len(self.inputs) == 1 and self.inputs[0] is not None
+
     def operand(self, position: int) -> Value:
         """Input ``position``.
 
@@ -88,7 +102,10 @@ class Node:
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor."""
+    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor.
+
+    ``budget`` bounds how many elements of constants all readers of the graph together may ask for.
+    """
 
     model: TfliteModel
     signature: Signature
@@ -96,6 +113,7 @@ class FlatGraph:
     inputs: dict[str, Value]
     outputs: dict[str, Value]
     constants: dict[tuple[int, int], Value]
+    budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:
         """A small floating-point constant, dequantized where it is quantized, flattened.
@@ -103,21 +121,23 @@ class FlatGraph:
         Raises:
             UnsupportedError: it is not small, or of a type that holds no numbers.
         """
-        _require_small(value)
+        self._spend(value)
         return read_floats(self.model, value.tensor).reshape(-1)
 
     def integers(self, value: Value) -> npt.NDArray[np.int64]:
         """A small integer or bool constant, flattened, as int64."""
-        _require_small(value)
+        self._spend(value)
         dtype = _INTEGERS.get(value.tensor.type) if value.tensor.type is not None else None
         if dtype is None:
             raise UnsupportedError(f"{value.label} should hold integers.")
         return np.frombuffer(self.model.locate(value.tensor).read(), dtype).astype(np.int64)
 
-
-def _require_small(value: Value) -> None:
-    if value.tensor.elements > _MOST_SMALL_ELEMENTS:
-        raise UnsupportedError(f"{value.label} is larger than any table of a drafter.")
+    def _spend(self, value: Value) -> None:
+        if value.tensor.elements > _MOST_SMALL_ELEMENTS:
+            raise UnsupportedError(f"{value.label} is larger than any table of a drafter.")
+        self.budget.elements -= value.tensor.elements + _COST_OF_A_READ
+        if self.budget.elements < 0:
+            raise UnsupportedError(f"{value.label}: the graph has more tables than any drafter's.")
 
 
 class _Builder:
@@ -126,12 +146,18 @@ class _Builder:
         self.nodes: list[Node] = []
         self.constants: dict[tuple[int, int], Value] = {}
         self.opened: list[int] = []
+        self.edges = 0
+        self.inputs: dict[int, frozenset[int]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
         """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
         graph = self.model.subgraphs[index]
         values = dict(arguments)
         for op in graph.operators:
+            # A composite that is read many times is built many times: a small file can describe a huge graph.
+            self.edges += len(op.inputs) + len(op.outputs)
+            if len(self.nodes) >= _MOST_NODES or self.edges > _MOST_EDGES:
+                raise RoleError(f"The graph has more than {_MOST_NODES} operators once its composites are opened.")
             inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
             if self._opens(op):
                 self._open(op, inputs, values)
@@ -146,7 +172,9 @@ class _Builder:
         value = values.get(index)
         if value is None:
             tensor = self.model.tensor(subgraph, index)
-            is_input = index in self.model.subgraphs[subgraph].inputs
+            if subgraph not in self.inputs:
+                self.inputs[subgraph] = frozenset(self.model.subgraphs[subgraph].inputs)
+            is_input = index in self.inputs[subgraph]
             # An empty constant (the shape of a scalar) has a buffer of its own with nothing in it.
             constant = not is_input and (self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0))
             value = values[index] = Value([tensor], constant=constant)
@@ -171,17 +199,19 @@ class _Builder:
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
         for outer, inner in zip(op.outputs, body.outputs, strict=True):
+            if outer < 0 or inner < 0:
+                raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
             value = self._value(op.body, inner, inner_values)
             tensor = self.model.tensor(op.subgraph, outer)
             if outer in values:
                 raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
+            if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
+                raise RoleError(f"{op.label} hands {value.label} on through more composites than any exporter writes.")
             if tensor not in value.tensors:
                 value.tensors.append(tensor)
             values[outer] = value
 
     def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
-        if len(self.nodes) >= _MOST_NODES:
-            raise RoleError(f"The graph has more than {_MOST_NODES} operators once its composites are opened.")
         outputs = []
         for index in op.outputs:
             if index < 0:

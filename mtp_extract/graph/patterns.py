@@ -56,6 +56,9 @@ SHAPE_OPERANDS = {
 """Operand positions that hold shapes, axes, permutations or offsets."""
 
 _RELATIVE = 1e-5
+_MOST_FACTORS = 32
+_LARGEST_CAP = 1e6
+_MOST_GELU_VALUES = 64
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,10 @@ class SoftCap:
 def strip(value: Value, passes: frozenset[str] = PASSES) -> Value:
     """``value`` without the operators that only hand it on."""
     while value.producer is not None and value.producer.kind in passes and value.producer.inputs:
-        value = value.producer.operand(0)
+        operand = value.producer.inputs[0]
+        if operand is None:
+            break
+        value = operand
     return value
 
 
@@ -125,7 +131,7 @@ def scalar(graph: FlatGraph, value: Value) -> float | None:
 
 def split_scalar(graph: FlatGraph, node: Node) -> tuple[Value, Value, float] | None:
     """For a MUL or DIV by a constant of one element: the other operand, the constant, and the factor it applies."""
-    if node.kind not in ("MUL", "DIV") or node.op.activation or len(node.inputs) != 2:
+    if node.kind not in ("MUL", "DIV") or node.op.activation or not node.binary:
         return None
     for position in (1, 0) if node.kind == "MUL" else (1,):
         number = scalar(graph, node.operand(position))
@@ -142,14 +148,23 @@ def _close(a: float, b: float) -> bool:
 
 def _factors(value: Value, stop: Value | None = None) -> Iterator[Value]:
     """The factors of a product, multiplications opened up, down to ``stop``."""
-    queue = [value]
+    queue, opened = [value], 0
     while queue:
         root = strip(queue.pop())
         node = root.producer
-        if root is not stop and node is not None and node.kind == "MUL" and not node.op.activation:
-            queue.extend(node.operand(i) for i in (0, 1))
-        else:
+        # Squares of squares have exponentially many factors; what remains of them is handed out unopened.
+        if (
+            root is stop
+            or node is None
+            or node.kind != "MUL"
+            or node.op.activation
+            or opened == _MOST_FACTORS
+            or not node.binary
+        ):
             yield root
+        else:
+            opened += 1
+            queue.extend(node.operand(i) for i in (0, 1))
 
 
 def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
@@ -163,23 +178,25 @@ def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
             f"{node.op.label} has no decomposition, so its epsilon is unknown. "
             "Export the drafter with the bodies of its composites."
         )
-    if node.kind == "DIV" and not node.op.activation:
+    if node.kind == "DIV" and node.binary and not node.op.activation:
         numerator, denominator = node.operand(0), strip(node.operand(1))
-        if denominator.producer is None or denominator.producer.kind != "SQRT":
+        if denominator.producer is None or denominator.producer.kind != "SQRT" or not denominator.producer.unary:
             return None
         return _norm_from(graph, numerator, denominator.producer.operand(0), None)
     if node.kind != "MUL":
         return None
     for factor in _factors(root):
         producer = factor.producer
-        if producer is None:
+        if producer is None or producer.op.activation:
             continue
-        if producer.kind == "RSQRT" or (producer.kind == "POW" and scalar(graph, producer.operand(1)) == -0.5):
+        if (producer.kind == "RSQRT" and producer.unary) or (
+            producer.kind == "POW" and producer.binary and scalar(graph, producer.operand(1)) == -0.5
+        ):
             norm = _norm_from(graph, root, producer.operand(0), factor)
             return norm and replace(norm, aside=(*norm.aside, *_exponent(producer)))
-        if producer.kind == "DIV" and not producer.op.activation:
+        if producer.kind == "DIV" and producer.binary:
             below = strip(producer.operand(1))
-            if below.producer is not None and below.producer.kind == "SQRT":
+            if below.producer is not None and below.producer.kind == "SQRT" and below.producer.unary:
                 if scalar(graph, producer.operand(0)) == 1.0:
                     return _norm_from(graph, root, below.producer.operand(0), factor)
                 return _norm_from(graph, root, below.producer.operand(0), factor, producer.operand(0))
@@ -206,6 +223,9 @@ def _norm_from(
     weight = constant_under(rest[0])
     if len(rest) != 1 or weight is None or weight.tensor.elements not in (1, size):
         return None
+    # As many elements along another axis would be something else.
+    if weight.tensor.elements == size and size > 1 and weight.tensor.shape[-1] != size:
+        return None
     return RmsNorm(x, weight, size, eps, aside)
 
 
@@ -217,7 +237,7 @@ def _exponent(power: Node) -> tuple[Aside, ...]:
 def _mean_of_squares(graph: FlatGraph, variance: Value) -> tuple[Value, int, float, tuple[Aside, ...]] | None:
     """The ``x`` of mean(x²) + epsilon, the size of the axis averaged over, and epsilon."""
     node = strip(variance).producer
-    if node is None or node.kind != "ADD" or node.op.activation:
+    if node is None or node.kind != "ADD" or not node.binary or node.op.activation:
         return None
     for position in (1, 0):
         eps, constant = scalar(graph, node.operand(position)), constant_under(node.operand(position))
@@ -255,6 +275,8 @@ def _mean(graph: FlatGraph, value: Value) -> tuple[Value, tuple[Aside, ...]] | N
 
 
 def _over_last_axis(graph: FlatGraph, node: Node) -> bool:
+    if not node.binary:
+        return False
     shape, axes = node.operand(0).tensor.shape, constant_under(node.operand(1))
     if axes is None or not shape:
         return False
@@ -265,8 +287,10 @@ def _squared(graph: FlatGraph, value: Value) -> Value | None:
     node = strip(value).producer
     if node is None or node.op.activation:
         return None
-    if node.kind == "SQUARE":
+    if node.kind == "SQUARE" and node.unary:
         return strip(node.operand(0))
+    if not node.binary:
+        return None
     if node.kind == "MUL" and strip(node.operand(0)) is strip(node.operand(1)):
         return strip(node.operand(0))
     if node.kind == "POW" and scalar(graph, node.operand(1)) == 2.0:
@@ -278,6 +302,7 @@ def _squared(graph: FlatGraph, value: Value) -> Value | None:
 _ROOT = math.sqrt(2 / math.pi)
 _GELU_NUMBERS = (0.5, 1.0, 2.0, 3.0, 0.044715, _ROOT, _ROOT * 0.044715, 2 * _ROOT, 1.702)
 _GELU_OPS = frozenset({"MUL", "ADD", "SUB", "POW", "TANH", "SQUARE", "DIV"})
+_UNARY = frozenset({"TANH", "SQUARE"})
 
 
 def match_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
@@ -285,10 +310,10 @@ def match_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
     node = strip(value).producer
     if node is None:
         return None
-    if node.kind == "GELU":
+    if node.kind == "GELU" and node.unary:
         approximate = bool(node.op.options.scalar(0, "?", False)) if node.op.options else False
         return Gelu(strip(node.operand(0)), "gelu_pytorch_tanh" if approximate else "gelu", ())
-    if node.kind.startswith("COMPOSITE:") and "gelu" in node.kind:
+    if node.kind.startswith("COMPOSITE:") and "gelu" in node.kind and node.unary:
         return Gelu(strip(node.operand(0)), "gelu_pytorch_tanh", ())
     return _match_plain_gelu(graph, value)
 
@@ -303,6 +328,8 @@ def _match_plain_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
         if id(current) in seen:
             continue
         seen.add(id(current))
+        if len(seen) > _MOST_GELU_VALUES:
+            return None
         node = current.producer
         if current.constant:
             if current.tensor.elements != 1 or not any(
@@ -312,6 +339,8 @@ def _match_plain_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
             aside.append(Aside(current, "a number of GELU's tanh form"))
         elif node is None or node.kind not in _GELU_OPS or node.op.activation:
             roots[id(current)] = current
+        elif not (node.unary if node.kind in _UNARY else node.binary):
+            return None
         else:
             tanh += node.kind == "TANH"
             queue.extend(node.operand(i) for i in range(len(node.inputs)))
@@ -361,7 +390,7 @@ def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     root = strip(value)
     scaled = split_scalar(graph, root.producer) if root.producer else None
     above = strip(scaled[0]) if scaled else root
-    if above.producer is None or above.producer.kind != "TANH":
+    if above.producer is None or above.producer.kind != "TANH" or not above.producer.unary:
         x = _unclamped(graph, root, aside)
         return SoftCap(x, None, 1.0, tuple(aside))
     cap = scaled[2] if scaled else 1.0
@@ -373,6 +402,10 @@ def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
         inner, constant, factor = strip(below[0]), below[1], below[2]
         scale *= factor
         aside.append(Aside(constant, "soft cap: the factor before tanh"))
+    if not (1 / _LARGEST_CAP < cap < _LARGEST_CAP and 1 / _LARGEST_CAP < scale < _LARGEST_CAP):
+        raise UnsupportedError(
+            f"The logits are {cap:g} · tanh({scale:g} · x); no drafter has such a soft cap. The file is damaged."
+        )
     x = _unclamped(graph, inner, aside)
     return SoftCap(x, cap, scale, tuple(aside))
 
@@ -380,7 +413,7 @@ def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
 def _unclamped(graph: FlatGraph, value: Value, aside: list[Aside]) -> Value:
     """``value`` without a lower or upper bound so far out that it never binds."""
     node = value.producer
-    if node is not None and node.kind in ("MAXIMUM", "MINIMUM"):
+    if node is not None and node.kind in ("MAXIMUM", "MINIMUM") and node.binary:
         for position in (1, 0):
             bound, constant = scalar(graph, node.operand(position)), constant_under(node.operand(position))
             if bound is None or constant is None:
@@ -406,17 +439,17 @@ def match_rope(graph: FlatGraph, angle: Value) -> RopeTable | None:
     """The table behind ``angle``, the operand of a COS or SIN: position times a constant."""
     current = strip(angle)
     halves = 1
-    while current.producer is not None and current.producer.kind == "CONCATENATION":
-        operands = [strip(current.producer.operand(i)) for i in range(len(current.producer.inputs))]
-        if any(operand is not operands[0] for operand in operands):
+    if current.producer is not None and current.producer.kind == "CONCATENATION":
+        operands = [strip(v) for v in current.producer.inputs if v is not None]
+        if len(operands) != 2 or operands[0] is not operands[1]:
             return None
-        current, halves = operands[0], halves * len(operands)
+        current, halves = operands[0], 2
     node = current.producer
-    if node is None or node.kind not in ("MUL", "DIV"):
+    if node is None or node.kind not in ("MUL", "DIV") or not node.binary or node.op.activation:
         return None
     for position in (1, 0) if node.kind == "MUL" else (1,):
         constant = constant_under(node.operand(position))
-        if constant is None or strip(node.operand(1 - position)).producer is not None:
+        if constant is None or strip(node.operand(1 - position)).input_name is None:
             continue
         table = graph.floats(constant).astype(np.float64)
         if node.kind == "DIV":

@@ -15,12 +15,13 @@ and its reader. Names play no part in this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
+from mtp_extract.errors import FormatError, NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import Attention, read_attention
 from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.graph.patterns import (
@@ -45,6 +46,9 @@ LOGITS = "logits"
 PROJECTED = "projected_activations"
 
 _LARGEST_ROTATION = 1 << 20
+_LARGEST_WIDTH = 1 << 24
+_WEIGHTS_FORMAT_SLOT = 1
+_MOST_SHOWN = 3
 
 _FLOAT_OR_CODES = frozenset(
     {
@@ -149,6 +153,7 @@ class _Walker:
         self.unread: list[SetAside] = []
         self.eps: set[float] = set()
         self.hidden_activations: set[str] = set()
+        self.count = 0
 
     def run(self) -> Walk:
         graph = self.graph
@@ -174,7 +179,7 @@ class _Walker:
             raise RoleError(
                 "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
             )
-        count = len({id(node) for node in graph.nodes if node.kind == "SOFTMAX"})
+        self.count = count = len({id(node) for node in graph.nodes if node.kind == "SOFTMAX"})
         layers: list[Layer] = []
         stream = norm.x
         for index in reversed(range(count)):
@@ -231,7 +236,7 @@ class _Walker:
     def _gated(self, name: str, down_in: Value) -> Value:
         """gelu(gate(x)) · up(x), the input of the down projection; returns x."""
         product = strip(down_in).producer
-        if product is None or product.kind != "MUL" or product.op.activation:
+        if product is None or product.kind != "MUL" or not product.binary or product.op.activation:
             raise RoleError(
                 f"{name}.gate_proj, {name}.up_proj: expected a product of GELU(gate) and up before {name}.down_proj, "
                 f"found {_what(strip(down_in))}."
@@ -253,7 +258,7 @@ class _Walker:
 
     def _residual(self, name: str, norm: str, value: Value) -> Node:
         node = value.producer
-        if node is None or node.kind != "ADD" or node.op.activation or len(node.inputs) != 2:
+        if node is None or node.kind != "ADD" or not node.binary or node.op.activation:
             raise RoleError(
                 f"{name}.{norm}: expected the residual addition after it{_or_scalar(name, norm)}, found {_what(value)}."
             )
@@ -297,13 +302,22 @@ class _Walker:
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a fused activation, which no drafter is known to have."
             )
+        if node.op.options is not None and node.op.options.integer(_WEIGHTS_FORMAT_SLOT, "b"):
+            raise UnsupportedError(
+                f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
+            )
+        if len(node.inputs) < 2 or None in node.inputs[:2]:
+            raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             self._bias(role, node, node.inputs[2])
         weight = strip(node.operand(1), WEIGHT_PASSES)
         if not weight.constant:
             raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {_what(weight)}.")
-        if len(weight.tensor.shape) != 2:
+        if len(weight.tensor.shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in weight.tensor.shape):
             raise RoleError(f"{role}: expected a weight [out, in], found {weight.label}.")
+        other = next((r.role for r in self.roles if r.tensor is weight.tensor), None)
+        if other is not None:
+            raise RoleError(f"{role}: {node.op.label} reads the weight of {other}, {weight.label}.")
         self._found(role, weight, f"weight of {node.op.label}, {why}", root, factor, node)
         return node.operand(0)
 
@@ -311,8 +325,7 @@ class _Walker:
         constant = strip(bias, WEIGHT_PASSES)
         if not constant.constant:
             raise UnsupportedError(f"{role}: the bias of {node.op.label} is computed.")
-        stored = self.graph.model.locate(constant.tensor).read()
-        if any(stored):
+        if constant.tensor.elements > _LARGEST_WIDTH or any(self.graph.model.locate(constant.tensor).read()):
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a bias, which the drafter's checkpoint has no place for."
             )
@@ -358,7 +371,7 @@ class _Walker:
         head_dim = attention.q_norm.size
         width = next(r.shape[0] for r in self.roles if r.role == f"{name}.q_proj")
         key, value = attention.key.tensor.shape, attention.value.tensor.shape
-        if width % head_dim or key[3] != head_dim or head_dim not in value[2:]:
+        if not head_dim or width % head_dim or key[3] != head_dim or head_dim not in value[2:]:
             raise RoleError(
                 f"{name}: q projection of width {width}, q norm of {head_dim}, key cache {list(key)} and value cache "
                 f"{list(value)} do not fit together."
@@ -395,7 +408,39 @@ class _Walker:
                 )
             reason = " and ".join(sorted(r for r in reasons if r)) or "an output of the signature"
             self.aside[id(value)] = Aside(value, reason)
+        self._account_readers()
         self._account_unread()
+        self._account_uncomputed()
+
+    def _account_readers(self) -> None:
+        """A weight is read once for every role it plays: another reader would make the graph another function."""
+        roles: dict[tuple[int, int], list[str]] = {}
+        for role in self.roles:
+            if role.tensor is not None and role.tensor.elements > 1:
+                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role.role)
+        for key, names in roles.items():
+            readers = list(_readers(self.graph.constants[key]))
+            if len(readers) != len(names):
+                ops = ", ".join(reader.op.label for reader in readers[:_MOST_SHOWN])
+                raise RoleError(
+                    f"{' and '.join(names)}: {self.graph.constants[key].label} is read {len(readers)} times, by {ops}. "
+                    "No checkpoint is written, because it would not be the same function."
+                )
+
+    def _account_uncomputed(self) -> None:
+        """Every value that is read is an input, a constant, or computed."""
+        for node in self.graph.nodes:
+            for value in node.inputs:
+                if (
+                    value is not None
+                    and value.producer is None
+                    and not value.constant
+                    and value.input_name is None
+                    and value.tensor.elements
+                ):
+                    raise RoleError(
+                        f"{node.op.label} reads {_what(value)}: an op was lost after the graph was exported."
+                    )
 
     def _account_unread(self) -> None:
         """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
@@ -413,9 +458,24 @@ class _Walker:
             if tensor.index not in blocks and tensor.type in _FLOAT_OR_CODES:
                 raise RoleError(
                     f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
-                    "checkpoint is written, because it might lack a weight."
+                    f"checkpoint is written, because it might lack a weight.{self._suspects(tensor)}"
                 )
             self.unread.append(SetAside(tensor, "none", blocks.get(tensor.index, "read by no op")))
+
+    def _suspects(self, unread: Tensor) -> str:
+        """Roles that share one constant of the size of ``unread``, or have none: one of them may want it."""
+        played: dict[tuple[int, int] | None, list[str]] = {}
+        for role in self.roles:
+            if np.prod(role.shape) == unread.elements:
+                played.setdefault((role.tensor.subgraph, role.tensor.index) if role.tensor else None, []).append(
+                    role.role
+                )
+        for key, names in played.items():
+            if key is None or len(names) > 1:
+                return f" {' and '.join(names)} {'have no constant' if key is None else 'share one'}."
+        missing = [f"layers.{i}.layer_scalar" for i in range(self.count)]
+        missing = [name for name in missing if name not in {role.role for role in self.roles}]
+        return f" {' and '.join(missing)} may have had it." if missing and unread.elements == 1 else ""
 
     def _aside_list(self) -> list[SetAside]:
         entries = [
@@ -446,13 +506,26 @@ class _Walker:
 
     def _multiplies_by_hadamard(self, node: Node) -> bool:
         """Whether ``node`` multiplies by a constant matrix whose entries are all ±1/sqrt(n): a Hadamard rotation."""
-        weight = constant_under(node.operand(1)) if node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") else None
+        multiplies = node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") and len(node.inputs) > 1
+        right = node.inputs[1] if multiplies else None
+        weight = constant_under(right) if right is not None else None
         if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in _FLOAT_OR_CODES:
             return False
         size = weight.tensor.shape[-1]
         if weight.tensor.shape[-2] != size or size < 2 or weight.tensor.elements > _LARGEST_ROTATION:
             return False
         return bool(np.allclose(np.abs(self.graph.floats(weight)), size**-0.5, rtol=1e-2))
+
+
+def _readers(value: Value) -> Iterator[Node]:
+    """The ops that read ``value``, once per operand, seen through those that only hand it on."""
+    queue = [value]
+    while queue:
+        for reader, position in queue.pop().consumers:
+            if position == 0 and reader.kind in WEIGHT_PASSES:
+                queue.extend(reader.outputs)
+            else:
+                yield reader
 
 
 def _order(role: FoundRole) -> tuple[int, str]:
@@ -465,7 +538,9 @@ def _rotated(node: Node) -> str:
     queue = list(node.outputs)
     while queue:
         for reader, position in queue.pop(0).consumers:
-            weight = constant_under(reader.operand(1)) if reader.kind == "FULLY_CONNECTED" and position == 0 else None
+            if position:
+                continue
+            weight = constant_under(reader.operand(1)) if reader.kind == "FULLY_CONNECTED" else None
             if weight is not None:
                 return weight.label
             if reader.kind in PASSES:
@@ -499,8 +574,10 @@ def _activation(value: Value) -> Activation | None:
     quantization = tensor.quantization
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or quantization is None:
         return None
-    if quantization.scale.size != 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale.size} scales.")
+    if quantization.scale_count != 1 or quantization.zero_point_count > 1:
+        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale_count} scales.")
+    if not 0 <= quantization.scale[0] < np.inf:
+        raise FormatError(f"{tensor.label} has a scale of {quantization.scale[0]}: the file is damaged.")
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)
 
