@@ -1,0 +1,322 @@
+"""The commands under attack: one message on stderr, the right exit status, and nothing that looks finished.
+
+A process costs a fifth of a second, so there is one case for each class of trouble; the many are in the other files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_bundle import DRAFTER, Part, bundle, pack, set_buffer
+from make_drafter import plain_model
+
+EXTRACT = "from mtp_extract.cli.extract import main; main()"
+INSPECT = "from mtp_extract.cli.inspect import main; main()"
+# The package under test, wherever the command is run.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
+# Ctrl-C reaches a program in a terminal; one started in the background ignores it unless told otherwise.
+LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+# Says when writing has begun, and then takes its time over every chunk.
+SLOW = """
+import sys, time
+from mtp_extract.checkpoint import safetensors_file
+write = safetensors_file._write_all
+def slow(fd, data, offset):
+    write(fd, data, offset)
+    print("writing", flush=True)
+    time.sleep(0.5)
+safetensors_file._write_all = slow
+"""
+
+
+def command(
+    program: str, *arguments: object, limit: Callable[[], None] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(os.fspath, map(str, arguments))],
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=60,
+        preexec_fn=limit,
+        cwd=cwd,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], match: str, folder: Path) -> None:
+    """Status 1, one printable line that begins with ``error:``, nothing else, and an empty ``folder``."""
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert done.stderr.startswith("error: ")
+    assert re.search(match, done.stderr), done.stderr
+    assert done.stderr.strip().isprintable()
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not any(folder.iterdir())
+
+
+def _no_q_norm(path: Path) -> None:
+    model = plain_model()
+    operators = model.subgraphs[0].operators
+    norm = next(
+        i for i, op in enumerate(operators) if list(model.subgraphs[0].tensors[op.outputs[0]].shape)[-2:] == [2, 4]
+    )
+    del operators[norm + 2]
+    path.write_bytes(pack(model))
+
+
+def _not_finite(path: Path) -> None:
+    """Found out only while it is being written."""
+    model = plain_model()
+    tensors = model.subgraphs[0].tensors
+    norm = next(t for t in tensors if list(t.shape) == [8] and t.buffer)
+    set_buffer(model, norm, np.array([np.inf] * 8, "<f4").tobytes())
+    path.write_bytes(pack(model))
+
+
+def _named(path: Path) -> None:
+    model = plain_model()
+    for tensor in model.subgraphs[0].tensors:
+        tensor.name, tensor.quantization = b"\x1b[2J\n\xff", None
+    path.write_bytes(bundle([Part(3, pack(model), {**DRAFTER, "\x1b[31m": "\n"})]))
+
+
+CLASSES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "SourceError": (lambda path: path.mkdir(), "found a directory"),
+    "TruncatedError": (lambda path: path.write_bytes(bundle([Part(3, b"x" * 99, DRAFTER)])[:-1]), "incomplete"),
+    "FormatError": (lambda path: path.write_bytes(b"LITERTLM\1" + b"\0" * 99), "claims to end at byte 0"),
+    "UnsupportedError": (lambda path: path.write_bytes(bundle([], version=(9, 9, 9))), r"version 9\.9\.9"),
+    "NoDrafterError": (lambda path: path.write_text("a text"), "begins with b'a text'"),
+    "RoleError": (_no_q_norm, r"layers\.0\.q_norm"),
+    "FormatError while writing": (_not_finite, "not finite"),
+    "names": (_named, r"x1b\[2J.*no scale"),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_one_message_for_each_class(tmp_path: Path, case: str) -> None:
+    build, match = CLASSES[case]
+    build(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    assert_refused(command(EXTRACT, tmp_path / "source", "-o", tmp_path / "out" / "x"), match, tmp_path / "out")
+
+
+def test_inspect_says_the_same(tmp_path: Path) -> None:
+    """A damaged drafter is described as far as it goes, and is an error all the same."""
+    _named(tmp_path / "source")
+    done = command(INSPECT, tmp_path / "source", "--tensors", "--graph")
+    assert done.returncode == 1
+    assert done.stderr.count("error:") == 1
+    assert "\x1b" not in done.stdout + done.stderr
+    done = command(INSPECT, "a" * 5000)
+    assert (done.returncode, done.stderr.count("error:")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["a", "b"], ["a", "--sample"], ["a", "--dtype", "f64"], ["a", "--no"], ["a", "--format", "gguf"]]
+)
+def test_wrong_usage(tmp_path: Path, arguments: list[str]) -> None:
+    done = command(EXTRACT, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def _small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    done = command(EXTRACT, "--sample", "-o", tmp_path / "x", limit=_small_files)
+    assert_refused(done, "cannot be written", tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    done = command(EXTRACT, "--sample", "-o", small_disk / "x")
+    assert_refused(done, "No space left on device", small_disk)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("/proc/x", "/dev/null", "/dev/null/x", tmp_path / "file", tmp_path / "file" / "x", "/" + "x" * 300):
+        done = command(EXTRACT, "--sample", "-o", place)
+        assert (done.returncode, done.stderr.count("error:"), done.stdout) == (1, 1, ""), place
+        assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_output_that_exists(tmp_path: Path) -> None:
+    """Refused; replaced only when asked to, and only a checkpoint of ours."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "precious").write_text("keep")
+    assert command(EXTRACT, "--sample", "-o", mine).returncode == 0
+    before = {path.name: path.stat().st_mtime_ns for path in mine.iterdir()}
+    for arguments in ([mine], [theirs], [theirs, "--overwrite"]):
+        done = command(EXTRACT, "--sample", "-o", *arguments)
+        assert (done.returncode, done.stderr.count("error:")) == (1, 1)
+        assert "exists" in done.stderr
+    assert {path.name: path.stat().st_mtime_ns for path in mine.iterdir()} == before
+    (mine / "stray").write_text("")
+    assert command(EXTRACT, "--sample", "-o", mine, "--overwrite").returncode == 0
+    assert {path.name for path in mine.iterdir()} == set(before)
+    assert (theirs / "precious").read_text() == "keep"
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "theirs"}
+
+
+def test_an_overwrite_that_fails_keeps_the_old(tmp_path: Path) -> None:
+    """Whether the new one cannot be read or cannot be written."""
+    assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    (tmp_path / "bad").write_bytes(b"LITERTLM")
+    assert command(EXTRACT, tmp_path / "bad", "-o", tmp_path / "x", "--overwrite").returncode == 1
+    done = command(EXTRACT, "--sample", "-o", tmp_path / "x", "--overwrite", limit=_small_files)
+    assert done.returncode == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "bad"}
+
+
+def interrupted(place: Path, number: int, *more: str) -> tuple[int, str]:
+    """Status and stderr of an extraction to ``place`` that gets the signal ``number`` while it writes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTEN + SLOW + EXTRACT, "--sample", "-o", str(place), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_while_writing(tmp_path: Path, number: int, status: int) -> None:
+    found, errors = interrupted(tmp_path / "x", number)
+    assert (found, errors) == (status, "error: interrupted; nothing was kept.\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """What stays behind is hidden, is no checkpoint, and is in nobody's way."""
+    assert interrupted(tmp_path / "x", signal.SIGKILL) == (-signal.SIGKILL, "")
+    left = list(tmp_path.iterdir())
+    assert [path.name.startswith(".x.partial-") for path in left] == [True]
+    assert not (left[0] / "extraction.json").exists()
+    assert command(INSPECT, left[0]).returncode == 1
+    assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
+    assert (tmp_path / "x" / "extraction.json").exists()
+
+
+def test_killed_while_overwriting(tmp_path: Path) -> None:
+    assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    assert interrupted(tmp_path / "x", signal.SIGKILL, "--overwrite")[0] == -signal.SIGKILL
+    assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+
+
+def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", INSPECT, sample],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "error: the result cannot be printed: No space left on device.\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", INSPECT, sample, "--tensors"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    os.close(writer)
+    assert "Traceback" not in done.stderr
+
+
+RECORDS: dict[str, object] = {
+    "files of numbers": {"files": {"model.safetensors": 5}},
+    "tensors of lists": {"tensors": {"a": []}},
+    "a file of lists": {"files": {"model.safetensors": {"size": 458032, "tensors": []}}},
+    "files that climb out": {"files": {"model.safetensors": {}, "../../etc/passwd": {"size": 1}}},
+    "no layout": {"layout": ["transformers"]},
+    "numbers that overflow": {"files": {"model.safetensors": {"size": 1e400}}},
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
+    from mtp_extract.errors import CheckpointError
+    from mtp_extract.verify import verify
+
+    folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    record = json.loads((folder / "extraction.json").read_text())
+    (folder / "extraction.json").write_text(json.dumps({**record, **RECORDS[case]}))  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError):
+        verify(folder)
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
+def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
+    from mtp_extract import open as open_bundle
+    from mtp_extract.errors import CheckpointError
+    from mtp_extract.verify import verify, verify_against
+
+    folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    record = json.loads((folder / "extraction.json").read_text())
+    del record["files"]["config.json"]
+    (folder / "extraction.json").write_text(json.dumps(record))
+    (folder / "config.json").write_bytes(content)
+    with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=r"config\.json"):
+        verify_against(folder, opened)
+    (folder / "config.json").unlink()
+    with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=r"config\.json"):
+        verify_against(folder, opened)
+    (folder / "extraction.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("shape", ["[1e400]", "[" * 5000 + "]" * 5000, '"4"', "[-4]", "[1.5]", "null", "[true, 4]"])
+def test_hostile_safetensors_headers(tmp_path: Path, shape: str) -> None:
+    from mtp_extract.checkpoint.safetensors_file import read_header
+    from mtp_extract.errors import CheckpointError
+
+    header = f'{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[0,15]}}}}'.encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 15)
+    with pytest.raises(CheckpointError):
+        read_header(tmp_path / "x")

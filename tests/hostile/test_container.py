@@ -1,0 +1,306 @@
+"""Containers that lie: every way a header or a file can be wrong ends in an error of ours, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import flatbuffers
+import pytest
+from make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, drafter_of, parts_of
+from make_drafter import plain_drafter
+
+from mtp_extract import extract
+from mtp_extract import open as open_file
+from mtp_extract.drafter_source import open as open_bundle
+from mtp_extract.errors import (
+    FormatError,
+    MtpExtractError,
+    NoDrafterError,
+    SourceError,
+    TruncatedError,
+    UnsupportedError,
+)
+from mtp_extract.inspection import inspect
+
+DRAFTER_DATA = plain_drafter()
+PARTS = [Part(5, b"metadata"), Part(3, DRAFTER_DATA, DRAFTER), Part(4, b"tokenizer")]
+SIZE = len(DRAFTER_DATA)
+
+
+def refuse(path: Path, out: Path, kind: type[MtpExtractError], match: str) -> None:
+    """``path`` is refused with an error of ``kind``, and nothing is left beside ``out``."""
+    out.parent.mkdir(exist_ok=True)
+    with pytest.raises(kind, match=match):
+        extract(path, out)
+    assert not any(out.parent.iterdir())
+    with suppress(MtpExtractError), open_file(path) as opened:
+        inspect(opened, tensors=True, graph=True)
+
+
+def test_the_builder_writes_sound_bundles(tmp_path: Path, sample: Path) -> None:
+    """Otherwise everything below would be refused for the wrong reason."""
+    for name, data in {"own": bundle(PARTS), "sample": bundle(parts_of(sample))}.items():
+        path = tmp_path / f"{name}.litertlm"
+        path.write_bytes(data)
+        assert "model.safetensors" in extract(path, tmp_path / name).files
+
+
+def boundaries(path: Path) -> list[int]:
+    """Lengths at which a copy of ``path`` is cut: around its header, its sections, and inside the drafter."""
+    with open_file(path) as opened:
+        assert opened.bundle is not None
+        cuts = {1, 7, 8, 9, 12, 24, 31, 32, 36, 40, opened.bundle.header_end // 2, opened.bundle.header_end - 1}
+        for section in opened.sections:
+            cuts |= {section.begin - 1, section.begin, section.begin + 1, section.begin + section.size // 2}
+            cuts |= {section.end - 1, section.end}
+    return sorted(cuts - {path.stat().st_size})
+
+
+def test_truncated_at_every_boundary(tmp_path: Path, sample: Path) -> None:
+    whole = sample.read_bytes()
+    path = tmp_path / "cut.litertlm"
+    for cut in boundaries(sample):
+        path.write_bytes(whole[:cut])
+        refuse(path, tmp_path / "out" / "x", MtpExtractError, r"cut\.litertlm")
+
+
+def test_a_drafter_truncated_anywhere(tmp_path: Path) -> None:
+    """A flatbuffer has its root at the front and what it leads to behind: no prefix is a model."""
+    path = tmp_path / "cut.tflite"
+    for cut in [*range(1, 64), *range(64, SIZE, 97), SIZE - 4]:
+        path.write_bytes(DRAFTER_DATA[:cut])
+        refuse(path, tmp_path / "out" / "x", MtpExtractError, r"cut\.tflite")
+
+
+def test_sections_after_the_drafter_may_hold_anything(tmp_path: Path) -> None:
+    path = tmp_path / "odd.litertlm"
+    path.write_bytes(bundle([*PARTS, Part(200, b"\0" * 9), Part(3, b"not a model", {"model_type": "tf_lite_aux"})]))
+    assert extract(path, tmp_path / "out").record["source"]["section"]["index"] == 1
+    with open_file(path) as opened:
+        assert opened.sections[3].type_name == "unknown (200)"
+
+
+HEADERS: dict[str, tuple[Callable[[], bytes], type[MtpExtractError], str]] = {
+    "version 0": (lambda: bundle(PARTS, version=(0, 9, 0)), UnsupportedError, r"version 0\.9\.0"),
+    "version 2": (lambda: bundle(PARTS, version=(2, 0, 0)), UnsupportedError, r"version 2\.0\.0"),
+    "header end 0": (lambda: bundle(PARTS, header_end=0), FormatError, "claims to end at byte 0"),
+    "header end 2^62": (lambda: bundle(PARTS, header_end=1 << 62), TruncatedError, "header ends at byte"),
+    "header end 2^64-1": (lambda: bundle(PARTS, header_end=(1 << 64) - 1), TruncatedError, "header ends at byte"),
+    "header end inside": (lambda: bundle(PARTS, header_end=60), FormatError, "flatbuffer"),
+    "header end at 33": (lambda: bundle(PARTS, header_end=33), FormatError, "claims to end"),
+    "section backwards": (lambda: _claiming({1: (2 * ALIGNMENT + 8, 2 * ALIGNMENT)}), FormatError, "backwards"),
+    "section past the end": (lambda: _claiming({2: (3 * ALIGNMENT, 1 << 40)}), TruncatedError, "ends at byte"),
+    "section far past": (lambda: _claiming({2: ((1 << 64) - 9, (1 << 64) - 1)}), TruncatedError, "ends at byte"),
+    "section in the header": (lambda: _claiming({0: (8, 64)}), FormatError, "inside the header"),
+    "sections overlap": (lambda: _claiming({0: (ALIGNMENT, 2 * ALIGNMENT + 1)}), FormatError, "overlap"),
+    "sections are one": (lambda: _claiming({2: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE)}), FormatError, "overlap"),
+    "drafter cut short": (
+        lambda: _claiming({1: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE // 2)}),
+        MtpExtractError,
+        r"section 1 \(mtp_drafter\)|tensor",
+    ),
+    "drafter empty": (lambda: _claiming({1: (0, 0)}), FormatError, "not a TFLite model"),
+    "drafter shifted": (lambda: _claiming({1: (2 * ALIGNMENT + 4, 2 * ALIGNMENT + SIZE)}), FormatError, "TFL3"),
+    "drafter twice": (lambda: bundle([*PARTS, PARTS[1]]), NoDrafterError, "more than one drafter"),
+    "no sections": (lambda: bundle([]) + b"\0" * ALIGNMENT, NoDrafterError, "Models in it: none"),
+    "no drafter": (lambda: bundle([PARTS[0], PARTS[2]]), NoDrafterError, "no section holds"),
+    "drafter of another type": (
+        lambda: bundle([Part(3, b"\x08\0\0\0TFL3" + b"\0" * 64, DRAFTER)]),
+        FormatError,
+        "not a valid flatbuffer",
+    ),
+    "names": (
+        lambda: bundle([Part(3, b"", {"model_type": "\x1b[31m../\u202e\x00\n"})]),
+        NoDrafterError,
+        r"\\x1b\[31m\.\./\\u202e\\x00",
+    ),
+}
+
+
+def _claiming(lies: dict[int, tuple[int, int]]) -> bytes:
+    true = [(ALIGNMENT, ALIGNMENT + 8), (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE), (3 * ALIGNMENT, 3 * ALIGNMENT + 9)]
+    return bundle(PARTS, ranges=[lies.get(i, span) for i, span in enumerate(true)])
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers(tmp_path: Path, case: str) -> None:
+    build, kind, match = HEADERS[case]
+    path = tmp_path / "bad.litertlm"
+    path.write_bytes(build())
+    refuse(path, tmp_path / "out" / "x", kind, match)
+
+
+def test_magic(tmp_path: Path) -> None:
+    """Without the magic it is no bundle; a drafter in it is found by scanning all the same."""
+    path = tmp_path / "bad.litertlm"
+    path.write_bytes(bundle([PARTS[0], PARTS[2]], magic=b"LITERTLN"))
+    refuse(path, tmp_path / "out" / "x", NoDrafterError, "begins with b'LITERTLN'")
+    path.write_bytes(bundle(PARTS, magic=b"LITERTLN"))
+    assert extract(path, tmp_path / "found").record["source"]["section"]["found_by"] == "scan"
+
+
+def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
+    """A bundle whose header is the flatbuffer that ``build`` writes, and nothing else."""
+    builder = flatbuffers.Builder(1 << 16)
+    builder.Finish(build(builder))
+    listing = bytes(builder.Output())
+    return struct.pack("<8s3I4xQ", b"LITERTLM", 1, 7, 0, 32 + len(listing)) + listing
+
+
+def same_section_again_and_again(builder: flatbuffers.Builder, count: int = 1 << 20) -> int:
+    builder.StartObject(4)
+    section = builder.EndObject()
+    builder.StartVector(4, count, 4)
+    for _ in range(count):
+        builder.PrependUOffsetTRelative(section)
+    sections = builder.EndVector()
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, sections, 0)
+    listing = builder.EndObject()
+    builder.StartObject(2)
+    builder.PrependUOffsetTRelativeSlot(1, listing, 0)
+    return int(builder.EndObject())
+
+
+def test_a_million_sections_that_are_one() -> None:
+    """Four megabytes of offsets to one table must not become a million sections."""
+    with pytest.raises(FormatError, match="more elements"):
+        open_bundle(Memory(header_of(same_section_again_and_again)))
+
+
+@pytest.mark.parametrize("value", [0xFFFFFFFF, 0x7FFFFFFF, 0x40000000, 1 << 20])
+def test_a_vector_count_of_anything(value: int) -> None:
+    """Every word of the header in turn, set to a huge number: counts, offsets, vtables."""
+    data = bundle(PARTS)
+    end = struct.unpack_from("<Q", data, 24)[0]
+    for at in range(32, end - 3, 4):
+        changed = bytearray(data)
+        struct.pack_into("<I", changed, at, value)
+        with suppress(MtpExtractError):
+            open_bundle(Memory(bytes(changed))).drafter()
+
+
+def test_a_table_that_is_its_own_child() -> None:
+    """Offsets that lead back: the root's section list is the root itself."""
+    data = bundle(PARTS)
+    root = 32 + struct.unpack_from("<I", data, 32)[0]
+    for at in range(root + 4, root + 16, 4):
+        changed = bytearray(data)
+        # An offset is unsigned and leads forwards only: a reader that lets it wrap around comes back to the root.
+        struct.pack_into("<I", changed, at, (1 << 32) - (at - root))
+        with suppress(MtpExtractError):
+            open_bundle(Memory(bytes(changed))).drafter()
+
+
+def test_names_and_values_of_items(tmp_path: Path) -> None:
+    """Items reach the terminal and JSON as text, never as control characters or as numbers JSON cannot write."""
+    items = {"model_type": "TF_LITE_MTP_DRAFTER", "../../etc": "\x1b]0;x\x07", "\u202e": "\0", "x" * 3000: "y" * 3000}
+    path = tmp_path / "items.litertlm"
+    path.write_bytes(bundle([Part(3, DRAFTER_DATA, items)]))
+    record = extract(path, tmp_path / "out").record
+    assert record["source"]["section"]["items"] == items
+    assert {p.name for p in tmp_path.iterdir()} == {"items.litertlm", "out"}
+
+
+def test_items_that_are_not_utf_8_or_not_numbers(tmp_path: Path) -> None:
+    data = bytearray(bundle([Part(3, DRAFTER_DATA, {**DRAFTER, "note": "NOTE"})]))
+    at = data.index(b"NOTE")
+    data[at : at + 4] = b"\xff\xfe\xc0\x80"
+    path = tmp_path / "items.litertlm"
+    path.write_bytes(data)
+    assert extract(path, tmp_path / "out").record["source"]["section"]["items"]["note"] == r"\xff\xfe\xc0\x80"
+
+
+def _float_item(builder: flatbuffers.Builder) -> int:
+    key = builder.CreateString("backend")
+    builder.StartObject(1)
+    builder.PrependFloat32Slot(0, float("nan"), 0)
+    value = builder.EndObject()
+    builder.StartObject(3)
+    builder.PrependUOffsetTRelativeSlot(0, key, 0)
+    builder.PrependUint8Slot(1, 7, 0)
+    builder.PrependUOffsetTRelativeSlot(2, value, 0)
+    pair = builder.EndObject()
+    builder.StartVector(4, 1, 4)
+    builder.PrependUOffsetTRelative(pair)
+    entries = builder.EndVector()
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, entries, 0)
+    system = builder.EndObject()
+    builder.StartObject(2)
+    builder.PrependUOffsetTRelativeSlot(0, system, 0)
+    return int(builder.EndObject())
+
+
+def test_an_item_that_is_not_a_number() -> None:
+    opened = open_bundle(Memory(header_of(_float_item)))
+    assert opened.bundle is not None
+    assert dict(opened.bundle.items) == {"backend": "nan"}
+
+
+def _safetensors(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 2) + b"{}")
+
+
+def _zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", "{}" * 1000)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], type[MtpExtractError], str]] = {
+    "missing": (lambda path: None, SourceError, "No such file"),
+    "empty": (lambda path: path.touch(), SourceError, "empty"),
+    "directory": (lambda path: path.mkdir(), SourceError, "found a directory"),
+    "fifo": (os.mkfifo, SourceError, "not a regular file"),
+    "/dev/zero": (lambda path: path.symlink_to("/dev/zero"), SourceError, "not a regular file"),
+    "link to itself": (lambda path: path.symlink_to(path), SourceError, "cannot be opened"),
+    "text": (lambda path: path.write_text("hello\n" * 10), NoDrafterError, "begins with b'hello"),
+    "zip": (_zip, NoDrafterError, "begins with b'PK"),
+    "safetensors": (_safetensors, NoDrafterError, "expected a .litertlm bundle"),
+    "one byte": (lambda path: path.write_bytes(b"L"), NoDrafterError, "begins with b'L'"),
+    "magic alone": (lambda path: path.write_bytes(b"LITERTLM"), TruncatedError, "8 bytes"),
+    "identifier alone": (lambda path: path.write_bytes(b"\0\0\0\0TFL3"), FormatError, "flatbuffer"),
+    "identifiers": (lambda path: path.write_bytes(b"\x08\0\0\0TFL3" * 5000), MtpExtractError, "."),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_are_something_else(tmp_path: Path, case: str) -> None:
+    build, kind, match = FILES[case]
+    path = tmp_path / "file"
+    build(path)
+    refuse(path, tmp_path / "out" / "x", kind, match)
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    for name in ("a\x1b[2Jb", "new\nline", "\udcff\udcfe", "x" * 250):
+        with pytest.raises(SourceError) as raised:
+            extract(tmp_path / name, tmp_path / "out" / "x")
+        assert str(raised.value).isprintable()
+
+
+def test_a_path_that_cannot_be() -> None:
+    for path in ("\0", "a" * 5000, "/proc/self/mem", "/"):
+        with pytest.raises(SourceError):
+            extract(path)
+
+
+@pytest.mark.parametrize("head", [b"", b"LITERTLM\x01\0\0\0\x07\0\0\0" + b"\0" * 12 + b"\0\0\0\0\1\0\0\0"])
+def test_eight_gigabytes_of_nothing(tmp_path: Path, head: bytes) -> None:
+    path = tmp_path / "sparse.litertlm"
+    path.write_bytes(head)
+    os.truncate(path, 8 << 30 if head else 1 << 30)
+    refuse(path, tmp_path / "out" / "x", MtpExtractError, r"sparse\.litertlm")
+
+
+def test_a_drafter_found_by_scanning_is_the_same(tmp_path: Path, sample: Path) -> None:
+    (tmp_path / "scan").write_bytes(b"\x99" * 1000 + b"TFL3" + drafter_of(sample))
+    extract(tmp_path / "scan", tmp_path / "scanned")
+    extract(sample, tmp_path / "direct")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "scanned" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()

@@ -1,0 +1,723 @@
+"""TFLite models that lie: shapes, types, buffers, scales, names, wiring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+from make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, pack, set_buffer
+from make_drafter import DrafterSpec, plain_model
+
+from mtp_extract import drafter_source, extract
+from mtp_extract.drafter_source import open as open_bundle
+from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, RoleError, TruncatedError, UnsupportedError
+from mtp_extract.extraction import layout_of
+
+INT8, INT4, FLOAT32 = schema.TensorType.INT8, schema.TensorType.INT4, schema.TensorType.FLOAT32
+
+
+def linear(model: Any, which: int = 0) -> Any:
+    """The ``which``-th FULLY_CONNECTED op of the main subgraph."""
+    return [op for op in model.subgraphs[0].operators if kind(model, op) == "FULLY_CONNECTED"][which]
+
+
+def weight(model: Any, which: int = 0) -> Any:
+    """The weight of the ``which``-th FULLY_CONNECTED op: 0 pre projection, 1 q, 2 o, 3 gate, 4 up, 5 down."""
+    return model.subgraphs[0].tensors[linear(model, which).inputs[1]]
+
+
+def op_of(model: Any, name: str, which: int = 0) -> Any:
+    """The ``which``-th op of the builtin ``name``."""
+    return [op for op in model.subgraphs[0].operators if kind(model, op) == name][which]
+
+
+def constant_of(model: Any, op: Any, position: int) -> Any:
+    return model.subgraphs[0].tensors[op.inputs[position]]
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+def refuse(data: bytes, tmp_path: Path, error: type[MtpExtractError], match: str) -> None:
+    """Extraction of ``data`` ends in ``error``, and leaves nothing."""
+    path = tmp_path / "bad.tflite"
+    path.write_bytes(data)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(error, match=match):
+        extract(path, tmp_path / "out" / "x")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def _scales(*values: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        weight(model, 3).quantization.scale = np.array(values, np.float32)
+
+    return change
+
+
+def _scale_of_one(value: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        weight(model, 3).quantization.scale[5] = value
+
+    return change
+
+
+def _zero_points(*values: int) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        weight(model, 3).quantization.zeroPoint = np.array(values, np.int64)
+
+    return change
+
+
+def _set(field: str, value: object, which: int = 3) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        setattr(weight(model, which), field, value)
+
+    return change
+
+
+def _blockwise(scales: int = -2, zero_points: int = -1, size: int = 4) -> Callable[[Any], None]:
+    """Blocks on gate; ``scales`` -2 stands for a new, sound tensor, -3 for gate itself."""
+
+    def change(model: Any) -> None:
+        tensors = model.subgraphs[0].tensors
+        gate = weight(model, 3)
+        if scales == -2:
+            made = schema.TensorT()
+            made.name, made.type, made.shape = b"s", FLOAT32, [16, 2]
+            set_buffer(model, made, floats(*[0.01] * 32))
+            tensors.append(made)
+        details = schema.BlockwiseQuantizationT()
+        index = {-2: len(tensors) - 1, -3: tensors.index(gate)}.get(scales, scales)
+        details.scales, details.zeroPoints, details.blockSize = index, zero_points, size
+        gate.quantization = schema.QuantizationParametersT()
+        gate.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
+        gate.quantization.details = details
+
+    return change
+
+
+def _blocks_with_blocks(model: Any) -> None:
+    """The scales of gate are integers, whose scales are in turn those of gate."""
+    _blockwise()(model)
+    tensors = model.subgraphs[0].tensors
+    scales = tensors[-1]
+    scales.type, scales.quantization = INT8, weight(model, 3).quantization
+    set_buffer(model, scales, bytes(32))
+
+
+def _multi_axis(model: Any) -> None:
+    weight(model, 3).quantization.detailsType = 3
+    weight(model, 3).quantization.details = schema.BlockwiseQuantizationT()
+
+
+def _custom(model: Any) -> None:
+    details = schema.CustomQuantizationT()
+    details.custom = [1, 2, 3]
+    weight(model, 3).quantization.detailsType = schema.QuantizationDetails.CustomQuantization
+    weight(model, 3).quantization.details = details
+
+
+def _sparse(model: Any) -> None:
+    sparsity = schema.SparsityParametersT()
+    sparsity.traversalOrder = [0, 1]
+    weight(model, 3).sparsity = sparsity
+
+
+def _external(group: int = 0, listed: bool = True, packing: bytes = b"", offset: int = 0) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        name = schema.ExternalBufferGroupT()
+        name.name = b"tflite_weights"
+        model.externalBufferGroups = [name]
+        entry = schema.ExternalBufferT()
+        entry.id, entry.group, entry.offset, entry.length, entry.packing = 7, group, offset, 128, packing
+        model.externalBuffers = [entry] if listed else []
+        weight(model, 3).buffer, weight(model, 3).externalBuffer = 0, 7
+
+    return change
+
+
+def _appended(offset: int, size: int) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        buffer = model.buffers[weight(model, 3).buffer]
+        buffer.data, buffer.offset, buffer.size = None, offset, size
+
+    return change
+
+
+def _data(value: bytes, which: int = 3) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        set_buffer(model, weight(model, which), value)
+
+    return change
+
+
+def _norm_weight(*values: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        # The op after RSQRT and the product with x is the product with the weight.
+        operators = model.subgraphs[0].operators
+        at = operators.index(op_of(model, "RSQRT"))
+        set_buffer(model, constant_of(model, operators[at + 2], 1), floats(*values))
+
+    return change
+
+
+def _number(name: str, which: int, position: int, value: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        set_buffer(model, constant_of(model, op_of(model, name, which), position), floats(value))
+
+    return change
+
+
+def _rope(*values: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        operators = model.subgraphs[0].operators
+        angle = operators[operators.index(op_of(model, "COS")) - 1]
+        set_buffer(model, constant_of(model, angle, 1), floats(*values))
+
+    return change
+
+
+def _signature(change: Callable[[Any], object]) -> Callable[[Any], None]:
+    def changed(model: Any) -> None:
+        change(model.signatureDefs[0])
+
+    return changed
+
+
+def _without(names: list[Any], name: bytes) -> None:
+    names[:] = [entry for entry in names if entry.name != name]
+
+
+def _renamed(entries: list[Any]) -> list[Any]:
+    """Two entries, each with the name of the other."""
+    entries[0].name, entries[1].name = entries[1].name, entries[0].name
+    return entries
+
+
+def _cap(value: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        operators = model.subgraphs[0].operators
+        at = operators.index(op_of(model, "TANH"))
+        set_buffer(model, constant_of(model, operators[at + 1], 1), floats(value))
+
+    return change
+
+
+def _shuffled_weights(model: Any) -> None:
+    options = schema.FullyConnectedOptionsT()
+    options.weightsFormat = 1
+    op = linear(model, 3)
+    op.builtinOptions, op.builtinOptionsType = options, schema.BuiltinOptions.FullyConnectedOptions
+
+
+def _fused(model: Any) -> None:
+    options = schema.FullyConnectedOptionsT()
+    options.fusedActivationFunction = 1
+    op = linear(model, 3)
+    op.builtinOptions, op.builtinOptionsType = options, schema.BuiltinOptions.FullyConnectedOptions
+
+
+def _bias(model: Any) -> None:
+    tensor = schema.TensorT()
+    tensor.name, tensor.type, tensor.shape = b"bias", FLOAT32, [16]
+    set_buffer(model, tensor, floats(*[0.0] * 15, 1e-30))
+    model.subgraphs[0].tensors.append(tensor)
+    linear(model, 3).inputs[2] = len(model.subgraphs[0].tensors) - 1
+
+
+def _transposed_weight(model: Any) -> None:
+    weight(model, 3).shape = [8, 16]
+    weight(model, 3).quantization.scale = np.full(8, 0.01, np.float32)
+    weight(model, 3).quantization.zeroPoint = np.zeros(8, np.int64)
+
+
+CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
+    "scale nan": (_scale_of_one(float("nan")), FormatError, "negative or not finite"),
+    "scale inf": (_scale_of_one(float("inf")), FormatError, "negative or not finite"),
+    "scale negative": (_scale_of_one(-0.5), FormatError, "negative or not finite"),
+    "scale of 1e38": (_scale_of_one(1e38), FormatError, "scale of 1e"),
+    "scales missing": (_scales(), FormatError, "0 scales"),
+    "scales too few": (_scales(*[0.1] * 15), FormatError, "15 scales"),
+    "scales too many": (_scales(*[0.1] * 17), FormatError, "17 scales"),
+    "scales of the other axis": (_scales(*[0.1] * 8), FormatError, "8 scales along axis 0"),
+    "axis 2": (lambda m: setattr(weight(m, 3).quantization, "quantizedDimension", 2), FormatError, "along axis 2"),
+    "axis -1": (lambda m: setattr(weight(m, 3).quantization, "quantizedDimension", -1), FormatError, "along axis -1"),
+    "zero points too few": (_zero_points(0, 0), FormatError, "2 zero points"),
+    "zero point 200": (_zero_points(*[0] * 15, 200), FormatError, "outside the range"),
+    "zero point 2^62": (_zero_points(*[0] * 15, 1 << 62), FormatError, "outside the range"),
+    "no quantization": (_set("quantization", None), FormatError, "no scale"),
+    "blocks of 0": (_blockwise(size=0), FormatError, "blocks of 0"),
+    "blocks of -4": (_blockwise(size=-4), FormatError, "blocks of -4"),
+    "blocks of 3": (_blockwise(size=3), FormatError, "blocks of 3"),
+    "blocks of 8": (_blockwise(size=8), FormatError, r"expected floats \[16, 1\]"),
+    "block scales nowhere": (_blockwise(scales=9999), FormatError, "names tensor 9999"),
+    "block scales -1": (_blockwise(scales=-1), FormatError, "names tensor -1"),
+    "block scales of itself": (_blockwise(scales=-3), FormatError, "block scales"),
+    "block scales in a loop": (_blocks_with_blocks, FormatError, "block scales"),
+    "block zero points -2": (_blockwise(zero_points=-2), FormatError, "names tensor -2"),
+    "block zero points of floats": (_blockwise(zero_points=0), FormatError, "zero points"),
+    "multi-axis": (_multi_axis, UnsupportedError, "multi-axis"),
+    "custom": (_custom, UnsupportedError, "custom"),
+    "sparse": (_sparse, UnsupportedError, "sparse"),
+    "type unknown": (_set("type", 99), UnsupportedError, r"layers\.0\.gate_proj: .*unknown \(99\)"),
+    "type string": (_set("type", schema.TensorType.STRING), UnsupportedError, r"layers\.0\.gate_proj: .*STRING"),
+    "type int32": (_set("type", schema.TensorType.INT32), UnsupportedError, r"layers\.0\.gate_proj: .*INT32"),
+    "type float8": (_set("type", schema.TensorType.FLOAT8_E4M3FN), UnsupportedError, "FLOAT8_E4M3FN"),
+    "type int4": (_set("type", INT4), FormatError, "needs 64 bytes, its buffer has 128"),
+    "type float32": (_set("type", FLOAT32), FormatError, "needs 512 bytes, its buffer has 128"),
+    "buffer short": (_data(bytes(127)), FormatError, "needs 128 bytes, its buffer has 127"),
+    "buffer long": (_data(bytes(129)), FormatError, "needs 128 bytes, its buffer has 129"),
+    "buffer empty": (_data(b""), RoleError, r"layers\.0\.gate_proj: .* is not a constant"),
+    "buffer out of range": (_set("buffer", 1 << 31), FormatError, "names buffer"),
+    "buffer after the end": (_appended(1 << 20, 128), TruncatedError, "lie at 1048576"),
+    "buffer at 2^63": (_appended(1 << 63, 128), TruncatedError, "lie at"),
+    "buffer of another size": (_appended(64, 127), FormatError, "needs 128 bytes"),
+    "external, not listed": (_external(listed=False), FormatError, "does not list"),
+    "external, no section": (_external(), FormatError, "TFLiteWeights section"),
+    "external, other group": (_external(group=3), UnsupportedError, r"group 3 of 1"),
+    "external, packed": (_external(packing=b"\x1b[2J"), UnsupportedError, r"packing '.+x1b\[2J'"),
+    "shape of zeros": (_set("shape", [0, 8]), MtpExtractError, r"layers\.0\.gate_proj"),
+    "shape negative": (_set("shape", [-16, -8]), FormatError, "has shape"),
+    "shape of 2^39": (_set("shape", [1 << 20, 1 << 19]), MtpExtractError, r"layers\.0\.gate_proj|needs"),
+    "shape of 2^62": (_set("shape", [1 << 31 - 1, 1 << 31 - 1]), FormatError, "has shape"),
+    "shape of a vector": (_set("shape", [128]), RoleError, r"layers\.0\.gate_proj: expected a weight \[out, in\]"),
+    "shape transposed": (_transposed_weight, RoleError, r"layers\.0\.gate_proj: expected shape"),
+    "norm weight nan": (_norm_weight(*[float("nan")] * 8), FormatError, "not finite"),
+    "norm weight too large for bf16": (_norm_weight(*[3.4e38] * 8), UnsupportedError, "beyond bfloat16"),
+    "norm weight short": (_norm_weight(1.0, 2.0), FormatError, "needs 32 bytes"),
+    "epsilons differ": (_number("ADD", 0, 1, 1e-5), UnsupportedError, "different epsilons"),
+    "epsilon nan": (_number("ADD", 0, 1, float("nan")), FormatError, "not finite"),
+    "soft cap 0": (_cap(0.0), UnsupportedError, "soft cap"),
+    "soft cap negative": (_cap(-30.0), UnsupportedError, "soft cap"),
+    "soft cap inf": (_cap(float("inf")), FormatError, "not finite"),
+    "soft cap tiny": (_cap(1e-38), UnsupportedError, "soft cap"),
+    "rope of zeros": (_rope(0, 0), RoleError, r"layers\.0: its RoPE table has 1 frequencies"),
+    "rope negative": (_rope(1, -0.5), UnsupportedError, "neither default nor proportional"),
+    "rope tiny": (_rope(1, 1e-40), UnsupportedError, "would need a theta"),
+    "rope growing": (_rope(1, 2), UnsupportedError, "neither default nor proportional"),
+    "rope nan": (_rope(1, float("nan")), FormatError, "not finite"),
+    "no signature": (lambda m: setattr(m, "signatureDefs", []), NoDrafterError, "has no signature"),
+    "no subgraph": (lambda m: setattr(m, "subgraphs", []), FormatError, "no subgraph"),
+    "signature without logits": (_signature(lambda s: _without(s.outputs, b"logits")), NoDrafterError, "'logits'"),
+    "signature without projection": (
+        _signature(lambda s: _without(s.outputs, b"projected_activations")),
+        NoDrafterError,
+        "'projected_activations'",
+    ),
+    "signature without activations": (
+        _signature(lambda s: setattr(s.inputs[0], "name", b"hidden")),
+        NoDrafterError,
+        "'activations'",
+    ),
+    "signature of subgraph 9": (_signature(lambda s: setattr(s, "subgraphIndex", 9)), FormatError, "names subgraph 9"),
+    "signature of tensor 99999": (
+        _signature(lambda s: setattr(s.outputs[0], "tensorIndex", 99999)),
+        FormatError,
+        "names tensor 99999",
+    ),
+    "outputs swapped": (
+        _signature(lambda s: s.outputs.__setitem__(slice(2), _renamed(s.outputs))),
+        RoleError,
+        "post_projection",
+    ),
+    "operand 99999": (lambda m: linear(m).inputs.__setitem__(0, 99999), FormatError, "names tensor 99999"),
+    "operand -2": (lambda m: linear(m).inputs.__setitem__(0, -2), FormatError, "names tensor -2"),
+    "operator code 99": (lambda m: setattr(linear(m), "opcodeIndex", 99), FormatError, "operator code 99"),
+    "an op that reads itself": (
+        lambda m: linear(m, 3).inputs.__setitem__(0, linear(m, 3).outputs[0]),
+        RoleError,
+        "after it was read or set",
+    ),
+    "an output written twice": (
+        lambda m: linear(m, 4).outputs.__setitem__(0, linear(m, 3).outputs[0]),
+        RoleError,
+        "after it was read or set",
+    ),
+    "weights shuffled": (_shuffled_weights, UnsupportedError, r"layers\.0\.gate_proj: .*shuffled"),
+    "activation fused": (_fused, UnsupportedError, r"layers\.0\.gate_proj: .*fused"),
+    "a bias": (_bias, UnsupportedError, r"layers\.0\.gate_proj: .*bias"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models(tmp_path: Path, case: str) -> None:
+    change, error, match = CASES[case]
+    model = plain_model()
+    change(model)
+    refuse(pack(model), tmp_path, error, match)
+
+
+def test_blocks_are_sound_before_they_are_damaged(tmp_path: Path) -> None:
+    model = plain_model()
+    _blockwise()(model)
+    (tmp_path / "x.tflite").write_bytes(pack(model))
+    made = extract(tmp_path / "x.tflite", tmp_path / "out")
+    assert made.record["tensors"]["model.layers.0.mlp.gate_proj.weight"]["quantization"]["kind"] == "blockwise"
+
+
+def test_external_buffers_outside_their_section(tmp_path: Path) -> None:
+    for offset, error in ((0, None), (1, TruncatedError), (1 << 63, TruncatedError)):
+        model = plain_model()
+        codes = bytes(model.buffers[weight(model, 3).buffer].data)
+        _external(offset=offset)(model)
+        path = tmp_path / f"{offset}.litertlm"
+        path.write_bytes(bundle([Part(3, pack(model), DRAFTER), Part(7, codes, DRAFTER)]))
+        if error is None:
+            assert extract(path, tmp_path / "out").files
+        else:
+            with pytest.raises(error, match="section 1"):
+                extract(path, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"\x1b]0;owned\x07\x1b[2J",
+        b"../../../etc/passwd",
+        b"\xff\xfe\xc0\x80",
+        b"\xed\xa0\x80",
+        b"\x00\x00",
+        b"a\nb\rc\td",
+        "\u202e\u2066\ufeff".encode(),
+        b"layer_0/" * 8000,
+        b"(" * 60000,
+    ],
+)
+def test_names_of_tensors(tmp_path: Path, name: bytes) -> None:
+    """A name is text in the record and nothing else; it decides nothing and reaches no path."""
+    sound, model = plain_model(), plain_model()
+    for tensor in model.subgraphs[0].tensors:
+        tensor.name = name
+    for label, made in (("sound", sound), ("named", model)):
+        (tmp_path / f"{label}.tflite").write_bytes(pack(made))
+        extract(tmp_path / f"{label}.tflite", tmp_path / label)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "sound" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"sound", "named", "sound.tflite", "named.tflite"}
+    # In a message it is escaped.
+    weight(model, 3).quantization = None
+    (tmp_path / "bad.tflite").write_bytes(pack(model))
+    with pytest.raises(FormatError) as raised:
+        extract(tmp_path / "bad.tflite", tmp_path / "out")
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_name_too_long(tmp_path: Path) -> None:
+    model = plain_model()
+    weight(model, 3).name = b"x" * 70000
+    refuse(pack(model), tmp_path, FormatError, "a string of 70000 bytes")
+
+
+# -- wiring that no exporter produces -------------------------------------------------------------------------------
+
+
+def _new_tensor(model: Any, shape: list[int], graph: int = 0) -> int:
+    tensor = schema.TensorT()
+    tensor.name, tensor.type, tensor.shape, tensor.buffer = b"n", FLOAT32, shape, 0
+    model.subgraphs[graph].tensors.append(tensor)
+    return len(model.subgraphs[graph].tensors) - 1
+
+
+def _code(model: Any, name: str) -> int:
+    code = schema.OperatorCodeT()
+    code.builtinCode = getattr(schema.BuiltinOperator, name)
+    code.deprecatedBuiltinCode = min(code.builtinCode, 127)
+    model.operatorCodes.append(code)
+    return len(model.operatorCodes) - 1
+
+
+def _op(model: Any, code: int, inputs: list[int], shape: list[int], before: Any, graph: int = 0) -> int:
+    """A new op ahead of the op ``before``; returns its output."""
+    made = schema.OperatorT()
+    made.opcodeIndex, made.inputs = code, inputs
+    made.outputs = [_new_tensor(model, shape, graph)]
+    operators = model.subgraphs[graph].operators
+    operators.insert(operators.index(before), made)
+    return int(made.outputs[0])
+
+
+def _insert(model: Any, name: str, reader: Any, position: int, other: int | None = None) -> None:
+    """Put the op ``name`` between ``reader`` and its operand ``position``; its second operand is ``other``."""
+    source = int(reader.inputs[position])
+    inputs = [source] if other is None else [source, other]
+    shape = list(model.subgraphs[0].tensors[source].shape)
+    reader.inputs[position] = _op(model, _code(model, name), inputs, shape, reader)
+
+
+def _constant(model: Any, *values: float) -> int:
+    index = _new_tensor(model, [len(values)] if len(values) > 1 else [])
+    set_buffer(model, model.subgraphs[0].tensors[index], floats(*values))
+    return index
+
+
+def test_a_tower_of_squares_has_too_many_factors() -> None:
+    """x, x², x⁴, …: 2^200 factors, and none of them makes a norm."""
+    model = plain_model()
+    reader = linear(model, 1)
+    code = _code(model, "MUL")
+    value, shape = int(reader.inputs[0]), [1, 1, 8]
+    for _ in range(200):
+        value = _op(model, code, [value, value], shape, reader)
+    reader.inputs[0] = value
+    with pytest.raises(RoleError, match=r"layers\.0\.pre_attention_norm"):
+        open_bundle(Memory(pack(model))).drafter()
+
+
+def test_a_tower_of_sums_in_the_mask() -> None:
+    """position + position, doubled 200 times, compared with the cache's slots: 2^200 terms."""
+    model = plain_model(DrafterSpec(windows=(4, None)))
+    reader = op_of(model, "GREATER_EQUAL")
+    code = _code(model, "ADD")
+    value = int(reader.inputs[0])
+    for _ in range(200):
+        value = _op(model, code, [value, value], [1], reader)
+        model.subgraphs[0].tensors[value].type = schema.TensorType.INT32
+    reader.inputs[0] = value
+    with pytest.raises(MtpExtractError, match=r"layers\.0"):
+        open_bundle(Memory(pack(model))).drafter()
+
+
+@pytest.mark.parametrize("name", ["ADD", "MUL", "RESHAPE", "TANH"])
+def test_a_chain_of_thousands(name: str) -> None:
+    """Longer than any recursion goes, wherever it is put."""
+    for which in range(1, 6):
+        model = plain_model()
+        reader = linear(model, which)
+        code, one = _code(model, name), _constant(model, 1.0)
+        value = int(reader.inputs[0])
+        shape = list(model.subgraphs[0].tensors[value].shape)
+        for _ in range(3000):
+            value = _op(model, code, [value] if name == "TANH" else [value, one], shape, reader)
+        reader.inputs[0] = value
+        with suppress(MtpExtractError):
+            open_bundle(Memory(pack(model))).drafter()
+
+
+def _composite(model: Any, graph: int, body: int, inputs: list[int], outputs: list[int]) -> Any:
+    made, options = schema.OperatorT(), schema.StableHLOCompositeOptionsT()
+    made.opcodeIndex, made.inputs, made.outputs = _code(model, "STABLEHLO_COMPOSITE"), inputs, outputs
+    options.name, options.decompositionSubgraphIndex = b"odml.rms_norm", body
+    made.builtinOptions2, made.builtinOptions2Type = options, schema.BuiltinOptions2.StableHLOCompositeOptions
+    model.subgraphs[graph].operators.insert(0, made)
+    return made
+
+
+def _subgraph(model: Any, tensors: int = 2) -> int:
+    graph = schema.SubGraphT()
+    graph.name, graph.tensors, graph.operators = b"body", [], []
+    model.subgraphs.append(graph)
+    index = len(model.subgraphs) - 1
+    for _ in range(tensors):
+        _new_tensor(model, [1, 1, 8], index)
+    graph.inputs, graph.outputs = [0], [tensors - 1]
+    return index
+
+
+def test_a_composite_that_calls_itself(tmp_path: Path) -> None:
+    model = plain_model()
+    body = _subgraph(model)
+    _composite(model, body, body, [0], [1])
+    _composite(model, 0, body, [0], [_new_tensor(model, [1, 1, 8])])
+    refuse(pack(model), tmp_path, RoleError, "contains itself")
+
+
+def test_composites_nested_too_deeply(tmp_path: Path) -> None:
+    model = plain_model()
+    bodies = [_subgraph(model) for _ in range(12)]
+    for body, inner in pairwise(bodies):
+        _composite(model, body, inner, [0], [1])
+    _composite(model, bodies[-1], -1, [0], [1])
+    _composite(model, 0, bodies[0], [0], [_new_tensor(model, [1, 1, 8])])
+    refuse(pack(model), tmp_path, RoleError, "nested too deeply")
+
+
+def test_composites_that_multiply(tmp_path: Path) -> None:
+    """Eight levels of ten calls each would be a hundred million operators."""
+    model = plain_model()
+    bodies = [_subgraph(model, 12) for _ in range(8)]
+    for level, body in enumerate(bodies):
+        for call in range(10):
+            _composite(model, body, bodies[level + 1] if level < 7 else -1, [0], [call + 1])
+        model.subgraphs[body].outputs = [10]
+    _composite(model, 0, bodies[0], [0], [_new_tensor(model, [1, 1, 8])])
+    refuse(pack(model), tmp_path, RoleError, "more than")
+
+
+def test_composites_with_thousands_of_operands(tmp_path: Path) -> None:
+    """Few operators, but every one of them reads thirty thousand values, again at every level."""
+    model = plain_model()
+    bodies = [_subgraph(model) for _ in range(7)]
+    for level, body in enumerate(bodies):
+        graph = model.subgraphs[body]
+        graph.inputs = [0] * 30000
+        for _ in range(4):
+            output = _new_tensor(model, [1, 1, 8], body)
+            _composite(model, body, bodies[level + 1] if level < 6 else -1, [0] * 30000, [output])
+            graph.outputs = [output]
+    _composite(model, 0, bodies[0], [0] * 30000, [_new_tensor(model, [1, 1, 8])])
+    refuse(pack(model), tmp_path, MtpExtractError, "more than|more elements")
+
+
+def test_a_composite_that_hands_one_value_on_a_thousand_times(tmp_path: Path) -> None:
+    model = plain_model()
+    body = _subgraph(model)
+    _composite(model, body, -1, [0], [1])
+    model.subgraphs[body].outputs = [0] * 1000
+    outputs = [_new_tensor(model, [1, 1, 8]) for _ in range(1000)]
+    _composite(model, 0, body, [0], outputs)
+    refuse(pack(model), tmp_path, RoleError, "through more composites")
+
+
+def test_a_composite_without_an_output_tensor(tmp_path: Path) -> None:
+    model = plain_model()
+    body = _subgraph(model)
+    _composite(model, body, -1, [0], [1])
+    model.subgraphs[body].outputs = [-1]
+    _composite(model, 0, body, [0], [_new_tensor(model, [1, 1, 8])])
+    refuse(pack(model), tmp_path, RoleError, "output without a tensor")
+
+
+def _shared_tables(subgraphs: int, tensors: int, name: int) -> bytes:
+    """A model of ``subgraphs`` × ``tensors`` tensors that are all one, with a name of ``name`` bytes."""
+    builder = flatbuffers.Builder(1 << 16)
+    text = builder.CreateString("x" * name)
+    builder.StartObject(4)
+    builder.PrependUOffsetTRelativeSlot(3, text, 0)
+    tensor = builder.EndObject()
+
+    def repeated(offset: int, count: int) -> int:
+        builder.StartVector(4, count, 4)
+        for _ in range(count):
+            builder.PrependUOffsetTRelative(offset)
+        return int(builder.EndVector())
+
+    listed = repeated(tensor, tensors)
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, listed, 0)
+    graphs = repeated(builder.EndObject(), subgraphs)
+    builder.StartObject(3)
+    builder.PrependUOffsetTRelativeSlot(2, graphs, 0)
+    builder.Finish(builder.EndObject(), b"TFL3")
+    return bytes(builder.Output())
+
+
+@pytest.mark.parametrize("shape", [(2000, 4000, 1), (100, 100000, 60000)])
+def test_a_small_file_that_describes_gigabytes(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(FormatError, match="more elements"):
+        open_bundle(Memory(_shared_tables(*shape))).drafter()
+
+
+def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many sections nor many places found by scanning add up to more work than one file is worth."""
+    monkeypatch.setattr(drafter_source, "_SEARCH_BUDGET", 100_000)
+    bomb = _shared_tables(1000, 2000, 1)
+    (tmp_path / "many.litertlm").write_bytes(bundle([Part(3, bomb, {"model_type": "tf_lite_aux"})] * 40))
+    (tmp_path / "scanned").write_bytes(b"\x99" * 16 + bomb * 40)
+    for name in ("many.litertlm", "scanned"):
+        with pytest.raises(NoDrafterError):
+            extract(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -- graphs that a checkpoint cannot express ------------------------------------------------------------------------
+
+
+def _scores(model: Any, layer: int = 0) -> Any:
+    """The op that masks the scores of ``layer``: what it reads at 1 are the scores."""
+    return op_of(model, "SELECT_V2", layer)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a scale on the scores": (
+        lambda m: _insert(m, "MUL", _scores(m), 1, _constant(m, 0.125)),
+        "attention scale is 1",
+    ),
+    "a scale on the key cache": (
+        lambda m: _insert(m, "MUL", op_of(m, "BATCH_MATMUL"), 1, _constant(m, 0.125)),
+        "attention scale is 1",
+    ),
+    "a scale for every channel": (
+        lambda m: _insert(m, "MUL", op_of(m, "BATCH_MATMUL"), 0, _constant(m, 0.5, 1, 1, 2)),
+        "plays no role",
+    ),
+    "a soft cap on the scores": (lambda m: _insert(m, "TANH", _scores(m), 1), "TANH"),
+    "a bias on the scores": (lambda m: _insert(m, "ADD", _scores(m), 1, _constant(m, 0.5)), "plays no role"),
+    "relu for gelu": (
+        lambda m: setattr(op_of(m, "GELU"), "opcodeIndex", _code(m, "RELU")),
+        r"layers\.0\.gate_proj: expected GELU",
+    ),
+    "a function on the stream": (lambda m: _insert(m, "TANH", op_of(m, "ADD", 4), 0), r"layers\.0|final_norm"),
+    "softmax with beta 2": (
+        lambda m: setattr(op_of(m, "SOFTMAX").builtinOptions, "beta", 2.0),
+        "beta 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_functions_that_a_checkpoint_cannot_express(tmp_path: Path, case: str) -> None:
+    change, match = FUNCTIONS[case]
+    model = plain_model()
+    change(model)
+    refuse(pack(model), tmp_path, MtpExtractError, match)
+
+
+def test_a_weight_that_is_read_twice(tmp_path: Path) -> None:
+    """A norm's weight that also scales the scores: every role is found, and the function is another."""
+    model = plain_model(DrafterSpec(hidden=16, cache=16))
+    operators = model.subgraphs[0].operators
+    norm = operators[operators.index(op_of(model, "RSQRT")) + 2]
+    _insert(model, "MUL", _scores(model), 1, int(norm.inputs[1]))
+    refuse(pack(model), tmp_path, RoleError, r"layers\.0\.pre_attention_norm: .* is read 2 times")
+
+
+def test_an_op_that_reads_what_nothing_computes(tmp_path: Path) -> None:
+    """Even where its result goes nowhere: whatever computed it was lost, and may have held a weight."""
+    model = plain_model()
+    _op(model, _code(model, "ABS"), [_new_tensor(model, [8])], [8], linear(model, 1))
+    refuse(pack(model), tmp_path, RoleError, "ABS reads .* which no op computes")
+
+
+def test_layers_of_one_type_that_read_different_caches(tmp_path: Path) -> None:
+    model = plain_model(DrafterSpec(windows=(None, None)))
+    key = next(t for t in model.signatureDefs[0].inputs if t.name == b"kv_cache_k_1")
+    tensors = model.subgraphs[0].tensors
+    other = schema.TensorT()
+    other.name, other.type, other.shape, other.buffer = b"k9", FLOAT32, tensors[key.tensorIndex].shape, 0
+    tensors.append(other)
+    entry = schema.TensorMapT()
+    entry.name, entry.tensorIndex = b"kv_cache_k_9", len(tensors) - 1
+    model.signatureDefs[0].inputs.append(entry)
+    model.subgraphs[0].inputs = [*model.subgraphs[0].inputs, entry.tensorIndex]
+    op_of(model, "BATCH_MATMUL", 2).inputs[1] = entry.tensorIndex
+    refuse(pack(model), tmp_path, UnsupportedError, "read different caches: kv_cache_k_1 .* kv_cache_k_9")
+
+
+def test_values_are_never_infinite() -> None:
+    """The largest scale that is let through, and the largest code, still make a finite number."""
+    model = plain_model()
+    weight(model, 3).quantization.scale[:] = np.finfo(np.float32).max / 1025
+    set_buffer(model, weight(model, 3), np.full(128, -128, np.int8).tobytes())
+    entries = layout_of(open_bundle(Memory(pack(model))).drafter(), "transformers", "f32").entries
+    gate = next(entry.source for entry in entries if entry.role == "layers.0.gate_proj")
+    assert gate is not None
+    assert np.isfinite(gate.dequantize()).all()
+
+
+def test_the_sample_survives_being_taken_apart(tmp_path: Path, sample: Path) -> None:
+    """The object tree that these tests change is the whole model: packed again, it extracts to the same bytes."""
+    (tmp_path / "again.tflite").write_bytes(pack(load(drafter_of(sample))))
+    extract(tmp_path / "again.tflite", tmp_path / "again")
+    extract(sample, tmp_path / "direct")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()
