@@ -187,10 +187,14 @@ def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, An
             "block_size": blocks.block_size if blocks else None,
         }
     if model.has_data(tensor):
-        location = model.locate(tensor)
-        described["data"] = {
-            "place": location.place,
-            "offset": location.file_offset,
-            "length": location.length,
-        }
+        described["data"] = _data(model, tensor)
     return described
+
+
+def _data(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
+    """Where the bytes of a constant lie; for one that cannot be read, such as strings, the reason."""
+    try:
+        location = model.locate(tensor)
+    except MtpExtractError as error:
+        return {"problem": str(error)}
+    return {"place": location.place, "offset": location.file_offset, "length": location.length}

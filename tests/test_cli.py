@@ -7,14 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 from variant_files import variant
 
+from mtp_extract import Opened
+from mtp_extract import open as open_bundle
 from mtp_extract.cli import extract, inspect
+from mtp_extract.inspection import _tensor
 
 RUNNER = CliRunner()
+
+
+def _tensors_of(opened: Opened) -> list[dict[str, Any]]:
+    model = opened._locate[2]
+    return [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
 
 
 def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -94,6 +103,22 @@ def test_inspect_shows_sections_even_when_the_drafter_is_refused() -> None:
     assert "jax_hadamard.tflite" in result.stdout
     assert result.stderr.startswith("error: ")
     assert "Hadamard" in result.stderr
+
+
+def test_inspect_lists_constants_it_cannot_read(sample: Path, tmp_path: Path) -> None:
+    from make_bundle import drafter_of, load, pack
+
+    model = load(drafter_of(sample))
+    tensor = next(t for t in model.subgraphs[0].tensors if t.name.startswith(b"jax2tf_arg_0/"))
+    tensor.type = 5  # STRING
+    path = tmp_path / "strings.tflite"
+    path.write_bytes(pack(model))
+    result = RUNNER.invoke(inspect.app, [str(path), "--tensors", "--json"])
+    assert result.exit_code == 1
+    assert "STRING" in json.loads(result.stdout)["problem"]
+    with open_bundle(path) as opened:
+        listed = _tensors_of(opened)
+    assert [t["index"] for t in listed if "problem" in (t["data"] or {})] == [model.subgraphs[0].tensors.index(tensor)]
 
 
 def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from mtp_extract.cli._run import run
+from mtp_extract.cli._run import run_lean
 
 __all__ = ["app", "main"]
 
@@ -97,4 +97,4 @@ def extract(
 
 def main() -> None:
     """Entry point."""
-    run(app)
+    run_lean(app)

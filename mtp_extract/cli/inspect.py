@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated, Optional
 
 import typer
 
-from mtp_extract.cli._run import run
+from mtp_extract.cli._run import run_lean
 
 __all__ = ["app", "main"]
 
@@ -48,7 +48,7 @@ def inspect(
     """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""
     from mtp_extract.cli import render
 
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         _verify(source, against, download, as_json)
         return
     if against is not None:
@@ -85,4 +85,4 @@ def _verify(directory: str, against: str | None, download: bool, as_json: bool) 
 
 def main() -> None:
     """Entry point."""
-    run(app)
+    run_lean(app)
