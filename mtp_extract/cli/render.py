@@ -255,13 +255,19 @@ def _model(model: Mapping[str, Any]) -> None:
                 f"{t['subgraph']}/{t['index']}",
                 t["type"],
                 t["shape"],
-                f"{t['data']['length']} {t['data']['place']}" if t["data"] else "",
+                _bytes(t["data"]),
                 _quantization(t["quantization"]),
                 t["name"],
             ]
             for t in model["tensors"]
         ]
         table(rows, ["tensor", "type", "shape", "bytes", "quantization", "name"])
+
+
+def _bytes(data: Mapping[str, Any] | None) -> str:
+    if not data:
+        return ""
+    return "unreadable" if "problem" in data else f"{data['length']} {data['place']}"
 
 
 def _quantization(quantization: Mapping[str, Any] | None) -> str:
@@ -327,3 +333,131 @@ def upload(result: UploadResult, as_json: bool) -> None:
     else:
         say(f"What the Hub holds matches by hash (commit {escape(result.commit)}).")
         say(result.url)
+
+
+@contextmanager
+def steps(quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Says on stderr what a long run is doing."""
+
+    def update(doing: str) -> None:
+        if not quiet:
+            encoding = sys.stderr.encoding or "ascii"
+            sys.stderr.write(f"{escape(doing)} …\n".encode(encoding, "replace").decode(encoding))
+            sys.stderr.flush()
+
+    yield update
+
+
+def validation(report: Mapping[str, Any], as_json: bool, directory: object, files: Sequence[str]) -> None:
+    """What ``mtp-validate`` measured: the content of ``report.json``, and where the report is, if it was written."""
+    if as_json:
+        write_json(report)
+        return
+    say(str(report["verdict"]))
+    if report["parity"] is not None:
+        _validation_parity(report)
+    if report["agreement"] is not None:
+        _validation_agreement(report)
+    if report["controls"] is not None:
+        _validation_controls(report)
+    if report["generation"] is not None:
+        _validation_generation(report)
+    for note in report["notes"]:
+        say(f"Note: {escape(note)}")
+    if directory is not None:
+        say(f"Wrote {escape(directory)}/: {', '.join(files)}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _share(step: Mapping[str, Any], name: str) -> str:
+    value, (low, high) = step[name], step["ci95"][name]
+    return "–" if value is None else f"{100 * value:.1f} ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def _validation_parity(report: Mapping[str, Any]) -> None:
+    parity = report["parity"]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(parity["matrices"].items()))
+    say(f"Parity with Google's interpreter, {escape(report['source'])} (matrices: {kinds})")
+    rows = [
+        [
+            name,
+            entry["n"],
+            _number(entry["max_abs"], ".2e"),
+            _number(entry["max_of_range"], ".1e"),
+            _number(entry["cosine"], ".7f"),
+            _number(100 * entry["top1"], ".1f"),
+            _number(100 * entry["top5"], ".1f"),
+        ]
+        for name, entry in (
+            ("float", parity["float"]),
+            ("emulated", parity["emulated"]),
+            ("emulated, each rounding its own", parity["emulated_alone"]),
+        )
+    ]
+    table(rows, ["logits", "n", "max abs", "of range", "min cosine", "top-1 %", "top-5 %"])
+    weights = parity["weights"]
+    say(
+        f"  tensors: {weights['exact']} equal to the file's, {weights['rounded']} equal once rounded, "
+        f"{len(weights['different'])} different"
+    )
+    for role in weights["different"]:
+        say(f"    {escape(role)}")
+    if parity["first_apart"] is not None:
+        say(f"  first role apart: {escape(parity['first_apart'])}")
+
+
+def _validation_agreement(report: Mapping[str, Any]) -> None:
+    agreement = report["agreement"]
+    counted = f"{agreement['n']} positions of {agreement['texts']} texts"
+    say(f"Agreement with {escape(report['base']['name'])}, {counted} (%)")
+    rows = [
+        [step["step"], *(_share(step, name) for name in ("top1", "top5", "conditional", "unconditional"))]
+        for step in agreement["steps"]
+    ]
+    table(rows, ["step", "top-1", "top-5", "conditional", "unconditional"])
+    rows = [
+        [escape(name), entry["n"], _share(entry["steps"][0], "top1"), _number(entry["mean_accepted_length"], ".2f")]
+        for name, entry in (*agreement["workloads"].items(), ("all", agreement))
+    ]
+    table(rows, ["workload", "n", "top-1, step 1", "mean accepted length"])
+
+
+def _validation_controls(report: Mapping[str, Any]) -> None:
+    say("Controls, the same positions with one thing broken (%)")
+    rows = [
+        [name, _share(entry["steps"][0], "top1") if entry["steps"] else "–", entry["standing"] or "–", entry["why"]]
+        for name, entry in report["controls"].items()
+    ]
+    for name, share, standing, why in rows:
+        say(f"  {name:<20} {share:<18} {standing:<6} {escape(why)}")
+
+
+def _validation_generation(report: Mapping[str, Any]) -> None:
+    arithmetic = report["arithmetic"]
+    say(f"Speculative decoding, times of a batch of one over {arithmetic['timed_prompts']} prompts")
+    rows = [
+        [
+            int(drafts),
+            f"{entry['accepted']}/{entry['drafted']}",
+            _number(entry["acceptance"], ".3f"),
+            _number(entry["mean_accepted_length"], ".2f"),
+            f"{entry['identical_prompts']}/{entry['prompts']}",
+            _number(entry["base_tokens_per_s"], ".1f"),
+            _number(entry["speculative_tokens_per_s"], ".1f"),
+            _number(entry["verify_ms"], ".2f"),
+            _number(entry["draft_ms"], ".2f"),
+        ]
+        for drafts, entry in report["generation"].items()
+    ]
+    head = ["K", "accepted", "rate", "mean length", "identical", "base tok/s", "spec tok/s", "verify ms", "draft ms"]
+    table(rows, head)
+    say(
+        f"  the base alone: {_number(arithmetic['base_ms'], '.2f')} ms a token; worth most by the arithmetic: "
+        f"K = {arithmetic['best_draft_steps']}, {_number(arithmetic['predicted_speedup'], '.2f')}×"
+    )
+
+
+__all__ += ["steps", "validation"]

@@ -1,0 +1,113 @@
+"""``mtp-validate``: is a checkpoint the drafter of its file, and does it draft what its base would say?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from mtp_extract.cli._run import run
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        steps = [int(part) for part in text.split(",")]
+    except ValueError:
+        steps = []
+    if not steps or min(steps) < 1:
+        raise typer.BadParameter(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
+    return steps
+
+
+@app.command()
+def validate(
+    directory: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Argument(metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant."),
+    ] = None,
+    base: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub."),
+    ] = None,
+    source: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="The .litertlm it was extracted from: parity with Google's interpreter."),
+    ] = None,
+    prompts: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="FILE", help='JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.'
+        ),
+    ] = None,
+    draft_steps: Annotated[str, typer.Option(metavar="K,…", help="Drafts a round.")] = "1,2,4,8",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the base adds to a prompt.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Random inputs for parity.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
+    ] = True,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Write report.json, report.md and figures there."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Validate a drafter: parity with Google's interpreter (--source), agreement with the base (--base).
+
+    Exit status 1 also when the measurements refute the drafter.
+    """
+    steps = _steps(draft_steps)
+    if (directory is None) != sample:
+        raise typer.BadParameter("name a DIR, or --sample; one of the two.")
+    if sample and (base or source):
+        raise typer.BadParameter("--sample brings its own base and source; leave --base and --source out.")
+    if not sample and base is None and source is None:
+        raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
+
+    from mtp_extract.cli import render
+    from mtp_extract.validate.extras import require
+
+    require("torch", "safetensors")
+    if report is not None:
+        require("matplotlib")
+
+    from mtp_extract.validate.report import check_report_place, write_report
+    from mtp_extract.validate.result import as_json as report_json
+    from mtp_extract.validate.run import Plan, run_validation, sample_plan
+
+    if report is not None:
+        check_report_place(report, overwrite)
+    plan = Plan(
+        directory,
+        base=base,
+        source=source,
+        prompts=prompts,
+        draft_steps=steps,
+        device=device,
+        new_tokens=new_tokens,
+        batch=batch,
+        samples=samples,
+        seed=seed,
+        chat_template=chat_template,
+    )
+    with render.steps(quiet=as_json) as say:
+        found = run_validation(sample_plan(plan) if sample else plan, say)
+    files = write_report(found, report, overwrite=overwrite) if report is not None else []
+    render.validation(report_json(found), as_json, report, files)
+    if found.refuted:
+        render.error("the validation shows that something is wrong; the verdict says what.")
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    run(app)

@@ -1,0 +1,33 @@
+"""The packages of the ``validate`` extra, asked for by name before anything is loaded."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from mtp_extract.errors import MtpExtractError
+
+__all__ = ["require"]
+
+_PACKAGES = {"ai_edge_litert": "ai-edge-litert", "jinja2": "jinja2"}
+
+
+def require(*modules: str) -> None:
+    """Import ``modules``, so that a missing one is reported before any work is done.
+
+    Raises:
+        MtpExtractError: one is not installed, or cannot be imported.
+    """
+    for module in modules:
+        _require(module)
+
+
+def _require(module: str) -> None:
+    try:
+        import_module(module)
+    except ImportError as error:
+        package = _PACKAGES.get(module, module)
+        found = "it is not installed" if error.name == module else f"importing it fails: {error}"
+        raise MtpExtractError(
+            f"expected the package {package}, but {found}. Validation needs more packages than extraction: "
+            "pip install 'mtp-extract[validate]'"
+        ) from error

@@ -1,0 +1,228 @@
+"""A whole validation, from names to a result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_extract.drafter_source import Drafter as SourceDrafter
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.validate.extras import require
+
+if TYPE_CHECKING:
+    from mtp_extract.validate.cases import Case
+    from mtp_extract.validate.interface import Interface
+    from mtp_extract.validate.result import Validation
+
+__all__ = ["Plan", "run_validation", "sample_plan"]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        directory: the checkpoint; None for the sample, which is then extracted first.
+        base: directory or Hub id of the base model.
+        source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
+        prompts: file of prompts; None for the shipped ones.
+        draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
+        device: see :func:`~mtp_extract.validate.pair.load_pair`.
+        new_tokens: most tokens of each continuation.
+        batch: prompts at a time.
+        samples: random inputs for parity.
+        timed: prompts to time.
+        seed: of the random inputs.
+        chat_template: apply it where there is one.
+    """
+
+    directory: Path | None
+    base: str | None = None
+    source: str | None = None
+    prompts: Path | None = None
+    draft_steps: Sequence[int] = (1, 2, 4, 8)
+    device: str = "auto"
+    new_tokens: int = 64
+    batch: int = 16
+    samples: int = 16
+    timed: int = 5
+    seed: int = 0
+    chat_template: bool = True
+
+
+def sample_plan(plan: Plan) -> Plan:
+    """``plan`` for the sample that is shipped, with the base it was trained for.
+
+    That base continues Python source and was never shown a chat, so the template is left out.
+    """
+    from mtp_extract.data import sample_base, sample_bundle
+
+    return replace(
+        plan,
+        directory=None,
+        base=str(sample_base()),
+        source=str(sample_bundle()),
+        device="cpu",
+        batch=32,
+        new_tokens=min(plan.new_tokens, 48),
+        chat_template=False,
+    )
+
+
+def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
+    """Measure what ``plan`` asks for.
+
+    Args:
+        plan: at least one of ``base`` and ``source``.
+        say: told what is being done.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+    """
+    if plan.base is None and plan.source is None:
+        raise MtpExtractError("expected --base, --source or both, found neither; there is nothing to validate against")
+    require("torch", "safetensors")
+    if plan.source is not None:
+        require("ai_edge_litert")
+    if plan.base is not None:
+        require("transformers")
+    if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
+        raise MtpExtractError("expected at least 2 new tokens, a batch of at least 1 and at least 1 sample")
+    if not plan.draft_steps or min(plan.draft_steps) < 1:
+        raise MtpExtractError(f"expected draft steps of at least 1, found {list(plan.draft_steps)}")
+    with ExitStack() as stack:
+        directory = plan.directory
+        if directory is None:
+            from mtp_extract.data import sample_bundle
+            from mtp_extract.extraction import extract
+
+            say("extracting the sample")
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
+            extract(str(sample_bundle()), directory)
+            stack.enter_context(_one_thread())
+        return _measure(plan, directory, say, stack)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The sample's matrices are too small to share: threads would mostly wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validation:
+    import torch
+
+    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter_source import open as open_source
+    from mtp_extract.validate.pair import memory_guard
+    from mtp_extract.validate.parity import check_geometry, measure_parity
+    from mtp_extract.validate.result import Validation
+
+    with memory_guard("loading the drafter"):
+        drafter = load_drafter(directory, dtype=torch.float32)
+    source: SourceDrafter | None = None
+    if plan.source is not None:
+        windows = [layer.sliding_window for layer in drafter.config.layers if layer.sliding_window is not None]
+        source = stack.enter_context(open_source(plan.source)).drafter(windows[0] if windows else None)
+        check_geometry(drafter, source)
+    steps = tuple(sorted(set(plan.draft_steps)))
+    result = Validation(
+        directory="the sample" if plan.directory is None else str(directory),
+        source=Path(plan.source).name if plan.source is not None else None,
+        base=None,
+        settings={"seed": plan.seed},
+        parity=None,
+        agreement=None,
+        workloads={},
+        controls=(),
+        generation=None,
+        notes=(),
+    )
+    cases = None
+    if plan.base is not None:
+        result, cases = _against_base(plan, plan.base, directory, steps, result, say)
+    if source is not None:
+        say("running the drafter section in Google's interpreter")
+        with memory_guard("comparing with Google's interpreter"):
+            parity = measure_parity(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
+        result = replace(result, parity=parity)
+    return result
+
+
+def _against_base(
+    plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
+) -> tuple[Validation, Callable[[Interface], list[Case]]]:
+    """``result`` with everything that needs the base, and parity cases from it."""
+    from mtp_extract.drafter import load_drafter
+    from mtp_extract.speculate import SpeculativeGenerator
+    from mtp_extract.validate.agreement import continue_greedily, figures, measure_agreement
+    from mtp_extract.validate.cases import base_cases
+    from mtp_extract.validate.controls import run_controls
+    from mtp_extract.validate.generation import measure_generation
+    from mtp_extract.validate.pair import drafter_dtype, load_pair, memory_guard
+    from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
+    from mtp_extract.validate.result import BaseFacts
+
+    prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
+    say(f"loading the base {base}")
+    pair = load_pair(base, plan.device)
+    dtype = drafter_dtype(pair)
+    drafter = load_drafter(directory, dtype=dtype, device=pair.device)
+    generator = SpeculativeGenerator(pair.model, drafter, pair.tokenizer)
+    templated = plan.chat_template and bool(getattr(pair.tokenizer, "chat_template", None))
+    encoded = encode_prompts(prompts, pair.tokenizer, chat_template=plan.chat_template)
+    with memory_guard("running the base"):
+        say(f"continuing {len(prompts)} prompts with the base alone")
+        written = continue_greedily(generator, prompts, encoded, new_tokens=plan.new_tokens, batch=plan.batch)
+        say("drafting after every token of them")
+        agreement = measure_agreement(generator.base, drafter, written, steps[-1], batch=plan.batch)
+        overall = figures(agreement)
+        say("the same with one thing broken at a time")
+        controls = run_controls(generator.base, drafter, written, agreement, batch=plan.batch)
+        say(f"generating with {', '.join(map(str, steps))} drafts a round")
+        generation = measure_generation(
+            generator,
+            written,
+            steps,
+            [step.conditional.value for step in overall.steps],
+            new_tokens=plan.new_tokens,
+            batch=plan.batch,
+            timed=plan.timed,
+        )
+    found = replace(
+        result,
+        base=BaseFacts(
+            "the sample's base" if plan.directory is None else base,
+            pair.dtype,
+            pair.devices,
+            str(dtype).removeprefix("torch."),
+            templated,
+        ),
+        settings={
+            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
+            "new_tokens": plan.new_tokens,
+            "draft_steps": list(steps),
+            "batch": plan.batch,
+            **result.settings,
+        },
+        agreement=overall,
+        workloads={name: figures(agreement, written.of_workload(name)) for name in written.workloads},
+        controls=tuple(controls),
+        generation=generation,
+        notes=(*result.notes, *pair.notes),
+    )
+    return found, lambda interface: base_cases(generator.base, drafter.config, interface, written.texts, plan.samples)
