@@ -1,0 +1,100 @@
+"""The sample's checkpoint and pair, and one small validation that several tests look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtp_extract
+from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.drafter import Drafter, load_drafter
+from mtp_extract.drafter_source import Drafter as SourceDrafter
+from mtp_extract.speculate import SpeculativeGenerator
+from mtp_extract.validate.agreement import Continuations, continue_greedily
+from mtp_extract.validate.pair import load_pair
+from mtp_extract.validate.prompts import Prompt, encode_prompts
+from mtp_extract.validate.result import Validation
+from mtp_extract.validate.run import Plan, run_validation
+
+FEW = {
+    "code": ["class Foo(object):", "def read(path):\n", "import os\n", "for line in lines:\n    if not line:\n"],
+    "prose": ["The harbour was empty.", "Snow fell on the railway.", "Tell me about bridges."],
+}
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample, F32."""
+    directory = tmp_path_factory.mktemp("validate") / "drafter"
+    mtp_extract.extract(sample_bundle(), directory, format="transformers", dtype="f32")
+    return directory
+
+
+@pytest.fixture
+def drafter(checkpoint: Path) -> Drafter:
+    return load_drafter(checkpoint)
+
+
+@pytest.fixture
+def source() -> Iterator[SourceDrafter]:
+    with mtp_extract.open(sample_bundle()) as opened:
+        yield opened.drafter()
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "few.json"
+    path.write_text(json.dumps(FEW))
+    return path
+
+
+@pytest.fixture(scope="session")
+def generator(checkpoint: Path) -> SpeculativeGenerator:
+    pair = load_pair(str(sample_base()), "cpu")
+    return SpeculativeGenerator(pair.model, load_drafter(checkpoint), pair.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    return [Prompt(name, text) for name, texts in FEW.items() for text in texts]
+
+
+@pytest.fixture(scope="session")
+def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Continuations:
+    encoded = encode_prompts(prompts, generator.tokenizer, chat_template=False)
+    return continue_greedily(generator, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
+
+
+@pytest.fixture(scope="session")
+def plan(checkpoint: Path, prompts_file: Path) -> Plan:
+    return Plan(
+        checkpoint,
+        base=str(sample_base()),
+        source=str(sample_bundle()),
+        prompts=prompts_file,
+        draft_steps=(1, 3),
+        device="cpu",
+        new_tokens=NEW_TOKENS,
+        samples=4,
+        timed=2,
+        chat_template=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def validation(plan: Plan) -> Validation:
+    """A whole run over a few prompts."""
+    return run_validation(plan)
