@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -75,20 +74,35 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def alternately(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each of ``runs``, taken in turn so that a busy moment hits all of them."""
+def alternately(
+    runs: dict[str, Callable[[], object]], repeats: int, between: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Median seconds of each of ``runs``, taken in turn so that a busy moment hits all of them.
+
+    ``between`` is called before each run and not timed.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         for name, run in runs.items():
+            between()
             taken[name].append(seconds(run))
+    for times in taken.values():
+        # The first of each only warms up.
+        del times[0]
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def command(*words: str) -> Callable[[], object]:
     """A run of one of our commands in an interpreter of its own."""
     return lambda: subprocess.run([sys.executable, "-c", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def peak_memory(*words: str) -> float:
+    """Peak resident memory of a process of its own, in MB."""
+    process = subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    assert status == 0
+    return used.ru_maxrss * 1024 / 1e6
 
 
 def entry(name: str) -> str:
@@ -99,22 +113,22 @@ def entry(name: str) -> str:
 def extraction_against_copying(source: Path, work: Path, repeats: int) -> list[tuple[str, str]]:
     """F32 extraction against copying the file it writes."""
     out, copy = work / "out", work / "copy"
-    extract = command(entry("extract"), str(source), "-o", str(out), "--dtype", "f32", "--overwrite")
-    extract()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    written = work / "written"
+    extract = command(entry("extract"), str(source), "-o", str(out), "--dtype", "f32")
+    peak = peak_memory(entry("extract"), str(source), "-o", str(out), "--dtype", "f32")
+    (out / "model.safetensors").rename(written)
+
+    def cleaning() -> None:
+        copy.unlink(missing_ok=True)
+        shutil.rmtree(out, ignore_errors=True)
 
     def copying() -> None:
-        copy.unlink(missing_ok=True)
-        shutil.copyfile(out / "model.safetensors", copy)
-
-    def extracting() -> None:
-        shutil.rmtree(out)
-        extract()
+        shutil.copyfile(written, copy)
 
     start = command("import mtp_extract.extraction, mtp_extract.cli.extract")
-    times = alternately({"copy": copying, "extract": extracting, "python": command("pass"), "start": start}, repeats)
-    peak = max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024
-    size = (out / "model.safetensors").stat().st_size / 1e6
+    runs = {"copy": copying, "extract": extract, "python": command("pass"), "start": start}
+    times = alternately(runs, repeats, cleaning)
+    size = written.stat().st_size / 1e6
     net = times["extract"] - times["start"]
     return [
         (f"copying the output file ({size:.0f} MB)", f"{times['copy']:.3f} s"),
@@ -199,7 +213,7 @@ def main() -> None:
         source = options.file
         if source is None:
             source = work / "e4b-shaped.litertlm"
-            # In a process of its own: a child's peak memory counts what its parent held when it was forked.
+            # In a process of its own: a child's peak memory begins with what its parent held when it was forked.
             maker = multiprocessing.get_context("spawn").Process(target=write_e4b_shaped, args=(source,))
             maker.start()
             maker.join()

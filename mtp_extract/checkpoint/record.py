@@ -18,7 +18,7 @@ from mtp_extract.tflite_model import BufferLocation
 
 __all__ = ["caches", "set_aside", "sha256_of_location", "sha256_of_region", "source_record", "tensor_record"]
 
-_READ = 1 << 20
+_READ = 1 << 18
 
 
 def sha256_of_region(region: Region) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,10 @@ __all__ = ["StoredTensor", "check_safetensors", "crc32_of_range", "read_header",
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
 
-_READ = 1 << 20
+# One writer at a time: two would spin on the file's lock in the kernel instead of computing.
+_WRITING = threading.Lock()
+# Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
+_READ = 1 << 18
 _LONGEST_HEADER = 100_000_000
 _DTYPE_SIZES = {
     "F64": 8,
@@ -165,7 +169,8 @@ def _writing(
         for chunk in segment.produce():
             data = chunk.view(np.uint8).data
             crc = zlib.crc32(data, crc)
-            _write_all(fd, data, at)
+            with _WRITING:
+                _write_all(fd, data, at)
             at += len(data)
         if at != base + segment.offset + segment.length:
             raise OutputError(f"{key[0]}: produced {at - base - segment.offset} bytes, planned {segment.length}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ def staged_directory(target: Path, overwrite: bool) -> Iterator[Path]:
         OutputError: ``target`` exists and may not be replaced, or the place cannot be written to.
     """
     target = Path(os.path.abspath(target))
-    stage = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
+    stage = target.parent / f".{target.name}.partial-{os.urandom(6).hex()}"
     try:
         _check_target(target, overwrite)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def _put_in_place(stage: Path, target: Path, overwrite: bool) -> None:
         os.replace(stage, target)
         return
     # A directory with files in it cannot be replaced in one step: the old one steps aside first.
-    old = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
+    old = target.parent / f".{target.name}.replaced-{os.urandom(6).hex()}"
     os.rename(target, old)
     try:
         os.rename(stage, target)
