@@ -7,6 +7,7 @@ checked: one softmax, a value cache after it, a key cache and one q norm before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,29 +102,31 @@ class _Affine:
     offset: int
 
 
-def _walk(start: Value, barrier: str | None) -> tuple[list[tuple[Node, int, Value]], list[Value], list[Value]]:
-    """Edges, leaves (inputs, constants, values nothing computes) and barrier outputs reached backwards."""
-    edges: list[tuple[Node, int, Value]] = []
+Edge = tuple[Node, int, Value]
+
+
+def _walk(start: Value, stops: Callable[[Value, Node], bool]) -> tuple[list[Edge], list[Value]]:
+    """Edges walked backwards from ``start``, and leaves: inputs, constants, values nothing computes.
+
+    The walk goes no further where ``stops`` says so of a value and the node that computes it.
+    """
+    edges: list[Edge] = []
     leaves: list[Value] = []
-    barriers: list[Value] = []
     seen, queue = {id(start)}, [start]
     while queue:
         value = queue.pop()
         node = value.producer
         if node is None:
             leaves.append(value)
-            continue
-        if node.kind == barrier:
-            barriers.append(value)
-            continue
-        for position, source in enumerate(node.inputs):
-            if source is None:
-                continue
-            edges.append((node, position, source))
-            if id(source) not in seen:
-                seen.add(id(source))
-                queue.append(source)
-    return edges, leaves, barriers
+        elif not stops(value, node):
+            for position, source in enumerate(node.inputs):
+                if source is None:
+                    continue
+                edges.append((node, position, source))
+                if id(source) not in seen:
+                    seen.add(id(source))
+                    queue.append(source)
+    return edges, leaves
 
 
 def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
@@ -133,15 +136,22 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
         RoleError: something it must contain is missing.
         UnsupportedError: it scales its scores, or computes RoPE in an unknown way.
     """
-    edges, leaves, barriers = _walk(start, "SOFTMAX")
-    if len(barriers) != 1:
+    found: list[Node] = []
+
+    def at_softmax(value: Value, node: Node) -> bool:
+        if node.kind != "SOFTMAX":
+            return False
+        found.append(node)
+        return True
+
+    edges, leaves = _walk(start, at_softmax)
+    if len(found) != 1:
         _unproduced(leaves, f"{layer}.o_proj", "the attention")
         raise RoleError(
-            f"{layer}: expected one SOFTMAX before its o projection, found {len(barriers)}. "
+            f"{layer}: expected one SOFTMAX before its o projection, found {len(found)}. "
             f"The graph does not lead from {layer}.o_proj to {layer}.q_norm."
         )
-    softmax = barriers[0].producer
-    assert softmax is not None
+    softmax = found[0]
     if not softmax.unary:
         raise RoleError(f"{softmax.op.label} of {layer} lacks its input: the graph is damaged.")
     beta = softmax.op.options.scalar(0, "f", 0.0) if softmax.op.options else 1.0
@@ -171,36 +181,22 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
     )
 
 
-def _until_q_norm(
-    graph: FlatGraph, start: Value, layer: str
-) -> tuple[tuple[RmsNorm, Value], list[tuple[Node, int, Value]], list[Value]]:
+def _until_q_norm(graph: FlatGraph, start: Value, layer: str) -> tuple[tuple[RmsNorm, Value], list[Edge], list[Value]]:
     """Walk from the softmax back to the q norm, which is where the walk stops."""
-    edges: list[tuple[Node, int, Value]] = []
-    leaves: list[Value] = []
     norms: dict[int, tuple[RmsNorm, Value]] = {}
-    seen, queue = {id(start)}, [start]
-    while queue:
-        value = queue.pop()
-        node = value.producer
-        if node is None:
-            leaves.append(value)
-            continue
+
+    def at_norm(value: Value, node: Node) -> bool:
         norm = match_rms_norm(graph, value) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
         if norm is not None:
             norms[id(norm.x)] = (norm, value)
-            continue
-        if node.kind == "FULLY_CONNECTED" and constant_under(node.operand(1)) is not None:
+        elif node.kind == "FULLY_CONNECTED" and constant_under(node.operand(1)) is not None:
             raise RoleError(
                 f"{layer}.q_norm: expected an RMSNorm with a weight between {node.op.label} and the softmax; "
                 "there is none."
             )
-        for position, source in enumerate(node.inputs):
-            if source is None:
-                continue
-            edges.append((node, position, source))
-            if id(source) not in seen:
-                seen.add(id(source))
-                queue.append(source)
+        return norm is not None
+
+    edges, leaves = _walk(start, at_norm)
     if len(norms) != 1:
         _unproduced(leaves, f"{layer}.q_norm", "the query")
         raise RoleError(f"{layer}.q_norm: expected one RMSNorm before the softmax of {layer}, found {len(norms)}.")
@@ -245,7 +241,7 @@ class _RegionReader:
         self.table: np.ndarray | None = None
         self.limits: dict[int, set[int]] = {1: set(), -1: set()}
 
-    def read(self, edges: list[tuple[Node, int, Value]]) -> None:
+    def read(self, edges: list[Edge]) -> None:
         for node in {id(node): node for node, _, _ in edges}.values():
             if node.kind in ("COS", "SIN"):
                 self._rope(node)
