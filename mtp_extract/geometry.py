@@ -137,13 +137,15 @@ def read_geometry(walk: Walk, sliding_window: int | None = None) -> Geometry:
 
 
 def _window_elsewhere(geometry: Geometry, given: int | None) -> int:
+    if given is not None:
+        return given
     known = known_geometry(geometry)
-    if given is None and known is None:
+    if known is None:
         raise UnsupportedError(
             "The sliding window is applied by the runtime (an input mask_local), so the file does not say how long it "
             "is, and its geometry is not a known one. Say it: --sliding-window N."
         )
-    return given if given is not None else int(known["sliding_window"])  # type: ignore[index]
+    return int(known["sliding_window"])
 
 
 def _expect_one_cache_per_type(layers: tuple[Layer, ...], types: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -35,7 +36,7 @@ class Marks:
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
         spans = []
-        for before, after in zip(self._marks, self._marks[1:], strict=False):
+        for before, after in pairwise(self._marks):
             if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
                 spans.append(float(before.elapsed_time(after)))
             elif isinstance(before, float) and isinstance(after, float):

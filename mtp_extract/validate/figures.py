@@ -98,7 +98,8 @@ def _acceptance(validation: Validation, pyplot: Any) -> Any:
     left.set_ylabel("rate (%)")
     # Wide and light, underneath: a control that scores as well is then seen, not covered.
     _line(right, real, "real drafter", color="#9CC9E6", marker="o", linewidth=7, markersize=11, zorder=1)
-    for (name, figures), colour, marker in zip(controls, _CONTROL_COLOURS, _MARKERS, strict=False):
+    for index, (name, figures) in enumerate(controls):
+        colour, marker = _CONTROL_COLOURS[index % len(_CONTROL_COLOURS)], _MARKERS[index % len(_MARKERS)]
         _line(right, figures, name.replace("_", " "), color=colour, marker=marker, linewidth=1.2, markersize=4.5)
     right.set_title("Top-1 agreement, with one thing broken", loc="left")
     for axes in (left, right):

@@ -197,7 +197,7 @@ def _divergence(
 ) -> Divergence:
     """Where ``found`` leaves the base's own text, and how near the two tokens were there."""
     text, own = continuations.texts[prompt], _own(continuations, prompt)
-    at = next((i for i, (a, b) in enumerate(zip(own, found, strict=False)) if a != b), None)
+    at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
     if at is None:
         return Divergence(prompt, min(len(own), len(found)), None, False)
     base = generator.base
