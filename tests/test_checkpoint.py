@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -136,6 +137,30 @@ def test_output_follows_the_umask(sample: Path, tmp_path: Path) -> None:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
     assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_cannot_reserve(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refusing(fd: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    extract(sample, tmp_path / "reserved")
+    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", refusing)
+    extract(sample, tmp_path / "grown")
+    first, second = (tmp_path / name / "model.safetensors" for name in ("reserved", "grown"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", full)
+    with pytest.raises(OutputError, match="No space left"):
+        extract(sample, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_staging_leaves_nothing_when_it_fails(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ on the input alone. Loading is left to that package, and the tests hold this wri
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -149,9 +150,15 @@ def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> tu
 
 def _reserve(fd: int, size: int) -> None:
     """Claim the space now: a disk that is too small says so before any work is done."""
-    if hasattr(os, "posix_fallocate"):
+    try:
         os.posix_fallocate(fd, 0, size)
-    else:
+    except AttributeError:
+        # macOS has no such call.
+        os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        # Some file systems cannot reserve: a full disk then shows while writing.
         os.ftruncate(fd, size)
 
 
