@@ -23,7 +23,16 @@ from mtp_extract.quantization import QuantizedTensor
 from mtp_extract.roles import LAYER_SCALAR, roles_of
 from mtp_extract.source import Source
 
-__all__ = ["CODES_FILE", "FORMAT_VERSION", "ExtractionResult", "Layout", "default_directory", "extract", "layout_of"]
+__all__ = [
+    "CODES_FILE",
+    "FORMAT_VERSION",
+    "ExtractionResult",
+    "Layout",
+    "default_directory",
+    "extract",
+    "layout_of",
+    "plan_tensor",
+]
 
 CODES_FILE = "codes.safetensors"
 FORMAT_VERSION = 1
@@ -167,7 +176,7 @@ def _extract(
     drafter = opened.drafter(sliding_window)
     layout = layout_of(drafter, format, dtype)
     target = Path(out) if out is not None else default_directory(opened.source.name)
-    planned = [_planned(entry, dtype) for entry in layout.entries]
+    planned = [plan_tensor(entry, dtype) for entry in layout.entries]
     code_tensors = _code_tensors(layout) if codes else []
     with staged_directory(target, overwrite) as stage:
         hashes = _Hashes(drafter)
@@ -187,7 +196,8 @@ def _extract(
     return ExtractionResult(target, files, made, _notes(drafter, layout))
 
 
-def _planned(entry: Entry, dtype: str) -> PlannedTensor:
+def plan_tensor(entry: Entry, dtype: str) -> PlannedTensor:
+    """How the tensor ``entry`` is derived, in the output type ``dtype`` ("bf16", "f16" or "f32")."""
     factor = entry.found.factor if entry.found else 1.0
     return plan_values(entry.name, entry.shape, DTYPES[dtype], entry.source, factor)
 

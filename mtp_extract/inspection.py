@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
         "size": drafter.model.region.size,
         "known_as": drafter.known["name"] if drafter.known else None,
         "geometry": drafter.geometry.as_json(),
-        "parameters": sum(_product(r.shape) for r in drafter.walk.roles),
+        "parameters": sum(math.prod(r.shape) for r in drafter.walk.roles),
         "stored_types": dict(
             sorted(Counter(r.tensor.type_name for r in drafter.walk.roles if r.tensor is not None).items())
         ),
@@ -129,13 +130,6 @@ def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
         found["set_aside"] = set_aside(drafter)
         found["kv_inputs"] = caches(drafter)
     return found
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:

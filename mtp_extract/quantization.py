@@ -72,6 +72,9 @@ CODE_TYPES = MappingProxyType(
 FLOAT_TYPES = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
 """Element types that hold real numbers."""
 
+NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys()
+"""Element types that a weight may have."""
+
 # Bytes looked up at a time, by the bits of a code: INT4 and INT8 in pairs, INT2 singly.
 _UNIT_BYTES = MappingProxyType({2: 1, 4: 2, 8: 2})
 _UNITS: MappingProxyType[int, np.dtype[np.unsignedinteger]] = MappingProxyType(

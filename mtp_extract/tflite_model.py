@@ -13,6 +13,7 @@ A constant's bytes lie in one of three places:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -182,10 +183,7 @@ class Tensor:
     @property
     def elements(self) -> int:
         """Number of elements; 1 for a scalar."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def label(self) -> str:

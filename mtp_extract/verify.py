@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.safetensors_file import check_safetensors, read_header, run_all, workers
+from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, read_header, run_all, workers
 from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, Segment, plan_values
+from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, Segment
 from mtp_extract.drafter_source import Opened
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.extraction import FORMAT_VERSION, layout_of
+from mtp_extract.extraction import FORMAT_VERSION, layout_of, plan_tensor
 
 __all__ = ["Verification", "read_record", "verify", "verify_against"]
 
@@ -95,11 +95,12 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
         elif path.stat().st_size != expected.get("size"):
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected.get('size')}")
         elif name == weights:
-            wrong += _misdescribed(path, record["tensors"])
-            wrong += _differing(path, {tensor: entry.get("crc32") for tensor, entry in record["tensors"].items()})
+            stored = read_header(path)
+            sums = {tensor: entry.get("crc32") for tensor, entry in record["tensors"].items()}
+            wrong += [*_misdescribed(stored, record["tensors"]), *_differing(path, stored, sums)]
             tensors += len(record["tensors"])
         elif "tensors" in expected:
-            wrong += _differing(path, expected["tensors"])
+            wrong += _differing(path, read_header(path), expected["tensors"])
             tensors += len(expected["tensors"])
         elif f"{zlib.crc32(path.read_bytes()):08x}" != expected.get("crc32"):
             wrong.append(f"{escape(name)} has other content")
@@ -110,18 +111,17 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
     return Verification(folder, record, len(record["files"]), tensors)
 
 
-def _misdescribed(path: Path, expected: Mapping[str, Any]) -> list[str]:
+def _misdescribed(stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
     """Tensors that the file gives another type or shape than the record does."""
     return [
         f"tensor {escape(name)} is {there.dtype} {list(there.shape)} in the file"
-        for name, there in read_header(path).items()
+        for name, there in stored.items()
         if name in expected
         and (there.dtype, list(there.shape)) != (expected[name].get("dtype"), expected[name].get("shape"))
     ]
 
 
-def _differing(path: Path, expected: Mapping[str, Any]) -> list[str]:
-    stored = read_header(path)
+def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
     sums = check_safetensors(path, stored)
     wrong = [f"tensor {escape(name)} is missing" for name in expected if name not in sums]
     wrong += [f"tensor {escape(name)} is not in the record" for name in sums if name not in expected]
@@ -145,9 +145,7 @@ def verify_against(directory: str | os.PathLike[str], opened: Opened) -> Verific
     drafter = opened.drafter(window if isinstance(window, int) else None)
     plan = layout_of(drafter, layout, dtype)
     path = own.directory / plan.weights_file
-    planned = [
-        plan_values(e.name, e.shape, DTYPES[dtype], e.source, e.found.factor if e.found else 1.0) for e in plan.entries
-    ]
+    planned = [plan_tensor(entry, dtype) for entry in plan.entries]
     wrong = _compare(path, planned)
     for name, document in plan.documents.items():
         if _json_of(own.directory / name) != json.loads(json.dumps(document)):

@@ -9,22 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_bundle import Memory
 
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.quantization import CODE_TYPES, QuantizedTensor
-from mtp_extract.source import Region, Source
+from mtp_extract.source import Region
 from mtp_extract.tflite_model import BufferLocation, Tensor, TensorType
-
-
-class Bytes(Source):
-    """A source in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.size, self.name, self.provenance = data, len(data), "bytes", {}
-
-    def read(self, offset: int, length: int) -> bytes:
-        self.check(offset, length)
-        return self.data[offset : offset + length]
 
 
 def tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
@@ -41,7 +31,7 @@ def stored(
     zero_point: Any = None,
     block: int = 0,
 ) -> QuantizedTensor:
-    region = Region(Bytes(data), 0, len(data), "test")
+    region = Region(Memory(data), 0, len(data), "test")
     scales = np.asarray(scale, np.float32)
     zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
     location = BufferLocation(region, 0, len(data), "inline")

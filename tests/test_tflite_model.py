@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tflite
 from ai_edge_litert import schema_py_generated as schema
+from make_bundle import Memory
 from variant_files import VARIANTS, variant
 
 from mtp_extract import open as open_bundle
@@ -42,12 +43,10 @@ def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
         model = opened._locate[2]
         data = opened.source.read(model.region.begin, model.region.size)
     # Reading after closing is an error; keep a model over the bytes instead.
-    from test_quantization import Bytes
-
     from mtp_extract.source import Region
     from mtp_extract.tflite_model import read_model
 
-    return read_model(Region(Bytes(data), 0, len(data), "model")), schema.ModelT.InitFromPackedBuf(data, 0), data
+    return read_model(Region(Memory(data), 0, len(data), "model")), schema.ModelT.InitFromPackedBuf(data, 0), data
 
 
 def test_structure(pair: tuple[TfliteModel, Any, bytes]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import threading
@@ -236,9 +237,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path}: its safetensors header is damaged.") from error
     at = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        elements = 1
-        for n in tensor.shape:
-            elements *= n
+        elements = math.prod(tensor.shape)
         if tensor.offset != at or tensor.length != elements * _DTYPE_SIZES.get(tensor.dtype, -1) or tensor.length < 0:
             raise CheckpointError(f"{path}: its header gives {name!r} a place or a size that cannot be.")
         at += tensor.length

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from mtp_extract.cli._options import Download, SlidingWindow
 from mtp_extract.cli._run import run_lean
 
 __all__ = ["app", "main"]
@@ -55,13 +56,8 @@ def extract(
         bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
-    sliding_window: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
-    ] = False,
+    sliding_window: SlidingWindow = None,
+    download: Download = False,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from mtp_extract.cli._options import Download, SlidingWindow
 from mtp_extract.cli._run import run_lean
 
 __all__ = ["app", "main"]
@@ -36,13 +37,8 @@ def inspect(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="SOURCE", help="For a directory: derive every tensor again and compare all bits."),
     ] = None,
-    sliding_window: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
-    ] = False,
+    sliding_window: SlidingWindow = None,
+    download: Download = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""

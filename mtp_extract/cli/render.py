@@ -7,6 +7,7 @@ in JSON they are strings like any other.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -154,10 +155,7 @@ def extraction(result: ExtractionResult, as_json: bool) -> None:
     parameters = 0
     kinds: dict[str, int] = {}
     for entry in tensors:
-        count = 1
-        for n in entry["shape"]:
-            count *= n
-        parameters += count
+        parameters += math.prod(entry["shape"])
         kind = entry["source"]["dtype"] if entry["source"] else "implied"
         kinds[kind] = kinds.get(kind, 0) + 1
     confirmed = sum(entry["name_confirms"] for entry in tensors)

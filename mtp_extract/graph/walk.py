@@ -37,6 +37,7 @@ from mtp_extract.graph.patterns import (
     split_scalar,
     strip,
 )
+from mtp_extract.quantization import NUMBER_TYPES
 from mtp_extract.tflite_model import Tensor, TensorType
 
 __all__ = ["Activation", "FoundRole", "Layer", "SetAside", "Walk", "walk"]
@@ -49,19 +50,6 @@ _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24
 _WEIGHTS_FORMAT_SLOT = 1
 _MOST_SHOWN = 3
-
-_FLOAT_OR_CODES = frozenset(
-    {
-        TensorType.FLOAT32,
-        TensorType.FLOAT16,
-        TensorType.BFLOAT16,
-        TensorType.INT8,
-        TensorType.UINT8,
-        TensorType.INT4,
-        TensorType.UINT4,
-        TensorType.INT2,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -179,7 +167,7 @@ class _Walker:
             raise RoleError(
                 "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
             )
-        self.count = count = len({id(node) for node in graph.nodes if node.kind == "SOFTMAX"})
+        self.count = count = sum(node.kind == "SOFTMAX" for node in graph.nodes)
         layers: list[Layer] = []
         stream = norm.x
         for index in reversed(range(count)):
@@ -341,7 +329,7 @@ class _Walker:
         node: Node | None = None,
         shape: tuple[int, ...] = (1,),
     ) -> None:
-        if constant.tensor.type not in _FLOAT_OR_CODES:
+        if constant.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: weights of type {constant.tensor.type_name} are not supported.")
         self.used.add(id(constant))
         self.roles.append(
@@ -455,7 +443,7 @@ class _Walker:
         for tensor in graph.tensors:
             if not model.has_data(tensor) or (graph.index, tensor.index) in self.graph.constants:
                 continue
-            if tensor.index not in blocks and tensor.type in _FLOAT_OR_CODES:
+            if tensor.index not in blocks and tensor.type in NUMBER_TYPES:
                 raise RoleError(
                     f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
                     f"checkpoint is written, because it might lack a weight.{self._suspects(tensor)}"
@@ -509,7 +497,7 @@ class _Walker:
         multiplies = node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") and len(node.inputs) > 1
         right = node.inputs[1] if multiplies else None
         weight = constant_under(right) if right is not None else None
-        if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in _FLOAT_OR_CODES:
+        if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in NUMBER_TYPES:
             return False
         size = weight.tensor.shape[-1]
         if weight.tensor.shape[-2] != size or size < 2 or weight.tensor.elements > _LARGEST_ROTATION:
@@ -586,4 +574,4 @@ def _plain_reason(node: Node, position: int, constant: Value) -> str | None:
     """Why a constant that no pattern claimed is not a weight; None when it might be one."""
     if position in SHAPE_OPERANDS.get(node.kind, ()):
         return "shape, axis or offset"
-    return "index arithmetic" if constant.tensor.type not in _FLOAT_OR_CODES else None
+    return "index arithmetic" if constant.tensor.type not in NUMBER_TYPES else None
