@@ -20,26 +20,29 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter_source import Drafter, Opened, open
+    from mtp_extract.bundle import Drafter, Opened
+    from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.extraction import ExtractionResult, extract
 
 __all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "extract", "open"]
 
+# Public name -> module and the name there.
 _HOMES = {
-    "Drafter": "mtp_extract.drafter_source",
-    "ExtractionResult": "mtp_extract.extraction",
-    "MtpExtractError": "mtp_extract.errors",
-    "Opened": "mtp_extract.drafter_source",
-    "extract": "mtp_extract.extraction",
-    "open": "mtp_extract.drafter_source",
+    "Drafter": ("mtp_extract.bundle", "Drafter"),
+    "ExtractionResult": ("mtp_extract.extraction", "ExtractionResult"),
+    "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
+    "Opened": ("mtp_extract.bundle", "Opened"),
+    "extract": ("mtp_extract.extraction", "extract"),
+    "open": ("mtp_extract.bundle", "open_bundle"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

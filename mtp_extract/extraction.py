@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.card import model_card
-from mtp_extract.checkpoint import litert, record, transformers
+from mtp_extract.bundle import Drafter, Opened, open_bundle
+from mtp_extract.checkpoint import record
+from mtp_extract.checkpoint.formats import litert, transformers
 from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
 from mtp_extract.checkpoint.staging import RECORD, staged_directory
 from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, plan_array, plan_codes, plan_values
-from mtp_extract.drafter_source import Drafter, Opened
-from mtp_extract.drafter_source import open as open_source
 from mtp_extract.graph import FoundRole
-from mtp_extract.quantization import QuantizedTensor
-from mtp_extract.roles import LAYER_SCALAR, roles_of
-from mtp_extract.source import Source
+from mtp_extract.graph.roles import LAYER_SCALAR, roles_of
+from mtp_extract.hub.card import model_card
+from mtp_extract.io.source import Source
+from mtp_extract.litertlm.quantized import QuantizedTensor
 
 __all__ = [
     "CODES_FILE",
@@ -159,7 +159,7 @@ def extract(
         raise ValueError("The litert layout is F32.")
     if isinstance(source, Opened):
         return _extract(source, out, format, dtype, codes, overwrite, sliding_window, progress)
-    with open_source(source) as opened:
+    with open_bundle(source) as opened:
         return _extract(opened, out, format, dtype, codes, overwrite, sliding_window, progress)
 
 

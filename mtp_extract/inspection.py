@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_extract.bundles import known_bundle
+from mtp_extract.bundle import Drafter, Opened
 from mtp_extract.checkpoint.record import caches, set_aside
-from mtp_extract.container import TFLITE_MODEL
-from mtp_extract.drafter_source import Drafter, Opened
 from mtp_extract.errors import MtpExtractError, NoDrafterError, UnsupportedError
-from mtp_extract.tflite_model import Subgraph, Tensor, TfliteModel
+from mtp_extract.litertlm.container import TFLITE_MODEL
+from mtp_extract.litertlm.published import known_bundle
+from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
 
 __all__ = ["Inspection", "inspect"]
 

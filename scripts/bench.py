@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract import open as open_bundle
-from mtp_extract.quantization import QuantizedTensor
-from mtp_extract.tflite_model import TensorType
+from mtp_extract.bundle import open_bundle
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.tflite import TensorType
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLE_SIZE = 4_000_000_000
@@ -36,8 +36,8 @@ def write_e4b_shaped(path: Path) -> None:
     """A bundle with a random drafter of the E4B shape behind a hole of almost 4 GB."""
     sys.path.insert(0, str(ROOT / "tests"))
     from ai_edge_litert import schema_py_generated as schema
-    from make_bundle import ALIGNMENT, Part, bundle, pack
-    from make_drafter import DrafterSpec, plain_model
+    from helpers.make_bundle import ALIGNMENT, Part, bundle, pack
+    from helpers.make_drafter import DrafterSpec, plain_model
 
     model = plain_model(
         DrafterSpec(
@@ -181,7 +181,7 @@ def dequantizing(source: Path, repeats: int) -> list[tuple[str, str]]:
 def inspecting(source: Path, repeats: int) -> list[tuple[str, str]]:
     """Bytes that ``mtp-inspect`` reads of the bundle, and the time that it and ``--help`` take."""
     from mtp_extract.inspection import inspect
-    from mtp_extract.source import LocalSource
+    from mtp_extract.io.source import LocalSource
 
     class Counting(LocalSource):
         count = 0

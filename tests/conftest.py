@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from variant_files import HERE
+from helpers.variant_files import HERE
 
 from mtp_extract.data import sample_base, sample_bundle
 

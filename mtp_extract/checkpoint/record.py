@@ -9,12 +9,12 @@ import hashlib
 import math
 from typing import Any
 
-from mtp_extract.drafter_source import Drafter
+from mtp_extract.bundle import Drafter
 from mtp_extract.errors import FormatError
 from mtp_extract.graph import Activation, FoundRole
-from mtp_extract.quantization import QuantizedTensor
-from mtp_extract.source import Region
-from mtp_extract.tflite_model import BufferLocation
+from mtp_extract.io.source import Region
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.tflite import BufferLocation
 
 __all__ = ["caches", "set_aside", "sha256_of_location", "sha256_of_region", "source_record", "tensor_record"]
 

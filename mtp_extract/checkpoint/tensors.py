@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.quantization import Floats, QuantizedTensor
+from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
 
 __all__ = ["DTYPES", "PlannedTensor", "Segment", "plan_array", "plan_codes", "plan_values"]
 

@@ -67,16 +67,16 @@ def extract(
     if format is Format.litert and dtype not in (None, Dtype.f32):
         raise typer.BadParameter("the litert layout is F32; leave --dtype out.")
 
+    from mtp_extract.bundle import open_bundle
     from mtp_extract.cli import render
     from mtp_extract.data import sample_bundle
-    from mtp_extract.drafter_source import open as open_source
     from mtp_extract.extraction import default_directory
     from mtp_extract.extraction import extract as run_extraction
 
     path = str(sample_bundle()) if source is None else source
     with (
         render.progress(quiet=as_json) as progress,
-        open_source(path, download=download, progress=progress) as opened,
+        open_bundle(path, download=download, progress=progress) as opened,
     ):
         result = run_extraction(
             opened,

@@ -50,12 +50,12 @@ def inspect(
     if against is not None:
         raise typer.BadParameter("--against goes with a directory that mtp-extract wrote.")
 
-    from mtp_extract.drafter_source import open as open_source
+    from mtp_extract.bundle import open_bundle
     from mtp_extract.inspection import inspect as look
 
     with (
         render.progress(quiet=as_json) as progress,
-        open_source(source, download=download, progress=progress) as opened,
+        open_bundle(source, download=download, progress=progress) as opened,
     ):
         found = look(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
     render.inspection(found.as_json, as_json)
@@ -64,16 +64,16 @@ def inspect(
 
 
 def _verify(directory: str, against: str | None, download: bool, as_json: bool) -> None:
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.check import verify, verify_against
     from mtp_extract.cli import render
-    from mtp_extract.drafter_source import open as open_source
-    from mtp_extract.verify import verify, verify_against
 
     if against is None:
         render.verification(verify(directory), as_json)
         return
     with (
         render.progress(quiet=as_json) as progress,
-        open_source(against, download=download, progress=progress) as opened,
+        open_bundle(against, download=download, progress=progress) as opened,
     ):
         result = verify_against(directory, opened)
     render.verification(result, as_json)

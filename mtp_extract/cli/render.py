@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
+    from mtp_extract.checkpoint.check import Verification
     from mtp_extract.extraction import ExtractionResult
-    from mtp_extract.hub import UploadResult
-    from mtp_extract.verify import Verification
+    from mtp_extract.hub.upload import UploadResult
 
 __all__ = [
     "error",

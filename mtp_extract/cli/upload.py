@@ -42,7 +42,7 @@ def upload(
     or HF_TOKEN left.
     """
     from mtp_extract.cli import render
-    from mtp_extract.hub import upload as publish
+    from mtp_extract.hub.upload import upload as publish
 
     result = publish(directory, repository, private=private, force=force, dry_run=dry_run, progress=not as_json)
     render.upload(result, as_json)

@@ -80,7 +80,7 @@ def validate(
     if report is not None:
         require("matplotlib")
 
-    from mtp_extract.validate.report import check_report_place, write_report
+    from mtp_extract.validate.report.pages import check_report_place, write_report
     from mtp_extract.validate.result import as_json as report_json
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 

@@ -13,7 +13,7 @@ from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.drafter.load import build_drafter, load_drafter
 from mtp_extract.drafter.masks import position_masks, signature_masks, trailing_masks
-from mtp_extract.drafter.model import Drafter, DrafterOutput
+from mtp_extract.drafter.mtp import Drafter, DrafterOutput
 from mtp_extract.drafter.signature import kv_names, signature_arguments
 
 __all__ = [

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtp_extract.drafter.config import LITERT_CONFIG, TRANSFORMERS_CONFIG, DrafterConfig, read_json_config
-from mtp_extract.drafter.model import Drafter
+from mtp_extract.drafter.mtp import Drafter
 from mtp_extract.errors import DrafterError, escape
-from mtp_extract.roles import roles_of
+from mtp_extract.graph.roles import roles_of
 
 __all__ = ["build_drafter", "load_drafter"]
 

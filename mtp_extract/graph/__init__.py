@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from mtp_extract.graph.drafter import Activation, FoundRole, Layer, SetAside, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.graph.walk import Activation, FoundRole, Layer, SetAside, Walk, walk
 
 __all__ = ["Activation", "FlatGraph", "FoundRole", "Layer", "SetAside", "Walk", "flatten", "walk"]

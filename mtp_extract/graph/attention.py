@@ -24,7 +24,7 @@ from mtp_extract.graph.patterns import (
     scalar,
     strip,
 )
-from mtp_extract.tflite_model import TensorType
+from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = ["Attention", "read_attention"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.flatbuffer import Budget
-from mtp_extract.quantization import read_floats
-from mtp_extract.tflite_model import Operator, Signature, Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
 __all__ = ["FlatGraph", "Node", "Value", "flatten"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.tflite_model import TensorType
+from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = [
     "Aside",

@@ -21,9 +21,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtp_extract.validate.controls import CONTROLS
-    from mtp_extract.validate.parity import measure_parity
-    from mtp_extract.validate.report import markdown, write_report
+    from mtp_extract.validate.acceptance.controls import CONTROLS
+    from mtp_extract.validate.parity.compare import measure_parity
+    from mtp_extract.validate.report.pages import markdown, write_report
     from mtp_extract.validate.result import Validation, as_json
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CONTROLS": "controls",
+    "CONTROLS": "acceptance.controls",
     "Plan": "run",
     "Validation": "result",
     "as_json": "result",
-    "markdown": "report",
-    "measure_parity": "parity",
+    "markdown": "report.pages",
+    "measure_parity": "parity.compare",
     "run_validation": "run",
     "sample_plan": "run",
-    "write_report": "report",
+    "write_report": "report.pages",
 }
 
 

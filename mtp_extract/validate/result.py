@@ -10,10 +10,10 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.speculate import Interval, Proportion
-from mtp_extract.validate.agreement import WorkloadFigures
-from mtp_extract.validate.controls import ControlResult
-from mtp_extract.validate.generation import DraftLengthResult, GenerationResult
-from mtp_extract.validate.parity import Comparison, Parity
+from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
+from mtp_extract.validate.parity.compare import Comparison, Parity
 
 __all__ = ["BaseFacts", "Validation", "as_json"]
 
@@ -69,7 +69,7 @@ class Validation:
 
 def as_json(validation: Validation) -> dict[str, Any]:
     """``report.json``: only JSON's own types, None where a number does not exist."""
-    from mtp_extract.validate.verdict import findings, verdict, why
+    from mtp_extract.validate.report.verdict import findings, verdict, why
 
     found = validation
     parity, generation = found.parity, found.generation

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_extract.drafter_source import Drafter as SourceDrafter
+from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
-    from mtp_extract.validate.cases import Case
-    from mtp_extract.validate.interface import Interface
+    from mtp_extract.validate.parity.cases import Case
+    from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
 
 __all__ = ["Plan", "run_validation", "sample_plan"]
@@ -34,7 +34,7 @@ class Plan:
         source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
         prompts: file of prompts; None for the shipped ones.
         draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
-        device: see :func:`~mtp_extract.validate.pair.load_pair`.
+        device: see :func:`~mtp_extract.validate.acceptance.pair.load_pair`.
         new_tokens: most tokens of each continuation.
         batch: prompts at a time.
         samples: random inputs for parity.
@@ -126,10 +126,10 @@ def _one_thread() -> Iterator[None]:
 def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validation:
     import torch
 
+    from mtp_extract.bundle import open_bundle
     from mtp_extract.drafter import load_drafter
-    from mtp_extract.drafter_source import open as open_source
-    from mtp_extract.validate.pair import memory_guard
-    from mtp_extract.validate.parity import check_geometry, measure_parity
+    from mtp_extract.validate.acceptance.pair import memory_guard
+    from mtp_extract.validate.parity.compare import check_geometry, measure_parity
     from mtp_extract.validate.result import Validation
 
     with memory_guard("loading the drafter"):
@@ -137,7 +137,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     source: SourceDrafter | None = None
     if plan.source is not None:
         windows = [layer.sliding_window for layer in drafter.config.layers if layer.sliding_window is not None]
-        source = stack.enter_context(open_source(plan.source)).drafter(windows[0] if windows else None)
+        source = stack.enter_context(open_bundle(plan.source)).drafter(windows[0] if windows else None)
         check_geometry(drafter, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
@@ -169,11 +169,11 @@ def _against_base(
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.drafter import load_drafter
     from mtp_extract.speculate import SpeculativeGenerator
-    from mtp_extract.validate.agreement import continue_greedily, figures, measure_agreement
-    from mtp_extract.validate.cases import base_cases
-    from mtp_extract.validate.controls import run_controls
-    from mtp_extract.validate.generation import measure_generation
-    from mtp_extract.validate.pair import drafter_dtype, load_pair, memory_guard
+    from mtp_extract.validate.acceptance.agreement import continue_greedily, figures, measure_agreement
+    from mtp_extract.validate.acceptance.controls import run_controls
+    from mtp_extract.validate.acceptance.generation import measure_generation
+    from mtp_extract.validate.acceptance.pair import drafter_dtype, load_pair, memory_guard
+    from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
 

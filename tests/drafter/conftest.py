@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from random_assistants import GEOMETRIES, Geometry, random_assistant
+from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from safetensors.torch import save_file
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_assistants import GEOMETRIES, Geometry
+from helpers.random_assistants import GEOMETRIES, Geometry
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.drafter import DrafterConfig, load_drafter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from random_assistants import GEOMETRIES
+from helpers.random_assistants import GEOMETRIES
 
 from mtp_extract.drafter import DrafterConfig, position_masks, signature_masks, trailing_masks
 

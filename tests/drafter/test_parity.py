@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_assistants import GEOMETRIES, Geometry, random_assistant
+from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from transformers import AutoConfig
 
 from mtp_extract.drafter import Drafter, DrafterConfig, build_drafter, trailing_masks

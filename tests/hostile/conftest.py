@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from bounds import bounded
+from helpers.bounds import bounded
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_bundle import DRAFTER, Part, bundle, pack, set_buffer
-from make_drafter import plain_model
+from helpers.make_bundle import DRAFTER, Part, bundle, pack, set_buffer
+from helpers.make_drafter import plain_model
 
 EXTRACT = "from mtp_extract.cli.extract import main; main()"
 INSPECT = "from mtp_extract.cli.inspect import main; main()"
@@ -280,8 +280,8 @@ RECORDS: dict[str, object] = {
 
 @pytest.mark.parametrize("case", RECORDS)
 def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
+    from mtp_extract.checkpoint.check import verify
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.verify import verify
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())
@@ -292,9 +292,9 @@ def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
 def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
-    from mtp_extract import open as open_bundle
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.check import verify, verify_against
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.verify import verify, verify_against
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())

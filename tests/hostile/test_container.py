@@ -11,12 +11,11 @@ from pathlib import Path
 
 import flatbuffers
 import pytest
-from make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, drafter_of, parts_of
-from make_drafter import plain_drafter
+from helpers.make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, drafter_of, parts_of
+from helpers.make_drafter import plain_drafter
 
 from mtp_extract import extract
-from mtp_extract import open as open_file
-from mtp_extract.drafter_source import open as open_bundle
+from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import (
     FormatError,
     MtpExtractError,
@@ -38,7 +37,7 @@ def refuse(path: Path, out: Path, kind: type[MtpExtractError], match: str) -> No
     with pytest.raises(kind, match=match):
         extract(path, out)
     assert not any(out.parent.iterdir())
-    with suppress(MtpExtractError), open_file(path) as opened:
+    with suppress(MtpExtractError), open_bundle(path) as opened:
         inspect(opened, tensors=True, graph=True)
 
 
@@ -52,7 +51,7 @@ def test_the_builder_writes_sound_bundles(tmp_path: Path, sample: Path) -> None:
 
 def boundaries(path: Path) -> list[int]:
     """Lengths at which a copy of ``path`` is cut: around its header, its sections, and inside the drafter."""
-    with open_file(path) as opened:
+    with open_bundle(path) as opened:
         assert opened.bundle is not None
         cuts = {1, 7, 8, 9, 12, 24, 31, 32, 36, 40, opened.bundle.header_end // 2, opened.bundle.header_end - 1}
         for section in opened.sections:
@@ -81,7 +80,7 @@ def test_sections_after_the_drafter_may_hold_anything(tmp_path: Path) -> None:
     path = tmp_path / "odd.litertlm"
     path.write_bytes(bundle([*PARTS, Part(200, b"\0" * 9), Part(3, b"not a model", {"model_type": "tf_lite_aux"})]))
     assert extract(path, tmp_path / "out").record["source"]["section"]["index"] == 1
-    with open_file(path) as opened:
+    with open_bundle(path) as opened:
         assert opened.sections[3].type_name == "unknown (200)"
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from fuzz_cases import KINDS, run
+from helpers.fuzz_cases import KINDS, run
 
 CASES = {"header": 8000, "structure": 8000, "data": 3000, "wiring": 1500}
 BATCH = 250

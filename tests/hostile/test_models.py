@@ -12,11 +12,12 @@ import flatbuffers
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, pack, set_buffer
-from make_drafter import DrafterSpec, plain_model
+from helpers.make_bundle import DRAFTER, Memory, Part, bundle, drafter_of, kind, load, pack, set_buffer
+from helpers.make_drafter import DrafterSpec, plain_model
 
-from mtp_extract import drafter_source, extract
-from mtp_extract.drafter_source import open as open_bundle
+from mtp_extract import bundle as bundle_module
+from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, RoleError, TruncatedError, UnsupportedError
 from mtp_extract.extraction import layout_of
 
@@ -620,7 +621,7 @@ def test_a_small_file_that_describes_gigabytes(shape: tuple[int, int, int]) -> N
 
 def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither many sections nor many places found by scanning add up to more work than one file is worth."""
-    monkeypatch.setattr(drafter_source, "_SEARCH_BUDGET", 100_000)
+    monkeypatch.setattr(bundle_module, "_SEARCH_BUDGET", 100_000)
     bomb = _shared_tables(1000, 2000, 1)
     (tmp_path / "many.litertlm").write_bytes(bundle([Part(3, bomb, {"model_type": "tf_lite_aux"})] * 40))
     (tmp_path / "scanned").write_bytes(b"\x99" * 16 + bomb * 40)

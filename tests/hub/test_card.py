@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from mtp_extract.bundles import known_bundle, known_without_drafter
-from mtp_extract.card import card_metadata, model_card
-from mtp_extract.source import Source
+from mtp_extract.hub.card import card_metadata, model_card
+from mtp_extract.io.source import Source
+from mtp_extract.litertlm.published import known_bundle, known_without_drafter
 
 EXTRACTION: dict[str, Any] = {
     "format_version": 1,
@@ -135,7 +135,7 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 
 def test_importing_the_card_is_cheap() -> None:
-    code = "import sys, mtp_extract.card; print({'huggingface_hub', 'numpy', 'yaml'} & set(sys.modules))"
+    code = "import sys, mtp_extract.hub.card; print({'huggingface_hub', 'numpy', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

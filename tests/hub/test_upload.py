@@ -9,13 +9,13 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from hub_fixtures import text_of
-from hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
+from helpers.hub_fixtures import text_of
+from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
 
 import mtp_extract
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
-from mtp_extract.hub import check_files, upload
+from mtp_extract.hub.upload import check_files, upload
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, HubServer
+from helpers.hub_server import TOKEN, HubServer
 
 import mtp_extract
 from mtp_extract.data import sample_bundle

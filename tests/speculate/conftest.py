@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from random_pairs import Pair
+from helpers.random_pairs import Pair
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_pairs import random_base
+from helpers.random_pairs import random_base
 
 from mtp_extract.speculate import Base
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from random_pairs import Pair
+from helpers.random_pairs import Pair
 
 from mtp_extract.speculate import Options, Sampling, chi_square, generate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_pairs import Pair, base_alone, random_base, random_drafter
+from helpers.random_pairs import Pair, base_alone, random_base, random_drafter
 from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
@@ -15,7 +15,7 @@ import mtp_extract
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter import OrderedHeadConfig, build_drafter
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.roles import roles_of
+from mtp_extract.graph.roles import roles_of
 from mtp_extract.speculate import (
     LITERT,
     TRANSFORMERS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_pairs import Pair, random_base, random_drafter
+from helpers.random_pairs import Pair, random_base, random_drafter
 
 from mtp_extract.drafter import Drafter
 from mtp_extract.errors import PairError

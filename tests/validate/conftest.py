@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import mtp_extract
+from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.drafter import Drafter, load_drafter
-from mtp_extract.drafter_source import Drafter as SourceDrafter
 from mtp_extract.speculate import SpeculativeGenerator
-from mtp_extract.validate.agreement import Continuations, continue_greedily
-from mtp_extract.validate.pair import load_pair
+from mtp_extract.validate.acceptance.agreement import Continuations, continue_greedily
+from mtp_extract.validate.acceptance.pair import load_pair
 from mtp_extract.validate.prompts import Prompt, encode_prompts
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation

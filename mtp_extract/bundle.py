@@ -1,0 +1,250 @@
+"""Opening a file and finding the drafter in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
+from mtp_extract.graph import Walk, flatten, walk
+from mtp_extract.graph.config import Geometry, known_geometry, read_geometry
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
+from mtp_extract.graph.roles import NameCheck, check_names
+from mtp_extract.io.source import LocalSource, Region, Source
+from mtp_extract.litertlm.container import (
+    TFLITE_IDENTIFIER,
+    TFLITE_MODEL,
+    TFLITE_WEIGHTS,
+    Bundle,
+    Section,
+    is_bundle,
+    read_bundle,
+    scan_tflite,
+)
+from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.published import known_without_drafter
+from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
+
+__all__ = ["Drafter", "Opened", "open_bundle", "open_source"]
+
+MODEL_TYPE = "mtp_drafter"
+SIGNATURE = "mtp_drafter"
+
+# Elements of all the models that are tried when no section is called a drafter.
+_SEARCH_BUDGET = 3_000_000
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The drafter of a file: where it lies, and everything its graph says.
+
+    Attributes:
+        section: its section; None for a bare model or one found by scanning.
+        found_by: "model_type", "signature", "scan" or "bare model".
+        known: the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry.
+    """
+
+    opened: Opened
+    section: Section | None
+    found_by: str
+    model: TfliteModel
+    signature: Signature
+    walk: Walk
+    geometry: Geometry
+    names: NameCheck
+    known: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
+
+    source: Source
+    bundle: Bundle | None
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Sections of the bundle; empty for a bare model."""
+        return self.bundle.sections if self.bundle else ()
+
+    def model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
+        """The TFLite model in ``section``, with the weights that belong to it; ``budget`` as for read_model."""
+        if self.bundle is None:
+            raise FormatError(f"{self.source.name} has no sections.")
+        own = self._weights_of(section)
+        weights = self.bundle.region(own) if own else None
+        return read_model(self.bundle.region(section), weights, budget)
+
+    def _weights_of(self, section: Section) -> Section | None:
+        """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type."""
+        same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
+        return same[0] if same else None
+
+    def drafter(self, sliding_window: int | None = None) -> Drafter:
+        """Find and read the drafter.
+
+        ``sliding_window`` is used only where the file leaves the window to the runtime.
+
+        Raises:
+            NoDrafterError: there is none.
+            RoleError: a constant of its graph has no role, or a role no constant.
+            MtpExtractError: the file is damaged, or uses what this release cannot read.
+        """
+        section, found_by, model, signature = self._locate
+        found = walk(flatten(model, signature))
+        geometry = read_geometry(found, sliding_window)
+        names = check_names(found.roles, geometry.num_layers)
+        return Drafter(self, section, found_by, model, signature, found, geometry, names, known_geometry(geometry))
+
+    @cached_property
+    def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
+        if self.bundle is None:
+            return self._bare()
+        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
+        typed = [s for s in models if s.model_type == MODEL_TYPE]
+        if len(typed) > 1:
+            labels = ", ".join(s.label for s in typed)
+            raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
+        for section in typed:
+            for needed in (section, self._weights_of(section)):
+                if needed is not None:
+                    self.source.prefetch(needed.begin, needed.size)
+            model = self.model(section)
+            return section, "model_type", model, _require_signature(model)
+        budget = Budget(_SEARCH_BUDGET)
+        for section in models:
+            try:
+                model = self.model(section, budget)
+            except MtpExtractError:
+                # Another model's damage is not the drafter's; a missing drafter is reported below.
+                continue
+            signature = _drafter_signature(model)
+            if signature is not None:
+                return section, "signature", model, signature
+        return self._scan()
+
+    def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
+        if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
+            self.source.prefetch(0, self.source.size)
+            model = read_model(Region(self.source, 0, self.source.size, "the model"))
+            return None, "bare model", model, _require_signature(model)
+        return self._scan()
+
+    def _scan(self) -> tuple[None, str, TfliteModel, Signature]:
+        if isinstance(self.source, LocalSource):
+            budget = Budget(_SEARCH_BUDGET)
+            for region in scan_tflite(self.source):
+                try:
+                    model = read_model(region, None, budget)
+                except MtpExtractError:
+                    # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
+                    continue
+                signature = _drafter_signature(model)
+                if signature is not None:
+                    return None, "scan", model, signature
+        raise NoDrafterError(self._no_drafter())
+
+    def _no_drafter(self) -> str:
+        name = self.source.name
+        if self.bundle is None:
+            head = self.source.read(0, min(8, self.source.size))
+            return (
+                f"{name}: expected a .litertlm bundle or a drafter's .tflite, found a file that begins with {head!r} "
+                "and has no drafter inside."
+            )
+        published = known_without_drafter(self.source)
+        if published is not None:
+            return f"{name}: this is {published}, which holds no MTP drafter. Take gemma-4-E4B-it.litertlm or -E2B-it."
+        kinds = sorted({s.model_type for s in self.sections if s.model_type})
+        listed = ", ".join(escape(k) for k in kinds) or "none"
+        hint = (
+            "Files for GPU and web (one artisan_text_decoder) and Gemma 3n have no drafter: take the file without a "
+            "suffix, such as gemma-4-E4B-it.litertlm."
+        )
+        return f"{name}: no section holds an MTP drafter. Models in it: {listed}. {hint}"
+
+    def close(self) -> None:
+        """Close the source."""
+        self.source.close()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drafter_signature(model: TfliteModel) -> Signature | None:
+    """The drafter's signature: by name, else by its inputs and outputs."""
+    named = [s for s in model.signatures if s.key.lower() == SIGNATURE]
+    shaped = [s for s in model.signatures if {LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs]
+    return next(iter([*named, *shaped]), None)
+
+
+def _require_signature(model: TfliteModel) -> Signature:
+    signature = _drafter_signature(model)
+    if signature is None:
+        keys = ", ".join(repr(escape(s.key)) for s in model.signatures) or "none"
+        raise NoDrafterError(
+            f"{model.region.source.name}: {model.region.what} has no signature {SIGNATURE!r} (it has: {keys})."
+        )
+    return signature
+
+
+def open_source(
+    source: str | os.PathLike[str] | Source,
+    *,
+    download: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Source:
+    """Open what the user named, as bytes: a path, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+
+    Args:
+        source: what to open; a source that is open already is returned as it is.
+        download: of a server without byte ranges, download the whole file instead of failing.
+        progress: called with bytes done and bytes in all while a remote range is fetched ahead.
+
+    Raises:
+        SourceError: it does not exist or cannot be read.
+    """
+    if isinstance(source, Source):
+        return source
+    text = os.fspath(source)
+    if text.startswith(("hf://", "https://", "http://")):
+        from mtp_extract.io.remote import open_remote
+
+        return open_remote(text, download=download, progress=progress)
+    return LocalSource(text)
+
+
+def open_bundle(
+    source: str | os.PathLike[str] | Source,
+    *,
+    download: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Opened:
+    """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+
+    Args:
+        source: what to open. Of a remote file only byte ranges are fetched.
+        download: of a server without byte ranges, download the whole file instead of failing.
+        progress: called with bytes done and bytes in all while a remote range is fetched.
+
+    Raises:
+        SourceError: the bytes cannot be had.
+        FormatError: the header of a bundle is damaged.
+    """
+    opened = open_source(source, download=download, progress=progress)
+    try:
+        if opened.size == 0:
+            raise SourceError(f"{opened.name}: the file is empty.")
+        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
+    except BaseException:
+        opened.close()
+        raise

@@ -1,0 +1,173 @@
+"""Random-access bytes: the one place where this package touches the outside of a file.
+
+A :class:`Source` reads exact byte ranges. Everything above it asks for ranges it has already checked against
+:attr:`Source.size`, so a source that answers short is an error of the source, never a short array further up.
+
+Local files are read with ``pread`` rather than mapped: a file that shrinks or a disk that fails while it is being
+read then ends in an exception instead of a SIGBUS, and resident memory is what was asked for and nothing else.
+Remote sources (``hf://``, ``https://``) live in :mod:`mtp_extract.io.remote`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from mtp_extract.errors import SourceError, TruncatedError, escape
+
+__all__ = ["LocalSource", "Region", "Source"]
+
+_PAGE = 1 << 15
+_PAGES_KEPT = 256
+_LONGEST_PATH = 1 << 12
+
+
+class Source(ABC):
+    """Bytes with a known size that can be read at any offset.
+
+    Attributes:
+        name: how the user named it; safe to print.
+        size: length in bytes.
+        provenance: what identifies the bytes beyond their name (repository, commit, ETag), for the record.
+    """
+
+    name: str
+    size: int
+    provenance: dict[str, str]
+
+    @abstractmethod
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly ``length`` bytes from ``offset``.
+
+        Raises:
+            TruncatedError: the range leaves the source.
+            SourceError: the bytes could not be read.
+        """
+
+    def prefetch(self, offset: int, length: int) -> None:  # noqa: B027 - a hint, which most sources need not take
+        """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
+
+    def close(self) -> None:  # noqa: B027 - nothing to release unless a subclass holds something
+        """Release what the source holds. Reading afterwards is an error."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self, offset: int, length: int) -> None:
+        """Raise :class:`TruncatedError` unless ``[offset, offset + length)`` lies inside the source."""
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedError(
+                f"{self.name}: bytes {offset}…{offset + length} are needed, but the file has {self.size}. "
+                "The download is probably incomplete: fetch it again."
+            )
+
+
+class LocalSource(Source):
+    """A regular file on this machine, opened read-only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.name = escape(self.path, _LONGEST_PATH)
+        self.provenance = {}
+        try:
+            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+            raise SourceError(f"{self.name}: expected a .litertlm or .tflite file, found {kind}.")
+        self.size = status.st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.check(offset, length)
+        pieces: list[bytes] = []
+        while length:
+            try:
+                piece = os.pread(self._fd, length, offset)
+            except OSError as error:
+                raise SourceError(f"{self.name}: reading at byte {offset} failed: {error.strerror}.") from error
+            if not piece:
+                raise TruncatedError(f"{self.name}: the file shrank while it was being read (at byte {offset}).")
+            if len(piece) == length and not pieces:
+                return piece
+            pieces.append(piece)
+            offset += len(piece)
+            length -= len(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(frozen=True)
+class Region:
+    """A bounded part of a source: ``size`` bytes from ``begin``, called ``what`` in messages.
+
+    Small reads go through a page cache, so that walking a flatbuffer over a remote source costs few requests and
+    never more memory than ``_PAGES_KEPT`` pages.
+    """
+
+    source: Source
+    begin: int
+    size: int
+    what: str
+    _pages: OrderedDict[int, bytes] = field(default_factory=OrderedDict, repr=False, compare=False)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` within the region.
+
+        Raises:
+            TruncatedError: the range leaves the region.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedError(
+                f"{self.source.name}: {self.what} has {self.size} bytes, but bytes {offset}…{offset + length} of it "
+                "are needed. The file is damaged or incomplete: fetch it again."
+            )
+        if length > _PAGE:
+            return self.source.read(self.begin + offset, length)
+        index, start = divmod(offset, _PAGE)
+        page = self.page(index)
+        if start + length <= len(page):
+            return page[start : start + length]
+        return page[start:] + self.page(index + 1)[: start + length - len(page)]
+
+    def page(self, index: int) -> bytes:
+        """Page ``index`` of the region, from the cache if it is there."""
+        page = self._pages.get(index)
+        if page is None:
+            offset = index * _PAGE
+            page = self.source.read(self.begin + offset, min(_PAGE, self.size - offset))
+            self._pages[index] = page
+            if len(self._pages) > _PAGES_KEPT:
+                self._pages.popitem(last=False)
+        return page
+
+    def part(self, begin: int, end: int, what: str) -> Region:
+        """The region ``[begin, end)`` of this one.
+
+        Raises:
+            TruncatedError: it leaves this region.
+        """
+        if not 0 <= begin <= end <= self.size:
+            raise TruncatedError(
+                f"{self.source.name}: {what} spans bytes {begin}…{end} of {self.what}, which has {self.size} bytes. "
+                "The file is damaged or incomplete: fetch it again."
+            )
+        return Region(self.source, self.begin + begin, end - begin, what)

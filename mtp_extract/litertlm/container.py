@@ -1,0 +1,231 @@
+"""The ``.litertlm`` container: header and sections.
+
+The layout, as written by ``litert-lm-builder``: ``LITERTLM``; u32 major, minor, patch at byte 8; u64 end of the
+header at byte 24; from byte 32 a flatbuffer that lists sections, each with typed key/value items and a byte range.
+Nothing of a section is read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, escape
+from mtp_extract.io.source import Region, Source
+from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table
+
+__all__ = [
+    "MAGIC",
+    "TFLITE_IDENTIFIER",
+    "Bundle",
+    "Item",
+    "Section",
+    "is_bundle",
+    "read_bundle",
+    "scan_tflite",
+]
+
+MAGIC = b"LITERTLM"
+TFLITE_IDENTIFIER = b"TFL3"
+"""File identifier of a TFLite flatbuffer, at byte 4."""
+
+Item = int | float | bool | str
+
+TFLITE_MODEL = 3
+TFLITE_WEIGHTS = 7
+
+SECTION_TYPES = MappingProxyType(
+    {
+        0: "NONE",
+        1: "GenericBinaryData",
+        2: "Deprecated",
+        3: "TFLiteModel",
+        4: "SP_Tokenizer",
+        5: "LlmMetadataProto",
+        6: "HF_Tokenizer_Zlib",
+        7: "TFLiteWeights",
+        8: "EmbeddingMetadataProto",
+        9: "ExecutorMetadataProto",
+        10: "TtsMetadataProto",
+        11: "AsrMetadataProto",
+    }
+)
+"""``data_type`` of a section. Ids from 8 on moved between schema versions; others are shown as unknown."""
+
+# Tag of the VData union -> struct code of the one field of its table; strings apart.
+_ITEM_CODES = MappingProxyType(
+    {1: "B", 2: "b", 3: "H", 4: "h", 5: "I", 6: "i", 7: "f", 8: "?", 10: "Q", 11: "q", 12: "d"}
+)
+_ITEM_STRING = 9
+
+_HEADER_START = 32
+_LONGEST_HEADER = 1 << 24
+_MOST_ELEMENTS = 1 << 16
+_SCAN_CHUNK = 1 << 23
+_MOST_CANDIDATES = 4096
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a bundle: ``[begin, end)`` of the file."""
+
+    index: int
+    data_type: int
+    begin: int
+    end: int
+    items: MappingProxyType[str, Item]
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
+
+    @property
+    def type_name(self) -> str:
+        """Name of ``data_type``; ``unknown (N)`` for an id this package does not know."""
+        return SECTION_TYPES.get(self.data_type, f"unknown ({self.data_type})")
+
+    @property
+    def model_type(self) -> str | None:
+        """``model_type`` in lower case and without ``tf_lite_``: ``prefill_decode``, ``mtp_drafter``, …
+
+        A TFLite section without the item is a prefill_decode model (the runtime's default); other sections have
+        none.
+        """
+        value = self.items.get("model_type")
+        if isinstance(value, str):
+            return value.strip().lower().removeprefix("tf_lite_")
+        return "prefill_decode" if self.data_type == TFLITE_MODEL else None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        kind = self.model_type or self.type_name
+        return f"section {self.index} ({escape(kind)})"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The header of a ``.litertlm``."""
+
+    source: Source
+    version: tuple[int, int, int]
+    header_end: int
+    items: MappingProxyType[str, Item]
+    sections: tuple[Section, ...]
+
+    def region(self, section: Section) -> Region:
+        """The bytes of ``section``."""
+        return Region(self.source, section.begin, section.size, section.label)
+
+
+def is_bundle(source: Source) -> bool:
+    """Whether ``source`` begins as a ``.litertlm`` does."""
+    return source.size >= len(MAGIC) and source.read(0, len(MAGIC)) == MAGIC
+
+
+def read_bundle(source: Source) -> Bundle:
+    """Read and check the header of ``source``.
+
+    Raises:
+        FormatError: not a ``.litertlm``, or its header contradicts itself.
+        TruncatedError: the file ends before the header, or before a section it lists.
+        UnsupportedError: a major version other than 1.
+    """
+    if not is_bundle(source):
+        raise FormatError(
+            f"{source.name}: expected a .litertlm bundle (first bytes {MAGIC!r}), "
+            f"found {source.read(0, min(len(MAGIC), source.size))!r}."
+        )
+    head = FlatBuffer(Region(source, 0, source.size, "the header"))
+    if source.size < _HEADER_START:
+        raise TruncatedError(
+            f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
+        )
+    major, minor, patch = (head.integer("I", at) for at in (8, 12, 16))
+    if major != 1:
+        raise UnsupportedError(
+            f"{source.name}: .litertlm version {major}.{minor}.{patch}; this release reads versions 1.x. "
+            "Look for a newer release of mtp-extract."
+        )
+    end = head.integer("Q", 24)
+    if end > source.size:
+        raise TruncatedError(
+            f"{source.name}: the header ends at byte {end}, but the file has {source.size}. Fetch it again."
+        )
+    if not _HEADER_START + 8 <= end <= _LONGEST_HEADER:
+        raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be.")
+    listed = Region(source, _HEADER_START, end - _HEADER_START, "the header")
+    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
+    system, listing = root.table(0), root.table(1)
+    sections = tuple(_sections(listing)) if listing else ()
+    _check_ranges(source, end, sections)
+    return Bundle(source, (major, minor, patch), end, _items(system, 0), sections)
+
+
+def _sections(listing: Table) -> Iterator[Section]:
+    for index, entry in enumerate(listing.tables(0)):
+        yield Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _items(entry, 0))
+
+
+def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
+    items: dict[str, Item] = {}
+    for pair in owner.tables(slot) if owner else ():
+        key, tag, value = pair.string(0), pair.integer(1, "B"), pair.table(2)
+        if key is None or value is None:
+            continue
+        if tag == _ITEM_STRING:
+            items[key] = value.string(0) or ""
+        elif tag in _ITEM_CODES:
+            number = value.scalar(0, _ITEM_CODES[tag])
+            # JSON has no word for what is not finite.
+            items[key] = number if math.isfinite(number) else str(number)
+        else:
+            items[key] = f"(value of unknown type {tag})"
+    return MappingProxyType(items)
+
+
+def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]) -> None:
+    for section in sections:
+        if section.begin > section.end:
+            raise FormatError(
+                f"{source.name}: {section.label} runs backwards, from byte {section.begin} to {section.end}."
+            )
+        if section.end > source.size:
+            raise TruncatedError(
+                f"{source.name}: {section.label} ends at byte {section.end}, but the file has {source.size}. "
+                "The download is incomplete: fetch it again."
+            )
+        if section.size and section.begin < header_end:
+            raise FormatError(f"{source.name}: {section.label} begins at byte {section.begin}, inside the header.")
+    filled = sorted((s for s in sections if s.size), key=lambda s: s.begin)
+    for first, second in pairwise(filled):
+        if second.begin < first.end:
+            raise FormatError(
+                f"{source.name}: {first.label} and {second.label} overlap at byte {second.begin}: "
+                "the header is damaged."
+            )
+
+
+def scan_tflite(source: Source) -> Iterator[Region]:
+    """Every place of ``source`` that looks like the start of a TFLite flatbuffer, in order.
+
+    The last resort for a file whose header does not lead to the drafter. A region reaches to the end of the source,
+    because a TFLite model does not say how long it is.
+    """
+    found, offset, tail = 0, 0, b""
+    while offset < source.size and found < _MOST_CANDIDATES:
+        chunk = tail + source.read(offset, min(_SCAN_CHUNK, source.size - offset))
+        base, at = offset - len(tail), 0
+        while (at := chunk.find(TFLITE_IDENTIFIER, at)) >= 0:
+            begin = base + at - 4
+            root = int.from_bytes(chunk[at - 4 : at], "little") if at >= 4 else -1
+            if begin >= 0 and 8 <= root < source.size - begin:
+                yield Region(source, begin, source.size - begin, f"the TFLite model found at byte {begin}")
+                found += 1
+            at += 1
+        # Four bytes of root offset before the identifier, less than four of an identifier cut in two.
+        tail, offset = chunk[-7:], base + len(chunk)

@@ -1,0 +1,179 @@
+"""A bounds-checked reader of flatbuffer tables over a :class:`~mtp_extract.io.source.Region`.
+
+The published ``flatbuffers`` runtime trusts its input: an offset out of range surfaces as a ``struct.error`` or as
+someone else's bytes, and it wants the whole buffer in memory. Bundles come from the network and hold gigabytes, so
+every access here is checked against the region, reads only what it needs, and is counted against a budget that a
+hostile file cannot stretch.
+
+Layout, from the flatbuffers binary format: the root is a u32 offset; a table begins with an i32 that leads back to
+its vtable (u16 size of vtable, u16 size of table, then a u16 field offset per slot, 0 for absent); strings, vectors
+and tables are reached through u32 offsets relative to where they stand; a vector begins with its u32 length.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtp_extract.errors import FormatError, TruncatedError
+from mtp_extract.io.source import Region
+
+__all__ = ["Budget", "FlatBuffer", "Table", "Vector"]
+
+_BUDGET = 2_000_000
+_BYTES_PER_ELEMENT = 32
+_LONGEST_STRING = 1 << 16
+_STRUCTS = {code: struct.Struct("<" + code) for code in "?bBhHiIfqQd"}
+
+
+class Budget:
+    """How many elements may still be read. Several flatbuffers can share one."""
+
+    def __init__(self, elements: int = _BUDGET) -> None:
+        self.elements = elements
+
+
+class FlatBuffer:
+    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own."""
+
+    def __init__(self, region: Region, budget: Budget | None = None) -> None:
+        self.region = region
+        self._budget = budget or Budget()
+
+    def spend(self, count: int) -> None:
+        """Count ``count`` elements against the budget.
+
+        Tables and strings may be shared, so that a file of kilobytes describes gigabytes: what is built counts, not
+        what is stored.
+
+        Raises:
+            FormatError: more elements than any real model has.
+        """
+        self._budget.elements -= count
+        if self._budget.elements < 0:
+            raise self.error("it describes more elements than any real model has")
+
+    def error(self, problem: str) -> FormatError:
+        """A :class:`FormatError` that names this buffer."""
+        return FormatError(f"{self.region.source.name}: {self.region.what} is not a valid flatbuffer: {problem}.")
+
+    def unpack(self, code: str, position: int) -> int | float | bool:
+        """The scalar with the :mod:`struct` code ``code`` at ``position``."""
+        form = _STRUCTS[code]
+        try:
+            value: int | float | bool = form.unpack(self.region.read(position, form.size))[0]
+        except TruncatedError as error:
+            raise self.error(f"an offset leads to byte {position} of {self.region.size}") from error
+        return value
+
+    def integer(self, code: str, position: int) -> int:
+        """An integer at ``position``."""
+        return int(self.unpack(code, position))
+
+    def root(self) -> Table:
+        """The root table."""
+        return self.table(self.integer("I", 0))
+
+    def table(self, position: int) -> Table:
+        """The table at ``position``, its vtable checked."""
+        self.spend(1)
+        vtable = position - self.integer("i", position)
+        size = self.integer("H", vtable)
+        if size < 4 or size % 2:
+            raise self.error(f"the vtable at byte {vtable} has size {size}")
+        length = self.integer("H", vtable + 2)
+        if length < 4 or position + length > self.region.size:
+            raise self.error(f"the table at byte {position} has size {length}")
+        slots = struct.unpack(f"<{size // 2 - 2}H", self.region.read(vtable + 4, size - 4)) if size > 4 else ()
+        if any(slot >= length for slot in slots):
+            raise self.error(f"the table at byte {position} has a field outside itself")
+        return Table(self, position, slots)
+
+    def vector(self, position: int, width: int) -> Vector:
+        """The vector at ``position``, of elements of ``width`` bytes."""
+        count = self.integer("I", position)
+        if position + 4 + count * width > self.region.size:
+            raise self.error(f"the vector at byte {position} claims {count} elements of {width} bytes")
+        return Vector(self, position + 4, count, width)
+
+    def string(self, position: int) -> str:
+        """The string at ``position``; bytes that are not UTF-8 appear as backslash escapes."""
+        vector = self.vector(position, 1)
+        if vector.count > _LONGEST_STRING:
+            raise self.error(f"a string of {vector.count} bytes")
+        self.spend(1 + vector.count // _BYTES_PER_ELEMENT)
+        return vector.bytes().decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """``count`` elements of ``width`` bytes from ``start``; nothing is read until asked for."""
+
+    buffer: FlatBuffer
+    start: int
+    count: int
+    width: int
+
+    def bytes(self) -> bytes:
+        """All of it."""
+        return self.buffer.region.read(self.start, self.count * self.width)
+
+    def integers(self, code: str) -> tuple[int, ...]:
+        """The elements as integers."""
+        self.buffer.spend(self.count)
+        return struct.unpack(f"<{self.count}{code}", self.bytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table: fields are addressed by slot, the order in which the schema declares them."""
+
+    buffer: FlatBuffer
+    position: int
+    slots: tuple[int, ...]
+
+    def _at(self, slot: int) -> int:
+        offset = self.slots[slot] if slot < len(self.slots) else 0
+        return self.position + offset if offset else 0
+
+    def _follow(self, slot: int) -> int:
+        at = self._at(slot)
+        return at + self.buffer.integer("I", at) if at else 0
+
+    def integer(self, slot: int, code: str, default: int = 0) -> int:
+        """An integer field; ``default`` when absent."""
+        at = self._at(slot)
+        return self.buffer.integer(code, at) if at else default
+
+    def scalar(self, slot: int, code: str, default: int | float | bool = 0) -> int | float | bool:
+        """A scalar field of any kind; ``default`` when absent."""
+        at = self._at(slot)
+        return self.buffer.unpack(code, at) if at else default
+
+    def string(self, slot: int) -> str | None:
+        """A string field; None when absent."""
+        at = self._follow(slot)
+        return self.buffer.string(at) if at else None
+
+    def table(self, slot: int) -> Table | None:
+        """A table field; None when absent."""
+        at = self._follow(slot)
+        return self.buffer.table(at) if at else None
+
+    def vector(self, slot: int, width: int) -> Vector | None:
+        """A vector field with elements of ``width`` bytes; None when absent."""
+        at = self._follow(slot)
+        return self.buffer.vector(at, width) if at else None
+
+    def integers(self, slot: int, code: str) -> tuple[int, ...]:
+        """A vector of integers; empty when absent."""
+        vector = self.vector(slot, _STRUCTS[code].size)
+        return vector.integers(code) if vector else ()
+
+    def tables(self, slot: int) -> Iterator[Table]:
+        """A vector of tables; empty when absent."""
+        vector = self.vector(slot, 4)
+        if vector:
+            for offset in range(vector.start, vector.start + 4 * vector.count, 4):
+                yield self.buffer.table(offset + self.buffer.integer("I", offset))

@@ -1,0 +1,513 @@
+"""A read-only view of one TFLite model: subgraphs, tensors, operators, signatures, and where constants lie.
+
+Field slots are those of the TFLite schema, in the order in which it declares them. The published Python bindings
+(``tflite`` 2.18.0) predate INT2, blockwise quantization and external buffers, and misread operator codes that the
+quantizer writes into the newer field only; the schema's wire format has not changed, so it is read directly.
+
+A constant's bytes lie in one of three places:
+
+- inline, in ``Buffer.data``;
+- after the flatbuffer, at ``Buffer.offset``/``size`` relative to the start of the model (0 and 1 are sentinels);
+- in the ``TFLiteWeights`` section with the same ``model_type``, through ``Tensor.external_buffer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.data import load_mapping
+from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, escape
+from mtp_extract.io.source import Region
+from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table, Vector
+
+__all__ = [
+    "Blockwise",
+    "BufferLocation",
+    "Operator",
+    "Quantization",
+    "Signature",
+    "Subgraph",
+    "Tensor",
+    "TensorType",
+    "TfliteModel",
+    "read_model",
+]
+
+
+class TensorType(IntEnum):
+    """Element types of the TFLite schema."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    INT32 = 2
+    UINT8 = 3
+    INT64 = 4
+    STRING = 5
+    BOOL = 6
+    INT16 = 7
+    COMPLEX64 = 8
+    INT8 = 9
+    FLOAT64 = 10
+    COMPLEX128 = 11
+    UINT64 = 12
+    RESOURCE = 13
+    VARIANT = 14
+    UINT32 = 15
+    UINT16 = 16
+    INT4 = 17
+    BFLOAT16 = 18
+    INT2 = 19
+    UINT4 = 20
+    FLOAT8_E4M3FN = 21
+    FLOAT8_E5M2 = 22
+
+
+ELEMENT_BITS = MappingProxyType(
+    {
+        TensorType.FLOAT32: 32,
+        TensorType.FLOAT16: 16,
+        TensorType.INT32: 32,
+        TensorType.UINT8: 8,
+        TensorType.INT64: 64,
+        TensorType.BOOL: 8,
+        TensorType.INT16: 16,
+        TensorType.COMPLEX64: 64,
+        TensorType.INT8: 8,
+        TensorType.FLOAT64: 64,
+        TensorType.COMPLEX128: 128,
+        TensorType.UINT64: 64,
+        TensorType.UINT32: 32,
+        TensorType.UINT16: 16,
+        TensorType.INT4: 4,
+        TensorType.BFLOAT16: 16,
+        TensorType.INT2: 2,
+        TensorType.UINT4: 4,
+        TensorType.FLOAT8_E4M3FN: 8,
+        TensorType.FLOAT8_E5M2: 8,
+    }
+)
+"""Bits an element takes in a buffer. Types under 8 bits are packed, first element in the low bits."""
+
+_LARGEST_DIMENSION_PRODUCT = 1 << 40
+_LONGEST_LABEL = 90
+_COMPOSITE_OPTIONS = 21
+_DETAILS_BLOCKWISE = 2
+_DETAILS_NAMES = MappingProxyType({0: "none", 1: "custom", 2: "blockwise", 3: "multi-axis"})
+_EXTERNAL_GROUP = "tflite_weights"
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Details of blockwise quantization: the scales sit in another tensor, ``[…, blocks]``, usually FP16.
+
+    Attributes:
+        scales: index of the tensor with the scales.
+        zero_points: index of the tensor with the zero points; -1 for none.
+        block_size: elements of the last axis that share a scale.
+    """
+
+    scales: int
+    zero_points: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantization metadata of a tensor. Presence proves nothing: F32 tensors carry it too.
+
+    Attributes:
+        axis: ``quantized_dimension``, the axis the scales run along.
+        details: "none", "custom", "blockwise", "multi-axis" or "unknown (N)".
+    """
+
+    axis: int
+    details: str
+    blockwise: Blockwise | None
+    _scale: Vector | None = field(repr=False)
+    _zero_point: Vector | None = field(repr=False)
+
+    @property
+    def scale_count(self) -> int:
+        """Number of scales; 0 when there are none."""
+        return self._scale.count if self._scale else 0
+
+    @property
+    def zero_point_count(self) -> int:
+        """Number of zero points; 0 when there are none."""
+        return self._zero_point.count if self._zero_point else 0
+
+    @cached_property
+    def scale(self) -> npt.NDArray[np.float32]:
+        """Scales as stored, float32 ``[scale_count]``."""
+        return np.frombuffer(self._scale.bytes() if self._scale else b"", "<f4")
+
+    @cached_property
+    def zero_point(self) -> npt.NDArray[np.int64]:
+        """Zero points as stored, int64 ``[zero_point_count]``."""
+        return np.frombuffer(self._zero_point.bytes() if self._zero_point else b"", "<i8")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a subgraph. ``type_id`` is kept as stored: it may be one this package does not know."""
+
+    subgraph: int
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    buffer: int
+    external_buffer: int
+    quantization: Quantization | None
+    sparse: bool
+    variable: bool
+
+    @property
+    def type(self) -> TensorType | None:
+        """Element type; None for an id this package does not know."""
+        return TensorType(self.type_id) if self.type_id in TensorType._value2member_map_ else None
+
+    @property
+    def type_name(self) -> str:
+        """Name of the element type; ``unknown (N)`` for an id this package does not know."""
+        return self.type.name if self.type is not None else f"unknown ({self.type_id})"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        # Exporters put a module's whole path in front; what tells tensors apart is at the end.
+        name = self.name if len(self.name) <= _LONGEST_LABEL else f"…{self.name[-_LONGEST_LABEL:]}"
+        return f"tensor {self.index} {escape(name)!r} ({self.type_name} {list(self.shape)})"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator. ``kind`` is the builtin's name, or ``CUSTOM:code``.
+
+    Attributes:
+        inputs: tensor indices; -1 for an optional input that is absent.
+        composite: name of a STABLEHLO_COMPOSITE; None for any other operator.
+        body: subgraph with the composite's decomposition; -1 for none.
+        activation: fused activation function of the kinds that have one (0 none).
+    """
+
+    subgraph: int
+    index: int
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    composite: str | None
+    body: int
+    activation: int
+    options: Table | None = field(repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        name = f"{self.kind} {escape(self.composite)}" if self.composite is not None else escape(self.kind)
+        where = f" of subgraph {self.subgraph}" if self.subgraph else ""
+        return f"op {self.index} {name}{where}"
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A subgraph: tensors, operators in execution order, and the tensor indices of its inputs and outputs."""
+
+    index: int
+    name: str
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A signature: names of a subgraph's inputs and outputs, with their tensor indices."""
+
+    key: str
+    subgraph: int
+    inputs: MappingProxyType[str, int]
+    outputs: MappingProxyType[str, int]
+
+
+@dataclass(frozen=True)
+class BufferLocation:
+    """Where a constant's bytes lie: ``length`` bytes at ``offset`` of ``region``; ``place`` says which of the three."""
+
+    region: Region
+    offset: int
+    length: int
+    place: str
+
+    @property
+    def file_offset(self) -> int:
+        """Offset from the start of the file."""
+        return self.region.begin + self.offset
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        """``length`` bytes (to the end when None) from ``start``."""
+        return self.region.read(self.offset + start, self.length - start if length is None else length)
+
+
+@dataclass(frozen=True)
+class _ExternalBuffer:
+    group: str
+    offset: int
+    length: int
+    packing: str
+
+
+# Slot of `fused_activation_function` in the options of the operators that have one.
+_ACTIVATION_SLOT = MappingProxyType(
+    {"FULLY_CONNECTED": 0, "ADD": 0, "MUL": 0, "SUB": 0, "DIV": 0, "CONCATENATION": 1, "L2_NORMALIZATION": 0}
+)
+
+
+@dataclass(frozen=True)
+class TfliteModel:
+    """One TFLite model. ``weights`` is the TFLiteWeights section that belongs to it, if there is one."""
+
+    region: Region
+    weights: Region | None
+    description: str
+    subgraphs: tuple[Subgraph, ...]
+    signatures: tuple[Signature, ...]
+    _buffers: tuple[tuple[Vector | None, int, int], ...] = field(repr=False)
+    _external: MappingProxyType[int, _ExternalBuffer] = field(repr=False)
+
+    def signature(self, key: str) -> Signature | None:
+        """The signature called ``key``; None when there is none."""
+        return next((s for s in self.signatures if s.key == key), None)
+
+    def tensor(self, subgraph: int, index: int) -> Tensor:
+        """Tensor ``index`` of ``subgraph``."""
+        return self.subgraphs[subgraph].tensors[index]
+
+    def has_data(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` names a buffer with bytes in it."""
+        if tensor.external_buffer:
+            return True
+        data, offset, _ = self._buffers[tensor.buffer]
+        return offset > 1 or (data is not None and data.count > 0)
+
+    def locate(self, tensor: Tensor) -> BufferLocation:
+        """Where the bytes of the constant ``tensor`` lie; their number is checked against shape and type.
+
+        Raises:
+            FormatError: there are none, or not as many as the shape says.
+            TruncatedError: they lie outside the section.
+            UnsupportedError: the element type is unknown or has no fixed size, or the bytes are packed in an
+                unknown way.
+        """
+        bits = ELEMENT_BITS.get(tensor.type) if tensor.type is not None else None
+        if bits is None:
+            raise UnsupportedError(
+                f"{tensor.label} has an element type this release cannot read. Look for a newer release."
+            )
+        location = self._external_location(tensor) if tensor.external_buffer else self._own_location(tensor)
+        needed = (tensor.elements * bits + 7) // 8
+        if location.length != needed:
+            raise FormatError(
+                f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {location.length}."
+            )
+        return location
+
+    def _own_location(self, tensor: Tensor) -> BufferLocation:
+        data, offset, size = self._buffers[tensor.buffer]
+        if offset > 1:
+            if offset + size > self.region.size:
+                raise TruncatedError(
+                    f"{self.region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of "
+                    f"{self.region.what}, which has {self.region.size}. Fetch the file again."
+                )
+            return BufferLocation(self.region, offset, size, "appended")
+        return BufferLocation(self.region, data.start if data else 0, data.count if data else 0, "inline")
+
+    def _external_location(self, tensor: Tensor) -> BufferLocation:
+        external = self._external.get(tensor.external_buffer)
+        if external is None:
+            raise FormatError(
+                f"{self.region.source.name}: {tensor.label} points to external buffer {tensor.external_buffer:#x}, "
+                "which the model does not list."
+            )
+        if external.packing:
+            raise UnsupportedError(
+                f"{tensor.label} is stored with packing {escape(external.packing)!r}, which this release cannot read."
+            )
+        if external.group != _EXTERNAL_GROUP:
+            raise UnsupportedError(
+                f"{tensor.label} lies in external group {escape(external.group)!r}; only {_EXTERNAL_GROUP!r}, the "
+                "TFLiteWeights section of the bundle, can be read."
+            )
+        if self.weights is None:
+            raise FormatError(
+                f"{self.region.source.name}: {tensor.label} lies in a TFLiteWeights section with the model_type of "
+                f"{self.region.what}, and there is none. Give the whole .litertlm, not the model alone."
+            )
+        if external.offset + external.length > self.weights.size:
+            raise TruncatedError(
+                f"{self.region.source.name}: the bytes of {tensor.label} lie at {external.offset}…"
+                f"{external.offset + external.length} of {self.weights.what}, which has {self.weights.size}."
+            )
+        return BufferLocation(self.weights, external.offset, external.length, "external")
+
+
+def read_model(region: Region, weights: Region | None = None, budget: Budget | None = None) -> TfliteModel:
+    """Read the structure of the TFLite model in ``region``; no constant is read.
+
+    ``budget`` bounds the work; whoever tries many candidates lets them share one.
+
+    Raises:
+        FormatError: not a TFLite model, or one that contradicts itself.
+        TruncatedError: it leaves the region.
+    """
+    if region.size < 8 or region.read(4, 4) != b"TFL3":
+        raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
+    root = FlatBuffer(region, budget).root()
+    codes = tuple(_operator_code(table) for table in root.tables(1))
+    buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
+    subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
+    if not subgraphs:
+        raise FormatError(f"{region.source.name}: {region.what} has no subgraph.")
+    groups = tuple(table.string(0) or "" for table in root.tables(8))
+    external = {}
+    for table in root.tables(9):
+        group = table.integer(1, "I")
+        external[table.integer(0, "I")] = _ExternalBuffer(
+            groups[group] if group < len(groups) else f"(group {group} of {len(groups)})",
+            table.integer(2, "Q"),
+            table.integer(3, "Q"),
+            table.string(4) or "",
+        )
+    return TfliteModel(
+        region,
+        weights,
+        root.string(3) or "",
+        subgraphs,
+        tuple(_signature(table, subgraphs, root.buffer) for table in root.tables(7)),
+        buffers,
+        MappingProxyType(external),
+    )
+
+
+def _operator_code(table: Table) -> str:
+    # Ids up to 126 are in the old one-byte field as well; whichever writer, the larger of the two is meant.
+    code = max(table.integer(0, "b"), table.integer(3, "i"))
+    names: list[str] = load_mapping("tflite_schema")["builtin_operators"]
+    name = names[code] if 0 <= code < len(names) else f"unknown ({code})"
+    return f"CUSTOM:{table.string(1) or ''}" if name == "CUSTOM" else name
+
+
+def _subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: int) -> Subgraph:
+    tensors = tuple(_tensor(t, index, i, buffers) for i, t in enumerate(table.tables(0)))
+
+    def check(indices: tuple[int, ...], what: str) -> tuple[int, ...]:
+        for tensor in indices:
+            if not -1 <= tensor < len(tensors):
+                raise table.buffer.error(f"{what} of subgraph {index} names tensor {tensor}, and it has {len(tensors)}")
+        return indices
+
+    operators = tuple(_operators(table, index, codes, check))
+    return Subgraph(
+        index,
+        table.string(4) or "",
+        tensors,
+        operators,
+        check(table.integers(1, "i"), "the input list"),
+        check(table.integers(2, "i"), "the output list"),
+    )
+
+
+_Check = Callable[[tuple[int, ...], str], tuple[int, ...]]
+
+
+def _operators(table: Table, subgraph: int, codes: tuple[str, ...], check: _Check) -> Iterator[Operator]:
+    for index, entry in enumerate(table.tables(3)):
+        code = entry.integer(0, "I")
+        if code >= len(codes):
+            raise table.buffer.error(f"op {index} of subgraph {subgraph} has operator code {code} of {len(codes)}")
+        kind = codes[code]
+        options = entry.table(4) if entry.integer(3, "B") else None
+        composite = (
+            entry.table(12) if kind == "STABLEHLO_COMPOSITE" and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
+        )
+        slot = _ACTIVATION_SLOT.get(kind)
+        yield Operator(
+            subgraph,
+            index,
+            kind,
+            check(entry.integers(1, "i"), f"op {index}"),
+            check(entry.integers(2, "i"), f"op {index}"),
+            (composite.string(0) or "") if composite else None,
+            composite.integer(1, "i", -1) if composite else -1,
+            options.integer(slot, "b") if options and slot is not None else 0,
+            options,
+        )
+
+
+def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
+    shape = table.integers(0, "i")
+    product = 1
+    for size in shape:
+        product *= size
+        if size < 0 or product > _LARGEST_DIMENSION_PRODUCT:
+            raise table.buffer.error(f"tensor {index} of subgraph {subgraph} has shape {list(shape[:8])}")
+    buffer = table.integer(2, "I")
+    if buffer >= buffers and buffer:
+        raise table.buffer.error(f"tensor {index} of subgraph {subgraph} names buffer {buffer} of {buffers}")
+    quantization = table.table(4)
+    return Tensor(
+        subgraph,
+        index,
+        table.string(3) or "",
+        shape,
+        table.integer(1, "b"),
+        buffer,
+        table.integer(10, "I"),
+        _quantization(quantization) if quantization else None,
+        table.table(6) is not None,
+        bool(table.integer(5, "B")),
+    )
+
+
+def _quantization(table: Table) -> Quantization | None:
+    scale, zero_point = table.vector(2, 4), table.vector(3, 8)
+    kind, details = table.integer(4, "B"), table.table(5)
+    blockwise = None
+    if kind == _DETAILS_BLOCKWISE and details:
+        blockwise = Blockwise(details.integer(0, "i"), details.integer(1, "i"), details.integer(2, "i"))
+    if not (scale or zero_point or kind):
+        return None
+    name = _DETAILS_NAMES.get(kind, f"unknown ({kind})")
+    return Quantization(table.integer(6, "i"), name, blockwise, scale, zero_point)
+
+
+def _signature(table: Table, subgraphs: tuple[Subgraph, ...], buffer: FlatBuffer) -> Signature:
+    key, index = table.string(2) or "", table.integer(4, "I")
+    if index >= len(subgraphs):
+        raise buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
+
+    def names(slot: int) -> MappingProxyType[str, int]:
+        found = {}
+        for entry in table.tables(slot):
+            name, tensor = entry.string(0) or "", entry.integer(1, "I")
+            if tensor >= len(subgraphs[index].tensors):
+                raise buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
+            found[name] = tensor
+        return MappingProxyType(found)
+
+    return Signature(key, index, names(0), names(1))

@@ -1,0 +1,230 @@
+"""Controls: the same measurement with one thing broken on purpose.
+
+Each is a row of :data:`CONTROLS`: a change to the drafter, or to what it is given. A broken drafter must do
+worse. One that does as well says that the thing it breaks was broken already, or does not matter here; one that
+does better says where to look first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mtp_extract.drafter import DraftArguments, Drafter
+from mtp_extract.speculate import Agreement, Base, Interval, Proportion, Transform
+from mtp_extract.validate.acceptance.agreement import (
+    Continuations,
+    WorkloadFigures,
+    figures,
+    mean_over_texts,
+    measure_agreement,
+)
+
+__all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
+
+
+_NEGLIGIBLE = 0.05
+
+
+@dataclass(frozen=True)
+class Control:
+    """One thing broken.
+
+    Attributes:
+        name: key in the report.
+        what: what is done, in words.
+        suspect: what to look at when it scores as well as the real drafter, or better.
+        mild: why it may score as well without anything being wrong; None where it may not.
+        drafter: the changed drafter; None in place of it when there is nothing to change.
+        transform: changes each step's arguments.
+        needs_texts: texts in a batch.
+    """
+
+    name: str
+    what: str
+    suspect: str
+    drafter: Callable[[Drafter], Drafter | None] | None = None
+    transform: Transform | None = None
+    needs_texts: int = 1
+    mild: str | None = None
+
+
+@dataclass(frozen=True)
+class ControlResult:
+    """A control beside the real drafter, at the same positions.
+
+    Attributes:
+        skipped: why it was not run; then everything below is None.
+        figures: as for the real drafter.
+        difference: real less control, top-1 of the first step, over positions.
+        interval: 95 % of that, over texts, or over positions when there is one text.
+        changed: share of first drafts that the control changes.
+        standing: "clear" (below, intervals of both apart), "below" (the difference exceeds 0), "above" (it is less
+            than 0), "same" (it may be 0, and is at most 5 points), "undecided" (too few positions for any of these).
+    """
+
+    control: Control
+    skipped: str | None = None
+    figures: WorkloadFigures | None = None
+    difference: float | None = None
+    interval: Interval | None = None
+    changed: float | None = None
+    standing: str | None = None
+
+
+def _other_text(arguments: DraftArguments, step: int) -> DraftArguments:
+    # Slots stay where they are, so masks hold and nothing later than the query comes into view.
+    return dataclasses.replace(
+        arguments, shared_kv={kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in arguments.shared_kv.items()}
+    )
+
+
+def _zero_hidden(arguments: DraftArguments, step: int) -> DraftArguments:
+    return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
+
+
+def _unscaled_embedding(arguments: DraftArguments, step: int) -> DraftArguments:
+    return dataclasses.replace(arguments, embedding=arguments.embedding / arguments.embedding.shape[-1] ** 0.5)
+
+
+def _next_position(arguments: DraftArguments, step: int) -> DraftArguments:
+    return dataclasses.replace(arguments, position_ids=arguments.position_ids + 1)
+
+
+def _with_state(drafter: Drafter, changes: Mapping[str, torch.Tensor]) -> Drafter:
+    with torch.device("meta"):
+        twin = Drafter(drafter.config)
+    twin.load_state_dict({**drafter.state_dict(), **changes}, strict=True, assign=True)
+    return twin.eval().requires_grad_(False)
+
+
+def _root_of_head_dim(drafter: Drafter) -> Drafter:
+    # The q norm is the last factor before the product with K, and each layer has its own head dim.
+    state = drafter.state_dict()
+    return _with_state(
+        drafter,
+        {
+            f"layers.{i}.q_norm.weight": state[f"layers.{i}.q_norm.weight"] / layer.head_dim**0.5
+            for i, layer in enumerate(drafter.config.layers)
+        },
+    )
+
+
+def _full_rope(drafter: Drafter) -> Drafter | None:
+    config = drafter.config
+    partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.rotary_fraction < 1]
+    for kind in partial:
+        config = config.with_rope(kind, rotary_fraction=1.0)
+    return drafter.with_config(config) if partial else None
+
+
+def _unit_scalars(drafter: Drafter) -> Drafter | None:
+    scalars = {name: value for name, value in drafter.state_dict().items() if name.endswith(".layer_scalar")}
+    if all(bool((value == 1).all()) for value in scalars.values()):
+        return None
+    return _with_state(drafter, {name: torch.ones_like(value) for name, value in scalars.items()})
+
+
+CONTROLS: tuple[Control, ...] = (
+    Control(
+        "shuffled_kv",
+        "K and V of another text",
+        "the base's K and V: which layers' they are, and whether the drafter reads them at all",
+        transform=_other_text,
+        needs_texts=2,
+    ),
+    Control(
+        "zero_hidden",
+        "the base's hidden state set to zero",
+        "the base's hidden state: it must be the one after the final norm, at the position before the token",
+        transform=_zero_hidden,
+    ),
+    Control(
+        "unscaled_embedding",
+        "the embedding not multiplied by the root of the base's width",
+        "the embedding's scale, which must be the base's own times the root of its width",
+        transform=_unscaled_embedding,
+    ),
+    Control(
+        "sqrt_d_attention",
+        "attention logits divided by the root of the head dim",
+        "the scale of attention, which must be 1, or a q norm in the wrong place",
+        drafter=_root_of_head_dim,
+    ),
+    Control(
+        "full_rope",
+        "every dimension of the full layers' heads rotated",
+        "the share of the full layer's head that is rotated",
+        drafter=_full_rope,
+        mild="the dimensions it adds turn slowest, by little over short contexts; --source would settle it",
+    ),
+    Control(
+        "unit_layer_scalars",
+        "layer scalars set to 1",
+        "the layer scalars, which may be missing or in the wrong place",
+        drafter=_unit_scalars,
+    ),
+    Control(
+        "position_off_by_one",
+        "queries one position later",
+        "the query's position",
+        transform=_next_position,
+        mild="RoPE turns by little from one position to the next, and runtimes themselves differ by one",
+    ),
+)
+
+
+def run_controls(
+    base: Base,
+    drafter: Drafter,
+    continuations: Continuations,
+    real: Agreement,
+    *,
+    batch: int,
+) -> list[ControlResult]:
+    """Every control over the same positions as ``real``, with as many steps."""
+    return [_run(control, base, drafter, continuations, real, batch) for control in CONTROLS]
+
+
+def _run(
+    control: Control, base: Base, drafter: Drafter, continuations: Continuations, real: Agreement, batch: int
+) -> ControlResult:
+    changed = control.drafter(drafter) if control.drafter else drafter
+    if changed is None:
+        return ControlResult(control, skipped="nothing to change in this drafter")
+    if min(batch, len(continuations.usable)) < control.needs_texts:
+        return ControlResult(control, skipped=f"it needs {control.needs_texts} texts in a batch")
+    agreement = measure_agreement(base, changed, continuations, real.steps, batch=batch, transform=control.transform)
+    return compare(control, real, agreement)
+
+
+def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
+    """How ``broken`` stands to ``real``; both over the same positions."""
+    theirs, ours = broken.top1_at(0), real.top1_at(0)
+    aimed = real.targets[:, 0] >= 0
+    hits = [(a.drafts[:, 0] == a.targets[:, 0])[aimed].double() for a in (real, broken)]
+    gap = hits[0] - hits[1]
+    text = real.text[aimed]
+    interval = mean_over_texts(text, gap) or mean_over_texts(torch.arange(len(gap)), gap)
+    return ControlResult(
+        control,
+        figures=figures(broken),
+        difference=float(gap.mean()) if len(gap) else math.nan,
+        interval=interval,
+        changed=float((real.drafts[:, 0] != broken.drafts[:, 0]).double().mean()),
+        standing=_standing(ours, theirs, interval),
+    )
+
+
+def _standing(real: Proportion, broken: Proportion, gap: Interval | None) -> str:
+    if gap is None:
+        return "undecided"
+    if gap.low > 0:
+        return "clear" if broken.interval.high < real.interval.low else "below"
+    if gap.high < 0:
+        return "above"
+    return "same" if gap.high <= _NEGLIGIBLE else "undecided"

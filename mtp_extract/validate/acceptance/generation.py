@@ -1,0 +1,231 @@
+"""Speculative against plain greedy decoding: the same text, and what it costs.
+
+Whether the text is the same, and how many drafts are accepted, is counted over all prompts, in batches. Times
+are of a batch of one, where drafting pays, over a few prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from mtp_extract.speculate import Buffer, Generation, Options, SpeculativeGenerator, speedup
+from mtp_extract.validate.acceptance.agreement import Continuations, groups
+
+__all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
+
+
+# What the order of additions over a whole model can move a logit by, in float32.
+_FLOAT32_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a text first differs from the base's own.
+
+    Attributes:
+        prompt: index.
+        token: index among the generated tokens.
+        tie: whether the margin is within what the base's dtype can tell apart.
+        margin: logit of the base's token less that of the other, in one forward over the text. Near 0 the two
+            tie, and the shape of a matrix product decides. None where one text only ends earlier.
+    """
+
+    prompt: int
+    token: int
+    margin: float | None
+    tie: bool
+
+
+@dataclass(frozen=True)
+class DraftLengthResult:
+    """One K.
+
+    Attributes:
+        accepted, drafted, rounds: over all prompts.
+        acceptance: accepted / drafted.
+        mean_accepted_length: 1 + accepted / rounds.
+        identical_prompts: texts equal to the base's, of ``prompts``.
+        divergences: the others.
+        base_tokens_per_s, speculative_tokens_per_s: batch of one, after the first token.
+        verify_ms, draft_ms: mean of a round, batch of one.
+        buffers: of a batch of one, at their largest.
+    """
+
+    drafts: int
+    accepted: int
+    drafted: int
+    rounds: int
+    acceptance: float
+    mean_accepted_length: float
+    prompts: int
+    identical_prompts: int
+    divergences: tuple[Divergence, ...]
+    base_tokens_per_s: float
+    speculative_tokens_per_s: float
+    verify_ms: float
+    draft_ms: float
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every text is the base's."""
+        return self.identical_prompts == self.prompts
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """All K.
+
+    Attributes:
+        timed: prompts behind the times.
+        base_ms: one forward of the base over one token.
+        best_drafts: the K worth drafting by the arithmetic, from measured acceptance and cost.
+        predicted_speedup: at that K.
+    """
+
+    lengths: tuple[DraftLengthResult, ...]
+    timed: int
+    base_ms: float
+    best_drafts: int
+    predicted_speedup: float
+
+
+def measure_generation(
+    generator: SpeculativeGenerator,
+    continuations: Continuations,
+    lengths: Sequence[int],
+    conditional: Sequence[float],
+    *,
+    new_tokens: int,
+    batch: int,
+    timed: int,
+) -> GenerationResult:
+    """Generate with every K of ``lengths``.
+
+    Args:
+        generator: base, drafter, tokenizer.
+        continuations: what the base alone wrote; texts must equal these.
+        lengths: values of K.
+        conditional: acceptance by step, for the arithmetic.
+        new_tokens: as the continuations were made with.
+        batch: prompts at a time.
+        timed: how many prompts to time, spread over the workloads.
+    """
+    chosen = _spread(continuations, timed)
+    prompts = [continuations.texts[index].tokens[: continuations.texts[index].prompt_length] for index in chosen]
+
+    def one(index: int, drafts: int) -> Generation:
+        return generator.generate_batch([prompts[index]], Options(max_new_tokens=new_tokens, drafts=drafts))[0]
+
+    one(0, max(lengths))  # Kernels are chosen and memory is taken in the first call.
+    plain = [one(index, 0) for index in range(len(prompts))]
+    results = []
+    for drafts in lengths:
+        together = _all(generator, continuations, drafts, new_tokens, batch)
+        alone = [one(index, drafts) for index in range(len(prompts))]
+        wrong = [
+            _divergence(generator, continuations, index, result.tokens)
+            for index, result in together
+            if result.tokens != _own(continuations, index)
+        ]
+        # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
+        wrong += [
+            _divergence(generator, continuations, index, fast.tokens)
+            for index, fast, slow in zip(chosen, alone, plain, strict=True)
+            if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
+        ]
+        rounds = [r for _, result in together for r in result.rounds if r.drafted]
+        timed_rounds = [r for result in alone for r in result.rounds if r.drafted]
+        accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
+        results.append(
+            DraftLengthResult(
+                drafts=drafts,
+                accepted=accepted,
+                drafted=drafted,
+                rounds=len(rounds),
+                acceptance=accepted / drafted if drafted else float("nan"),
+                mean_accepted_length=1 + accepted / len(rounds) if rounds else float("nan"),
+                prompts=len(together),
+                identical_prompts=len(together) - len(wrong),
+                divergences=tuple(wrong),
+                base_tokens_per_s=_rate(plain),
+                speculative_tokens_per_s=_rate(alone),
+                verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else float("nan"),
+                draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else float("nan"),
+                buffers=max(alone, key=lambda g: sum(b.nbytes for b in g.buffers)).buffers,
+            )
+        )
+    base_rounds = [r.verify_ms for result in plain for r in result.rounds]
+    base_ms = fmean(base_rounds) if base_rounds else float("nan")
+    best, gain = _best(results, conditional, base_ms)
+    return GenerationResult(tuple(results), len(chosen), base_ms, best, gain)
+
+
+def _own(continuations: Continuations, index: int) -> tuple[int, ...]:
+    text = continuations.texts[index]
+    return text.tokens[text.prompt_length :]
+
+
+def _spread(continuations: Continuations, count: int) -> list[int]:
+    """Indices of ``count`` prompts, the workloads in turn, those that leave something to draft first."""
+    queues = [
+        sorted(continuations.of_workload(name), key=lambda i: not continuations.texts[i].anchors)
+        for name in continuations.workloads
+    ]
+    order = [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
+    return order[:count]
+
+
+def _all(
+    generator: SpeculativeGenerator, continuations: Continuations, drafts: int, new_tokens: int, batch: int
+) -> list[tuple[int, Generation]]:
+    found = []
+    for group in groups([text.prompt_length for text in continuations.texts], batch):
+        prompts = [continuations.texts[i].tokens[: continuations.texts[i].prompt_length] for i in group]
+        results = generator.generate_batch(prompts, Options(max_new_tokens=new_tokens, drafts=drafts))
+        found += list(zip(group, results, strict=True))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+@torch.inference_mode()
+def _divergence(
+    generator: SpeculativeGenerator, continuations: Continuations, prompt: int, found: tuple[int, ...]
+) -> Divergence:
+    """Where ``found`` leaves the base's own text, and how near the two tokens were there."""
+    text, own = continuations.texts[prompt], _own(continuations, prompt)
+    at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
+    if at is None:
+        return Divergence(prompt, min(len(own), len(found)), None, False)
+    base = generator.base
+    before = torch.tensor([text.tokens[: text.prompt_length + at]], device=base.device)
+    logits = base.logits(base.full_pass(before).hidden[:, -1])[0]
+    margin = float(logits[own[at]] - logits[found[at]])
+    # Two roundings of the head's result, at the size these logits have.
+    coarse = torch.finfo(generator.base.model.get_input_embeddings().weight.dtype).eps
+    resolution = 2 * coarse * float(logits[[own[at], found[at]]].abs().max())
+    return Divergence(prompt, at, margin, abs(margin) <= max(resolution, _FLOAT32_TIE))
+
+
+def _rate(results: Sequence[Generation]) -> float:
+    """Tokens after the first, per second, over several texts."""
+    milliseconds = sum(r.draft_ms + r.verify_ms for r in results)
+    return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else float("nan")
+
+
+def _best(results: Sequence[DraftLengthResult], conditional: Sequence[float], base_ms: float) -> tuple[int, float]:
+    """The K with the greatest speedup by the arithmetic, of 0 and those measured; each with its own cost."""
+    gains = {0: 1.0}
+    for result in results:
+        if result.draft_ms == result.draft_ms:
+            gains[result.drafts] = speedup(
+                conditional[: result.drafts],
+                draft_cost=result.draft_ms / result.drafts,
+                verify_cost=base_ms,
+                verify_cost_per_draft=(result.verify_ms - base_ms) / result.drafts,
+            )
+    best = max(gains, key=lambda drafts: (gains[drafts], -drafts))
+    return best, gains[best]

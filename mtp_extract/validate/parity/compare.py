@@ -1,0 +1,327 @@
+"""Parity: the drafter section under Google's interpreter, and the checkpoint under the reference, on the same inputs.
+
+Two figures. *Float* is the checkpoint as it is; what separates it from the interpreter is the interpreter's own
+rounding of activations, up to a few hundredths of the logits' range. *Emulated* repeats that rounding
+(:mod:`~mtp_extract.validate.parity.emulation`) and takes the file's precision for tensors that the checkpoint holds
+rounded; what is left then is the order of float additions. A weight in the wrong place, a missing scalar, a
+transposed cache show at once, and the table of roles shows where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.drafter import Drafter
+from mtp_extract.errors import PairError
+from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
+from mtp_extract.validate.parity.emulation import (
+    Emulation,
+    Followed,
+    Guide,
+    Operand,
+    Restored,
+    Scheme,
+    attention_schemes,
+    restore,
+    schemes,
+)
+from mtp_extract.validate.parity.interface import Interface, read_interface
+from mtp_extract.validate.parity.oracle import Kernels, Oracle, OracleRun
+
+__all__ = ["EMULATED_BOUND", "Comparison", "Parity", "RoleParity", "check_geometry", "measure_parity"]
+
+Floats = NDArray[np.float32]
+
+EMULATED_BOUND = 1e-3
+"""Largest difference of emulated logits, as a share of their range, that counts as the same function."""
+
+_TOP = 5
+_SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences over all samples. ``range`` is the interpreter's largest output less its smallest, per sample.
+
+    Attributes:
+        n: samples.
+        max_abs: largest absolute difference.
+        max_of_range: largest difference as a share of the sample's range.
+        relative: largest ‖difference‖ / ‖interpreter's‖.
+        cosine: smallest cosine.
+        top1: share of samples with the same largest entry.
+        top5: mean share of the five largest entries in common.
+    """
+
+    n: int
+    max_abs: float
+    max_of_range: float
+    relative: float
+    cosine: float
+    top1: float
+    top5: float
+
+
+@dataclass(frozen=True)
+class RoleParity:
+    """One operator of the graph against the reference's value at the same place."""
+
+    role: str
+    float: Comparison
+    emulated: Comparison
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result.
+
+    Attributes:
+        kernels: the interpreter's.
+        float, emulated: of the logits.
+        emulated_alone: emulated, each value rounded by itself even where the last bit of a sum decides.
+        float_projected, emulated_projected: of the projected state.
+        roles: in order of execution, for every operator whose result could be read.
+        kinds: how many matrices the graph multiplies in which way.
+        rounded_attention: whether the graph computes attention in integers too.
+        followed: values rounded as the interpreter did, of all rounded.
+        weights: how the checkpoint's tensors compare with the file's.
+        cases: where the samples are from.
+    """
+
+    kernels: str
+    float: Comparison
+    emulated: Comparison
+    emulated_alone: Comparison
+    float_projected: Comparison
+    emulated_projected: Comparison
+    roles: tuple[RoleParity, ...]
+    kinds: Mapping[str, int]
+    rounded_attention: bool
+    followed: Followed
+    weights: Restored
+    cases: tuple[str, ...]
+
+    @property
+    def proven(self) -> bool:
+        """Emulated logits and state within :data:`EMULATED_BOUND`, and every largest logit the same."""
+        return (
+            self.emulated.max_of_range <= EMULATED_BOUND
+            and self.emulated_projected.max_of_range <= EMULATED_BOUND
+            and self.emulated.top1 == 1.0
+        )
+
+    @property
+    def first_apart(self) -> str | None:
+        """The first role, in order of execution, that is further apart under emulation than the bound."""
+        return next((r.role for r in self.roles if not r.emulated.max_of_range <= EMULATED_BOUND), None)
+
+
+@dataclass(frozen=True)
+class _Run:
+    logits: Floats
+    projected: Floats
+    watched: Mapping[str, Floats]
+
+
+def measure_parity(
+    drafter: Drafter,
+    source: SourceDrafter,
+    *,
+    cases: Callable[[Interface], Sequence[Case]] | None = None,
+    samples: int = _SAMPLES,
+    seed: int = 0,
+    kernels: Kernels = Kernels.XNNPACK,
+) -> Parity:
+    """Compare ``drafter`` with the interpreter on ``samples`` random cases, and on ``cases`` besides.
+
+    Args:
+        drafter: what was extracted, on the CPU.
+        source: the file it came from, open.
+        cases: more cases, given the interface: those from a base model.
+        samples: random ones.
+        seed: of the random ones.
+        kernels: the interpreter's.
+
+    Raises:
+        PairError: the file holds a drafter of another shape.
+        UnsupportedError: the interpreter cannot run the file.
+    """
+    check_geometry(drafter, source)
+    interface = read_interface(source)
+    chosen = random_cases(drafter.config, interface, samples, seed)
+    chosen += list(cases(interface)) if cases else []
+    restored, weights = restore(drafter, source)
+    plan = schemes(source)
+    plain = drafter.with_config(drafter.config).float()
+    attention = attention_schemes(source)
+    alone, guided = (Emulation(restored, plan, attention, kernels) for _ in range(2))
+    models = {"float": plain, "alone": alone.drafter, "emulated": guided.drafter}
+    oracle = Oracle(source, kernels)
+    ours: dict[str, list[_Run]] = {name: [] for name in models}
+    theirs: list[OracleRun] = []
+    for case in chosen:
+        theirs.append(oracle.run(signature_inputs(case, interface)))
+        guided.follow(_guide(theirs[-1], plan))
+        for name, model in models.items():
+            arguments = reference_arguments(case, drafter.config, interface, as_stored=name != "float")
+            ours[name].append(_reference(model, arguments, theirs[-1].watched))
+
+    def compare(name: str, pick: Callable[[Any], Floats]) -> Comparison:
+        return _compare([pick(run) for run in ours[name]], [pick(run) for run in theirs])
+
+    return Parity(
+        kernels=kernels.value,
+        float=compare("float", lambda run: run.logits),
+        emulated=compare("emulated", lambda run: run.logits),
+        emulated_alone=compare("alone", lambda run: run.logits),
+        float_projected=compare("float", lambda run: run.projected),
+        emulated_projected=compare("emulated", lambda run: run.projected),
+        roles=tuple(
+            RoleParity(role, compare("float", _watched(role)), compare("emulated", _watched(role)))
+            for role in _in_order(theirs[0].watched)
+        ),
+        kinds=dict(Counter(scheme.kind for scheme in plan.values())),
+        rounded_attention=bool(attention),
+        followed=guided.followed,
+        weights=weights,
+        cases=tuple(case.label for case in chosen),
+    )
+
+
+def _guide(run: OracleRun, plan: Mapping[str, Scheme]) -> Guide:
+    def tensor(values: Floats | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values)
+
+    return Guide(
+        {role: Operand(tensor(run.operands.get(role)), tensor(run.watched.get(role))) for role in plan},
+        {layer: tuple(tensor(end) for end in ends) for layer, ends in run.products.items()},
+    )
+
+
+def _watched(role: str) -> Callable[[Any], Floats]:
+    def pick(run: Any) -> Floats:
+        found: Floats = run.watched[role]
+        return found
+
+    return pick
+
+
+def check_geometry(drafter: Drafter, source: SourceDrafter) -> None:
+    """Check that the checkpoint has the shape of the file's drafter.
+
+    Raises:
+        PairError: a size, a layer type or the soft cap differs.
+    """
+    geometry, config = source.geometry, drafter.config
+    expected: dict[str, Any] = {
+        "hidden size": geometry.hidden_size,
+        "backbone width": geometry.backbone_hidden_size,
+        "feed-forward width": geometry.intermediate_size,
+        "vocabulary": geometry.vocab_size,
+        "heads": geometry.num_heads,
+        "layer types": list(geometry.layer_types),
+        "head dims": list(geometry.head_dims),
+        "KV heads": list(geometry.num_kv_heads),
+    }
+    found: dict[str, Any] = {
+        "hidden size": config.hidden_size,
+        "backbone width": config.backbone_hidden_size,
+        "feed-forward width": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+        "heads": config.num_heads,
+        "layer types": [layer.layer_type for layer in config.layers],
+        "head dims": [layer.head_dim for layer in config.layers],
+        "KV heads": [layer.num_kv_heads for layer in config.layers],
+    }
+    if wrong := [f"{what} {expected[what]}, found {found[what]}" for what in expected if expected[what] != found[what]]:
+        raise PairError(
+            f"expected the drafter of {source.model.region.source.name}: {'; '.join(wrong)}; give the file that the "
+            "checkpoint was extracted from"
+        )
+
+
+@torch.inference_mode()
+def _reference(model: Drafter, arguments: Iterable[Any], roles: Iterable[str]) -> _Run:
+    """One call of the reference, with the values the interpreter shows."""
+    watched: dict[str, Floats] = {}
+
+    def keep(role: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            watched[role] = output.float().numpy().reshape(-1)
+
+        return hook
+
+    # The scalar's operator gives the output of the whole layer.
+    handles = [
+        model.get_submodule(role.removesuffix(".layer_scalar")).register_forward_hook(keep(role)) for role in roles
+    ]
+    try:
+        logits, projected = model(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _Run(logits.float().numpy().reshape(-1), projected.float().numpy().reshape(-1), watched)
+
+
+_PARTS = (
+    *("pre_attention_norm", "q_proj", "q_norm", "o_proj", "post_attention_norm"),
+    *("pre_ffw_norm", "gate_proj", "up_proj", "down_proj", "post_ffw_norm", "layer_scalar"),
+)
+_AROUND = {"pre_projection": -1, "final_norm": 1 << 20, "lm_head": (1 << 20) + 1, "post_projection": (1 << 20) + 2}
+
+
+def _in_order(roles: Iterable[str]) -> list[str]:
+    def key(role: str) -> tuple[int, int]:
+        if role in _AROUND:
+            return _AROUND[role], 0
+        _, layer, part = role.split(".")
+        return int(layer), _PARTS.index(part)
+
+    return sorted(roles, key=key)
+
+
+@np.errstate(all="ignore")
+def _compare(ours: Sequence[Floats], theirs: Sequence[Floats]) -> Comparison:
+    """Sample by sample; a value that is not finite makes every figure say so."""
+    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(ours, theirs, strict=True)]
+    absolute = [float(np.abs(a - b).max()) for a, b in pairs]
+    return Comparison(
+        n=len(pairs),
+        max_abs=_largest(absolute),
+        max_of_range=_largest(_ratio(d, float(b.max() - b.min())) for d, (_, b) in zip(absolute, pairs, strict=True)),
+        relative=_largest(_ratio(float(np.linalg.norm(a - b)), float(np.linalg.norm(b))) for a, b in pairs),
+        cosine=-_largest(-_cosine(a, b) for a, b in pairs),
+        top1=float(np.mean([a.argmax() == b.argmax() for a, b in pairs])),
+        top5=float(np.mean([_top5_in_common(a, b) for a, b in pairs])),
+    )
+
+
+def _largest(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.nan if any(math.isnan(value) for value in listed) else max(listed)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (0.0 if part == 0 else math.inf)
+
+
+def _cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    # Two zero vectors are the same; one zero vector is like nothing.
+    return float(a @ b) / lengths if lengths else float(not a.any() and not b.any())
+
+
+def _top5_in_common(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    count = min(_TOP, a.size)
+    best = [set(np.argpartition(-x, count - 1)[:count].tolist()) for x in (a, b)]
+    return len(best[0] & best[1]) / count

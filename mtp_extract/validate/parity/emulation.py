@@ -1,0 +1,354 @@
+"""The reference drafter, computing what the interpreter computes, rounding included.
+
+Every matrix of the graph is one of three kinds, and the graph says which:
+
+======== ==================================== =====================================================
+kind     in the graph                         arithmetic
+======== ==================================== =====================================================
+float    float weights, or integers that a    as in the reference
+         DEQUANTIZE turns back before the op
+dynamic  float activations, integer weights   each row of activations is quantized to INT8 by its
+                                              own range, multiplied in integers, scaled back
+static   INT8 or INT16 activations            input and output are rounded to recorded scales
+======== ==================================== =====================================================
+
+How a row is quantized in the dynamic kind depends on the kernels; both were found by trying, and reproduce the
+interpreter (ai-edge-litert 2.3.0) to 3e-7 of the logits' range:
+
+- XNNPACK (the default): asymmetric. The row's range, widened to include 0, is spread over the codes -128 … 127.
+- the interpreter's own kernels: symmetric, scale max|x| / 127, codes -127 … 127.
+
+Rounding is to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.drafter import Drafter
+from mtp_extract.drafter.mtp import KV, Layer, rotate
+from mtp_extract.errors import PairError, UnsupportedError
+from mtp_extract.graph import Activation, FoundRole
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.validate.parity.interface import codes_of
+from mtp_extract.validate.parity.oracle import Kernels, Reading, attention_products, readings
+
+__all__ = [
+    "AttentionScheme",
+    "Emulation",
+    "Followed",
+    "Guide",
+    "Operand",
+    "Restored",
+    "Scheme",
+    "attention_schemes",
+    "quantize_rows",
+    "restore",
+    "schemes",
+]
+
+_BITS = {"int8": 8, "int16": 16}
+# How near a value must lie to the interpreter's rounding, in steps, for that rounding to be followed.
+_NEAR = 1 / 200
+# The greatest relative change that rounding to BF16, the coarsest dtype of a checkpoint, can make.
+_BF16_ROUNDING = 2.0**-8
+_FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one matrix is multiplied.
+
+    Attributes:
+        kind: "float", "dynamic" or "static".
+        input, output: recorded scales, for static.
+    """
+
+    kind: str
+    input: Activation | None
+    output: Activation | None
+
+
+def schemes(source: SourceDrafter) -> dict[str, Scheme]:
+    """Role of each matrix → how the graph multiplies by it.
+
+    Raises:
+        UnsupportedError: it cannot be told which operator multiplies by an integer matrix.
+    """
+    read = readings(source)
+    return {
+        role.role: Scheme(_kind(source, role, read.get(role.role)), role.input, role.output)
+        for role in source.walk.roles
+        if len(role.shape) == 2
+    }
+
+
+def _kind(source: SourceDrafter, role: FoundRole, reading: Reading | None) -> str:
+    if role.input is not None:
+        return "static"
+    if role.tensor is None or role.tensor.type in _FLOATS:
+        return "float"
+    if reading is None:
+        raise UnsupportedError(
+            f"{source.model.region.source.name}: {role.role}: its constant is read by several operators, and which is "
+            "whose cannot be told; this release does not emulate that."
+        )
+    return "float" if reading.node.operand(1).tensor.type in _FLOATS else "dynamic"
+
+
+@dataclass(frozen=True)
+class AttentionScheme:
+    """Recorded scales of one layer's attention: of the queries, of Q·K, of the probabilities, and of P·V."""
+
+    queries: Activation
+    scores: Activation
+    probabilities: Activation
+    mixed: Activation
+
+
+def attention_schemes(source: SourceDrafter) -> dict[str, AttentionScheme]:
+    """Layer → how its attention is rounded; empty where the graph computes it in float.
+
+    Raises:
+        UnsupportedError: it rounds in a way that is not emulated.
+    """
+    found = {}
+    for layer, (scores, mixed) in attention_products(source).items():
+        ends = [codes_of(v.tensor) for v in (scores.operand(0), scores.outputs[0], mixed.operand(0), mixed.outputs[0])]
+        known = [Activation(np.dtype(c.dtype).name, c.scale, c.zero_point) for c in ends if c is not None]
+        if len(known) != len(ends):
+            raise UnsupportedError(
+                f"{source.model.region.source.name}: {layer}: attention multiplies floats into integers; this "
+                "release does not emulate that."
+            )
+        found[layer] = AttentionScheme(*known)
+    return found
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What the interpreter had at one matrix, as float32: its operand and its result, None where not readable."""
+
+    input: Tensor | None
+    output: Tensor | None
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the interpreter had in one call: role of a matrix → its ends; layer → the four ends of its attention."""
+
+    matrices: Mapping[str, Operand]
+    products: Mapping[str, tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How the checkpoint's tensors compare with the file's. Roles, in the order of the graph.
+
+    Attributes:
+        exact: equal.
+        rounded: equal once rounded to a dtype as coarse as BF16.
+        different: neither.
+    """
+
+    exact: tuple[str, ...]
+    rounded: tuple[str, ...]
+    different: tuple[str, ...]
+
+
+def restore(drafter: Drafter, source: SourceDrafter) -> tuple[Drafter, Restored]:
+    """A float32 copy of ``drafter`` whose rounded tensors have the file's precision back.
+
+    A tensor that is not the file's, not even rounded, is left as the checkpoint has it: parity then shows what
+    difference it makes.
+
+    Raises:
+        PairError: the checkpoint has other roles or other shapes than the file's drafter.
+    """
+    state = {path: tensor.float() for path, tensor in drafter.state_dict().items()}
+    paths = {path.removesuffix(".weight"): path for path in state}
+    found: dict[str, list[str]] = {"exact": [], "rounded": [], "different": []}
+    for role in source.walk.roles:
+        path = paths.get(role.role)
+        if path is None or tuple(state[path].shape) != role.shape:
+            have = list(state[path].shape) if path else "nothing of that name"
+            raise PairError(
+                f"{role.role}: expected {list(role.shape)}, as in {source.model.region.source.name}, found {have} in "
+                "the checkpoint; give the file that the checkpoint was extracted from"
+            )
+        if role.tensor is None:
+            stored = torch.ones(role.shape)
+        else:
+            values = QuantizedTensor.of(source.model, role.tensor).dequantize()
+            # A vector of equal numbers may be stored as one.
+            filled = np.broadcast_to(values.reshape(-1 if values.size == 1 else role.shape), role.shape)
+            stored = torch.from_numpy(np.array(filled)) / role.factor
+        ours = state[path].cpu()
+        if torch.equal(ours, stored):
+            kind = "exact"
+        elif bool(((ours - stored).abs() <= stored.abs() * _BF16_ROUNDING).all()):
+            kind = "rounded"
+            state[path] = stored
+        else:
+            kind = "different"
+        found[kind].append(role.role)
+    with torch.device("meta"):
+        twin = Drafter(drafter.config)
+    twin.load_state_dict(state, strict=True, assign=True)
+    return twin.eval().requires_grad_(False), Restored(*(tuple(found[kind]) for kind in found))
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Rounding taken over from the interpreter: ``codes`` of the ``of`` that were computed."""
+
+    codes: int
+    of: int
+
+
+class Emulation:
+    """A copy of a drafter (float32, CPU) that multiplies as the graph does.
+
+    Float additions in another order move a value by its last bit, and where it lies between two codes, that
+    decides which one it becomes: a step of 1/255 of a row. A drafter rounds tens of thousands of values a
+    call, so a few differ in every call. With :meth:`follow`, a value is rounded to the interpreter's code
+    where ours lies within ``1/200`` of a step of rounding so too; everywhere else it is rounded by itself.
+
+    Args:
+        drafter: float32, on the CPU.
+        plan: role → how it is multiplied.
+        attention: layer → how its attention is rounded.
+        kernels: whose way of quantizing rows.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        plan: Mapping[str, Scheme],
+        attention: Mapping[str, AttentionScheme],
+        kernels: Kernels = Kernels.XNNPACK,
+    ) -> None:
+        self.drafter = drafter.with_config(drafter.config).requires_grad_(False)
+        self._kernels = kernels
+        self._guide = Guide({}, {})
+        self._counts = [0, 0]
+        for role, scheme in plan.items():
+            module = self.drafter.get_submodule(role)
+            if scheme.kind == "dynamic":
+                module.register_forward_pre_hook(self._row_hook(role))
+            elif scheme.input is not None:
+                module.register_forward_pre_hook(self._input_hook(role, scheme.input))
+                if scheme.output is not None:
+                    module.register_forward_hook(self._output_hook(role, scheme.output))
+        for name, rounding in attention.items():
+            layer = self.drafter.get_submodule(name)
+            if not isinstance(layer, Layer):
+                raise TypeError(f"{name} is not a layer")
+            layer.attention = self._attention(name, layer, rounding)  # type: ignore[assignment, method-assign]
+
+    def follow(self, guide: Guide) -> None:
+        """In the next calls, settle rounding by what the interpreter had."""
+        self._guide = guide
+
+    @property
+    def followed(self) -> Followed:
+        """How often that happened so far."""
+        return Followed(*self._counts)
+
+    def _row_hook(self, role: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            ours = inputs[0]
+            rounded = quantize_rows(ours, self._kernels)
+            if (known := self._guide.matrices.get(role)) is None or known.input is None:
+                return (rounded,)
+            theirs = known.input.reshape(ours.shape)
+            span = ours.amax(-1, keepdim=True).clamp(min=0) - ours.amin(-1, keepdim=True).clamp(max=0)
+            near = ((theirs - ours).abs() <= span / 255 * _NEAR).all(-1, keepdim=True)
+            settled = torch.where(near, quantize_rows(theirs, self._kernels), rounded)
+            # Taking over a row also takes over its scale, which moves by a last bit; count what moved by a code.
+            self._count((settled - rounded).abs() > span / 255 / 2)
+            return (settled,)
+
+        return hook
+
+    def _input_hook(
+        self, role: str, activation: Activation
+    ) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            known = self._guide.matrices.get(role)
+            return (self._round(inputs[0], activation, known.input if known else None, 0.5 + _NEAR),)
+
+        return hook
+
+    def _output_hook(
+        self, role: str, activation: Activation
+    ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        # INT16 products are scaled back by multipliers of 16 bits, which can be off by a step or two.
+        near = 0.5 + _NEAR if _BITS[activation.type] == 8 else 2.5
+
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            known = self._guide.matrices.get(role)
+            return self._round(output, activation, known.output if known else None, near)
+
+        return hook
+
+    def _attention(
+        self, name: str, layer: Layer, scheme: AttentionScheme
+    ) -> Callable[[Tensor, KV, Tensor, Tensor | None], Tensor]:
+        """The layer's attention, with its four roundings; batch and queries of one."""
+
+        def attention(x: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+            k, v = kv  # [1, Hkv, S, D]
+            dim, heads = layer.layer.head_dim, layer.layer.num_kv_heads
+            theirs = self._guide.products.get(name) or (None,) * 4
+            q = layer.q_norm(layer.q_proj(x).view(1, 1, -1, dim))
+            q = rotate(q, position_ids, layer.layer.rope).view(1, heads, -1, dim)  # [1, Hkv, G, D]
+            q = self._round(q, scheme.queries, theirs[0], 0.5 + _NEAR)
+            seen = None if theirs[1] is None else theirs[1][..., : k.shape[2]]
+            scores = self._round(q @ k.transpose(2, 3), scheme.scores, seen, 0.5 + _NEAR)  # [1, Hkv, G, S]
+            scores = scores * layer.config.attention_scale
+            if mask is not None:
+                scores = scores.masked_fill(~mask[:, None], torch.finfo(torch.float32).min)
+            seen = None if theirs[2] is None else theirs[2][..., : k.shape[2]]
+            weights = self._round(scores.softmax(-1), scheme.probabilities, seen, 0.5 + _NEAR)
+            mixed = self._round(weights @ v, scheme.mixed, theirs[3], 0.5 + _NEAR)
+            out: Tensor = layer.o_proj(mixed.reshape(1, 1, -1))
+            return out
+
+        return attention
+
+    def _round(self, x: Tensor, activation: Activation, theirs: Tensor | None, near: float) -> Tensor:
+        limit = 1 << (_BITS[activation.type] - 1)
+        steps = (x / activation.scale + activation.zero_point).clamp(-limit, limit - 1)
+        codes = ((x / activation.scale).round() + activation.zero_point).clamp(-limit, limit - 1)
+        if theirs is not None:
+            known = (theirs.reshape(x.shape) / activation.scale).round() + activation.zero_point
+            settled = torch.where((steps - known).abs() <= near, known, codes)
+            self._count(settled != codes)
+            codes = settled
+        return (codes - activation.zero_point) * activation.scale
+
+    def _count(self, moved: Tensor) -> None:
+        self._counts[0] += int(moved.sum())
+        self._counts[1] += moved.numel()
+
+
+def quantize_rows(x: Tensor, kernels: Kernels) -> Tensor:
+    """``x`` [..., width] as it comes back from INT8, each row quantized by its own range."""
+    if kernels is Kernels.BUILTIN:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        scale = torch.where(scale == 0, 1.0, scale)
+        return (x / scale).round().clamp(-127, 127) * scale
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    high = x.amax(-1, keepdim=True).clamp(min=0)
+    per_unit = torch.where(low == high, 1.0, 255.0 / (high - low))
+    zero_point = (-128 - low * per_unit).clamp(-128, 127).round()
+    codes = ((x * per_unit).round() + zero_point).clamp(-128, 127)
+    return (codes - zero_point) / per_unit

@@ -1,0 +1,216 @@
+"""Writing: the safetensors format, conversions, determinism, atomicity, modes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.variant_files import variant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from mtp_extract import extract
+from mtp_extract.checkpoint.crc import combine_crc32
+from mtp_extract.checkpoint.safetensors_file import check_safetensors, read_header, write_safetensors
+from mtp_extract.checkpoint.staging import staged_directory
+from mtp_extract.checkpoint.tensors import DTYPES, plan_array
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_crc_of_parts_is_crc_of_the_whole(first: bytes, second: bytes) -> None:
+    assert combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_bf16_rounds_as_torch_does(bits: list[int]) -> None:
+    import torch
+
+    values = np.array(bits, np.uint32).view(np.float32)
+    values[~np.isfinite(values)] = 0
+    ours = np.asarray(DTYPES["bf16"].convert(values.copy(), "t"))
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_f16_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(UnsupportedError, match="float16"):
+        DTYPES["f16"].convert(np.array([1.0, 70000.0], np.float32), "some.weight")
+
+
+def test_golden_file(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "f", [plan_array("a", np.array([1.0, -2.0], np.float32))], {"format": "pt"})
+    header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    header += b" " * (-len(header) % 8)
+    assert (tmp_path / "f").read_bytes() == len(header).to_bytes(8, "little") + header + bytes.fromhex(
+        "0000803f000000c0"
+    )
+
+
+def test_the_safetensors_package_reads_what_was_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x.weight": rng.random((3, 5), np.float32),
+        "n": np.arange(7, dtype=np.int64),
+        "empty": np.empty((0, 4), np.float32),
+        "scalar": np.float32(3).reshape(()),
+    }
+    path = tmp_path / "model.safetensors"
+    crcs = write_safetensors(path, [plan_array(n, a) for n, a in arrays.items()], {"format": "pt", "b": "ü", "a": "1"})
+    loaded = load_file(path)
+    assert set(loaded) == set(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array)
+        assert loaded[name].shape == array.shape
+        assert crcs[name] == f"{zlib.crc32(array.tobytes()):08x}"
+    with safe_open(path, "np") as file:
+        assert file.metadata() == {"format": "pt", "b": "ü", "a": "1"}
+    assert check_safetensors(path, read_header(path)) == crcs
+
+
+@pytest.mark.parametrize("damage", ["cut", "grown", "header", "offsets", "length"])
+def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "f"
+    write_safetensors(path, [plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32))], {})
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": data[:-1],
+            "grown": data + b"\0",
+            "header": data[:8] + b"[" + data[9:],
+            "offsets": data.replace(b"[16,32]", b"[12,28]"),
+            "length": (1 << 60).to_bytes(8, "little") + data[8:],
+        }[damage]
+    )
+    with pytest.raises(CheckpointError):
+        read_header(path)
+
+
+def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+
+    def failing_disk(fd: int, data: bytes, offset: int) -> int:
+        damaged = bytearray(data)
+        if offset > 1000:
+            damaged[0] ^= 1
+        return real(fd, damaged, offset)
+
+    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.pwrite", failing_disk)
+    with pytest.raises(OutputError, match="reads back differently"):
+        extract(variant("torch_int2"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format_", ["transformers", "litert"])
+def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, format_: str) -> None:
+    first, second = tmp_path / "a", tmp_path / "elsewhere" / "b"
+    for out in (first, second):
+        extract(sample, out, format=format_, codes=True)
+    assert {p.name for p in first.iterdir()} == {p.name for p in second.iterdir()}
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_segments_do_not_show_in_the_result(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extract(sample, tmp_path / "whole", dtype="f32", codes=True)
+    monkeypatch.setattr("mtp_extract.checkpoint.tensors.SEGMENT_ELEMENTS", 1000)
+    monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 300)
+    extract(sample, tmp_path / "cut", dtype="f32", codes=True)
+    for name in ("model.safetensors", "codes.safetensors", "extraction.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
+
+
+def test_output_follows_the_umask(sample: Path, tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        extract(sample, tmp_path / "out")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_cannot_reserve(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refusing(fd: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    extract(sample, tmp_path / "reserved")
+    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", refusing)
+    extract(sample, tmp_path / "grown")
+    first, second = (tmp_path / name / "model.safetensors" for name in ("reserved", "grown"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", full)
+    with pytest.raises(OutputError, match="No space left"):
+        extract(sample, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_staging_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), staged_directory(tmp_path / "out", overwrite=False) as stage:
+        (stage / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_output(sample: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    extract(sample, out)  # an empty directory is as good as none
+    with pytest.raises(OutputError, match="--overwrite"):
+        extract(sample, out)
+    extract(sample, out, dtype="f32", overwrite=True)
+    assert json.loads((out / "extraction.json").read_text())["dtype"] == "f32"
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years")
+    with pytest.raises(OutputError, match="not replaced"):
+        extract(sample, mine, overwrite=True)
+    assert (mine / "thesis.txt").read_text() == "years"
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="not a directory"):
+        extract(sample, tmp_path / "file", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "out"]
+
+
+def test_record(sample: Path, tmp_path: Path) -> None:
+    import hashlib
+
+    result = extract(sample, tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "extraction.json").read_text())
+    assert record == result.record
+    data = sample.read_bytes()
+    section = record["source"]["section"]
+    assert section["sha256"] == hashlib.sha256(data[section["begin"] : section["end"]]).hexdigest()
+    for name, tensor in record["tensors"].items():
+        stored = tensor["source"]
+        piece = data[stored["offset"] : stored["offset"] + stored["length"]]
+        assert hashlib.sha256(piece).hexdigest() == stored["sha256"], name
+    # Every constant of every subgraph that is used is a role or set aside.
+    roles = {(t["source"]["subgraph"], t["source"]["tensor"]) for t in record["tensors"].values()}
+    aside = {(a["subgraph"], a["tensor"]) for a in record["set_aside"]}
+    assert not roles & aside
+    from mtp_extract.bundle import open_bundle
+
+    with open_bundle(sample) as bundle:
+        model = bundle.drafter().model
+        constants = {(t.subgraph, t.index) for g in model.subgraphs for t in g.tensors if model.has_data(t)}
+    assert constants <= roles | aside
+    assert all(a["reason"] for a in record["set_aside"])

@@ -1,0 +1,95 @@
+"""Extraction against what the quantizer computed before packing: integers, scales, zero points, floats."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.numpy import load_file
+
+from mtp_extract import extract
+
+MADE = sorted(set(VARIANTS) - REFUSED)
+
+
+def sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def test_sample_codes_are_the_quantizers(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
+    codes = load_file(extracted / "codes.safetensors")
+    assert {name.rsplit(".", 1)[0] for name in codes} == set(truth)
+    for name, expected in truth.items():
+        np.testing.assert_array_equal(codes[f"{name}.codes"], expected["q"])
+        np.testing.assert_array_equal(codes[f"{name}.scale"], expected["scale"].reshape(-1))
+        np.testing.assert_array_equal(codes[f"{name}.zero_point"], expected["zp"].reshape(-1))
+
+
+def test_sample_floats_are_codes_times_scales(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
+    weights = load_file(extracted / "model.safetensors")
+    assert len(weights) == 48
+    for name, expected in truth.items():
+        value = (expected["q"].astype(np.float32) - expected["zp"].astype(np.float32)) * expected["scale"]
+        assert weights[name].dtype == np.float32
+        np.testing.assert_array_equal(weights[name], value)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_variant(name: str, tmp_path: Path) -> None:
+    expected = VARIANTS[name]
+    extract(variant(name), tmp_path / "out", dtype="f32", codes=True)
+    codes = load_file(tmp_path / "out" / "codes.safetensors")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(weights) == {*expected["matrices"], *expected["vectors"]}
+    for tensor, matrix in expected["matrices"].items():
+        stored, scale, zero_point = (codes[f"{tensor}.{part}"] for part in ("codes", "scale", "zero_point"))
+        assert sha256(stored) == matrix["codes"], tensor
+        assert sha256(scale) == matrix["scale"], tensor
+        assert sha256(zero_point) == matrix["zero_point"], tensor
+        if matrix["block"]:
+            scale, zero_point = (np.repeat(part, matrix["block"], axis=1) for part in (scale, zero_point))
+        else:
+            scale, zero_point = (part.reshape(-1, 1) for part in (scale, zero_point))
+        value = (stored.astype(np.float32) - zero_point.astype(np.float32)) * scale
+        if matrix["factor"] != 1:
+            value = (value.astype(np.float64) / matrix["factor"]).astype(np.float32)
+        np.testing.assert_array_equal(weights[tensor], value, err_msg=tensor)
+    for tensor, digest in expected["vectors"].items():
+        assert sha256(weights[tensor]) == digest, tensor
+
+
+def test_the_two_exporters_agree() -> None:
+    """The same weights through litert-torch and through jax2tf give the same norms."""
+    torch_vectors, jax_vectors = (VARIANTS[n]["vectors"] for n in ("torch_plain_norm", "jax_cap_none"))
+    assert torch_vectors == jax_vectors
+    assert len(set(torch_vectors.values())) > 20
+
+
+def test_published_shape_is_42_constants(tmp_path: Path) -> None:
+    """Without layer scalars and with one q norm for the sliding layers: the seed's 23 matrices and 19 vectors."""
+    result = extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
+    weights = load_file(tmp_path / "out" / "mtp_drafter.safetensors")
+    assert len(weights) == 42
+    assert sum(w.ndim == 2 for w in weights.values()) == 23
+    assert sum(w.ndim == 1 for w in weights.values()) == 19
+    assert len(result.record["tensors"]) == 42
+
+
+def test_static_quantization_is_recorded(tmp_path: Path) -> None:
+    result = extract(variant("jax_published"), tmp_path / "out")
+    for name, tensor in result.record["tensors"].items():
+        if len(tensor["shape"]) != 2:
+            assert tensor["activations"] is None, name
+        elif tensor["role"] == "lm_head":
+            assert tensor["activations"] == {"input": None, "output": None}
+        else:
+            for side in ("input", "output"):
+                assert tensor["activations"][side]["dtype"] == "int8", name
+                assert tensor["activations"][side]["scale"] > 0, name
+    caches = result.record["kv_inputs"]
+    assert {c["dtype"] for c in caches.values()} == {"INT8"}
+    assert all(c["scale"] > 0 and c["zero_point"] == 0 for c in caches.values())
+    assert [caches[n]["layers"] for n in ("kv_cache_k_2", "kv_cache_k_3")] == [[0, 1, 2], [3]]

@@ -1,0 +1,200 @@
+"""The commands as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.variant_files import variant
+from typer.testing import CliRunner
+
+from mtp_extract import Opened
+from mtp_extract.bundle import open_bundle
+from mtp_extract.cli import extract, inspect
+from mtp_extract.inspection import _tensor
+
+RUNNER = CliRunner()
+
+
+def _tensors_of(opened: Opened) -> list[dict[str, Any]]:
+    model = opened._locate[2]
+    return [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
+
+
+def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    code = f"from mtp_extract.cli.{name} import main; main()"
+    # Whatever this process imports from, so does the command.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
+
+
+def test_sample_is_one_command(tmp_path: Path) -> None:
+    result = run("extract", "--sample", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "section 6, found by model_type" in result.stdout
+    assert "44 confirmed by published names" in result.stdout
+    assert {p.name for p in (tmp_path / "sample-mtp-drafter").iterdir()} == {
+        "README.md",
+        "config.json",
+        "extraction.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    again = run("extract", "--sample", cwd=tmp_path)
+    assert again.returncode == 1
+    assert again.stdout == ""
+    assert again.stderr.count("error: ") == 1
+    assert "--overwrite" in again.stderr
+
+
+def test_json(sample: Path, tmp_path: Path) -> None:
+    result = RUNNER.invoke(extract.app, [str(sample), "-o", str(tmp_path / "out"), "--json", "--format", "litert"])
+    document = json.loads(result.stdout)
+    assert document["directory"] == str(tmp_path / "out")
+    assert document["extraction"] == json.loads((tmp_path / "out" / "extraction.json").read_text())
+    assert document["files"]["mtp_drafter.safetensors"] == (tmp_path / "out" / "mtp_drafter.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "--sample"],
+        ["a", "--format", "gguf"],
+        ["a", "--format", "litert", "--dtype", "bf16"],
+        ["a", "--dtype", "q4"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    assert RUNNER.invoke(extract.app, arguments).exit_code == 2
+
+
+def test_inspect(sample: Path) -> None:
+    text = RUNNER.invoke(inspect.app, [str(sample), "--graph"]).stdout
+    for expected in ("mtp_drafter", "layers.3.q_norm", "weight of op 8 FULLY_CONNECTED", "RoPE table", "kv_cache_k_2"):
+        assert expected in text
+    document = json.loads(RUNNER.invoke(inspect.app, [str(sample), "--graph", "--tensors", "--json"]).stdout)
+    drafter = document["drafter"]
+    assert len(document["sections"]) == 7
+    assert len(drafter["roles"]) == drafter["roles_found"] == 48
+    assert len(drafter["set_aside"]) == drafter["set_aside_count"]
+    assert len(drafter["model"]["tensors"]) == drafter["model"]["tensors_in_all"]
+    assert all(role["why"] for role in drafter["roles"])
+    other = json.loads(RUNNER.invoke(inspect.app, [str(sample), "--section", "3", "--json"]).stdout)
+    assert "drafter" not in other
+    assert other["model"]["subgraphs"] >= 1
+
+
+def test_inspect_shows_sections_even_when_the_drafter_is_refused() -> None:
+    result = run("inspect", variant("jax_hadamard"))
+    assert result.returncode == 1
+    assert "jax_hadamard.tflite" in result.stdout
+    assert result.stderr.startswith("error: ")
+    assert "Hadamard" in result.stderr
+
+
+def test_inspect_lists_constants_it_cannot_read(sample: Path, tmp_path: Path) -> None:
+    from helpers.make_bundle import drafter_of, load, pack
+
+    model = load(drafter_of(sample))
+    tensor = next(t for t in model.subgraphs[0].tensors if t.name.startswith(b"jax2tf_arg_0/"))
+    tensor.type = 5  # STRING
+    path = tmp_path / "strings.tflite"
+    path.write_bytes(pack(model))
+    result = RUNNER.invoke(inspect.app, [str(path), "--tensors", "--json"])
+    assert result.exit_code == 1
+    assert "STRING" in json.loads(result.stdout)["problem"]
+    with open_bundle(path) as opened:
+        listed = _tensors_of(opened)
+    assert [t["index"] for t in listed if "problem" in (t["data"] or {})] == [model.subgraphs[0].tensors.index(tensor)]
+
+
+def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
+    result = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
+    assert "equal, bit for bit" in result.stdout
+    assert RUNNER.invoke(inspect.app, [str(sample), "--against", str(sample)]).exit_code == 2
+    document = json.loads(RUNNER.invoke(inspect.app, [str(extracted), "--json"]).stdout)
+    assert document["ok"] is True
+
+
+def test_inspect_reads_headers_only(sample: Path, tmp_path: Path) -> None:
+    """A bundle of 4 GB with the drafter behind a hole: what is read does not grow with it."""
+    from helpers.make_bundle import ALIGNMENT, Part, bundle, drafter_of
+
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.inspection import inspect as look
+    from mtp_extract.io.source import LocalSource
+
+    data = drafter_of(sample)
+    begin = 4_000_000_000 // ALIGNMENT * ALIGNMENT
+    header = bundle(
+        [Part(1, b""), Part(3, b"", {"model_type": "tf_lite_mtp_drafter"})],
+        ranges=[(ALIGNMENT, begin), (begin, begin + len(data))],
+    )
+    path = tmp_path / "big.litertlm"
+    with path.open("wb") as file:
+        file.write(header)
+        file.seek(begin)
+        file.write(data)
+    read = 0
+
+    class Counting(LocalSource):
+        def read(self, offset: int, length: int) -> bytes:
+            nonlocal read
+            read += length
+            return super().read(offset, length)
+
+    with open_bundle(Counting(path)) as opened:
+        assert look(opened).as_json["drafter"]["roles_found"] == 48
+    assert read < len(data) + 100_000
+
+
+@pytest.mark.parametrize("name", ["extract", "inspect", "validate", "upload"])
+def test_help_loads_nothing_heavy(name: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['mtp-{name}', '--help']\n"
+        f"from mtp_extract.cli.{name} import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'numpy', 'torch', 'transformers', 'huggingface_hub', 'fsspec', 'ai_edge_litert', 'matplotlib'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Usage: mtp-" in result.stdout
+
+
+def test_extraction_needs_no_torch(sample: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'ai_edge_litert', 'safetensors', 'tflite', 'flatbuffers'):\n"
+        "    sys.modules[name] = None\n"
+        "import mtp_extract\n"
+        f"mtp_extract.extract({str(sample)!r}, {str(tmp_path / 'out')!r}, codes=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_output_to_a_closed_pipe_is_quiet(sample: Path) -> None:
+    code = "from mtp_extract.cli.inspect import main; main()"
+    result = subprocess.run(
+        f"{sys.executable} -c '{code}' {sample} --tensors | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stderr == ""

@@ -1,0 +1,165 @@
+"""Roles, geometry and names of every variant."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.variant_files import REFUSED, VARIANTS, variant
+
+from mtp_extract.bundle import Drafter, open_bundle
+from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.graph.config import FULL, SLIDING, Rope, _read_rope
+from mtp_extract.graph.roles import check_names, role_table, roles_of
+
+MADE = sorted(set(VARIANTS) - REFUSED)
+USUAL = {
+    "backbone_hidden_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "num_layers": 4,
+    "num_heads": 4,
+    "head_dims": (32, 32, 32, 64),
+    "num_kv_heads": (2, 2, 2, 2),
+    "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
+    "sliding_window": 16,
+    "rope": {SLIDING: Rope(10000.0, 1.0), FULL: Rope(1000000.0, 0.25)},
+    "final_logit_softcap": 30.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+OTHERWISE = {
+    "jax_cap_none": {"final_logit_softcap": None},
+    "jax_kv_mixed": {"num_kv_heads": (2, 2, 2, 1)},
+    "torch_odd_sizes": {
+        "backbone_hidden_size": 72,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "vocab_size": 333,
+        "num_heads": 6,
+        "head_dims": (16, 16, 16, 40),
+        "num_kv_heads": (3, 3, 3, 3),
+        "sliding_window": 7,
+    },
+}
+
+
+def read(name: str) -> Drafter:
+    with open_bundle(variant(name)) as opened:
+        return opened.drafter()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_geometry(name: str) -> None:
+    geometry = read(name).geometry
+    expected = {**USUAL, **OTHERWISE.get(name, {})}
+    assert {field: getattr(geometry, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_roles_are_complete_and_unique(name: str) -> None:
+    drafter = read(name)
+    roles = Counter(r.role for r in drafter.walk.roles)
+    assert max(roles.values()) == 1
+    expected = {r.name for r in roles_of(4)}
+    without_scalars = {r for r in expected if not r.endswith("layer_scalar")}
+    scalars = set(roles) - without_scalars
+    assert set(roles) - scalars == without_scalars
+    assert scalars in (set(), expected - without_scalars)
+    # No constant plays two roles, but for those that equal values share.
+    shared = Counter(
+        (r.tensor.index, r.role.split(".")[-1]) for r in drafter.walk.roles if r.tensor and r.tensor.elements > 1
+    )
+    assert {role for (_, role), count in shared.items() if count > 1} <= {"q_norm"}
+
+
+def test_shared_q_norm_is_one_constant() -> None:
+    tensors = {r.role: r.tensor for r in read("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
+    assert tensors["layers.0.q_norm"] is tensors["layers.1.q_norm"] is tensors["layers.2.q_norm"]
+    assert tensors["layers.3.q_norm"] is not tensors["layers.0.q_norm"]
+
+
+def test_weights_of_one_that_were_folded_away_are_ones() -> None:
+    norms = [r for r in read("torch_unit_plain_norm").walk.roles if "norm" in r.role]
+    assert norms
+    assert all(r.tensor is None for r in norms)
+
+
+def test_folded_soft_cap_is_divided_out() -> None:
+    head = next(r for r in read("torch_folded_softcap").walk.roles if r.role == "lm_head")
+    assert head.factor == pytest.approx(1 / 30, rel=1e-12)
+
+
+def test_rotated_weights_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"Hadamard.*gating_einsum1"):
+        read("jax_hadamard")
+
+
+def test_a_window_left_to_the_runtime_must_be_said() -> None:
+    with open_bundle(variant("jax_published_mask_local")) as opened:
+        with pytest.raises(UnsupportedError, match="--sliding-window"):
+            opened.drafter()
+        assert opened.drafter(sliding_window=16).geometry == replace(read("jax_published").geometry, sliding_window=16)
+
+
+def test_published_names_confirm(sample: Path) -> None:
+    with open_bundle(sample) as bundle:
+        names = bundle.drafter().names
+    # A layer scalar is an anonymous factor; everything else carries its published name.
+    assert set(names.unrecognised) == {f"layers.{i}.layer_scalar" for i in range(4)}
+    assert len(names.confirmed) == 44
+
+
+def test_names_of_another_role_are_a_contradiction(sample: Path) -> None:
+    with open_bundle(sample) as bundle:
+        roles = list(bundle.drafter().walk.roles)
+    by_name = {r.role: r for r in roles}
+    gate, up = by_name["layers.1.gate_proj"], by_name["layers.1.up_proj"]
+    swapped = [
+        replace(r, tensor=up.tensor) if r is gate else replace(r, tensor=gate.tensor) if r is up else r for r in roles
+    ]
+    with pytest.raises(RoleError, match=r"layers\.1\.gate_proj.*gating_einsum2.*layers\.1\.up_proj"):
+        check_names(swapped, 4)
+
+
+def test_unknown_names_neither_confirm_nor_contradict() -> None:
+    names = read("torch_plain_norm").names
+    assert not names.confirmed
+    assert len(names.unrecognised) == 48
+
+
+def test_role_table() -> None:
+    table = role_table()
+    for field in ("name", "transformers", "litert"):
+        values = [getattr(r, field) for r in table]
+        assert len(set(values)) == len(values)
+    names = [r.name for r in roles_of(4)]
+    assert len(names) == 48
+    assert not any("{i}" in n for n in names)
+    assert all(re.compile(p) for r in table for p in (*r.published_names, *r.also_seen))
+
+
+@pytest.mark.parametrize(("theta", "partial"), [(1e4, 1.0), (1e6, 0.25), (5e5, 0.5), (123456.0, 1.0)])
+def test_rope_is_read_from_its_table(theta: float, partial: float) -> None:
+    dim = 256
+    index = np.arange(dim // 2)
+    table = np.where(index < partial * dim / 2, theta ** (-2 * index / dim), 0).astype(np.float32).astype(np.float64)
+    assert _read_rope("layers.0", table, dim) == Rope(theta, partial)
+
+
+@pytest.mark.parametrize("damage", ["scaled", "gap", "noise"])
+def test_other_rope_tables_are_refused(damage: str) -> None:
+    table = 1e4 ** (-np.arange(64) / 64)
+    if damage == "scaled":
+        table /= 8
+    elif damage == "gap":
+        table[3] = 0
+    else:
+        table[10] *= 1.001
+    with pytest.raises(UnsupportedError, match="RoPE"):
+        _read_rope("layers.0", table, 128)

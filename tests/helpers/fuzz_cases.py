@@ -1,0 +1,323 @@
+"""Damaged drafters by the thousand, and what must be true of each; ``test_fuzz`` deals them out to processes.
+
+A case is its kind and its number; the same case is the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ai_edge_litert import schema_py_generated as schema
+
+from helpers.bounds import bounded
+from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
+from helpers.make_drafter import DrafterSpec, plain_drafter
+from mtp_extract import Drafter, extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.tensors import DTYPES, plan_values
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.extraction import Layout, layout_of
+
+__all__ = ["KINDS", "Outcome", "run"]
+
+SPECS = (DrafterSpec(), DrafterSpec(windows=(4, None)))
+WRITTEN = 25
+"""One case in so many is written to disk as well."""
+
+# What single numbers of a drafter say. Anything else in config.json follows from shapes, which must agree with each
+# other, so that one lie is found out.
+_SAID_BY_ONE_NUMBER = {
+    "final_logit_softcapping",
+    "hidden_activation",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+}
+_NUMBERS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e38, 3e38, 1e-45, -1.0, 1.0, 2.0, 30.0, 0.125)
+_WORDS = (0, 1, 2, 4, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
+_DTYPES = {
+    schema.TensorType.FLOAT32: np.float32,
+    schema.TensorType.INT8: np.int8,
+    schema.TensorType.UINT8: np.uint8,
+}
+
+
+@dataclass
+class Outcome:
+    """What became of a batch: how often what happened, and a description of everything that must not."""
+
+    counts: Counter[str]
+    failures: list[str]
+
+
+@cache
+def drafter_bytes(which: int) -> bytes:
+    return plain_drafter(SPECS[which])
+
+
+@cache
+def bundle_bytes() -> bytes:
+    return bundle([Part(5, b"metadata"), Part(3, drafter_bytes(0), DRAFTER), Part(7, b"w" * 64, {"model_type": "aux"})])
+
+
+@cache
+def stored(which: int) -> tuple[tuple[int, int], ...]:
+    """Where the constants of a drafter lie: (offset, length)."""
+    model = open_bundle(Memory(drafter_bytes(which))).drafter().model
+    located = [model.locate(t) for g in model.subgraphs for t in g.tensors if model.has_data(t)]
+    return tuple(sorted({(place.offset, place.length) for place in located}))
+
+
+@cache
+def structure(which: int) -> tuple[int, ...]:
+    """Every offset of a drafter that is not inside a constant."""
+    inside = {at for offset, length in stored(which) for at in range(offset, offset + length)}
+    return tuple(at for at in range(len(drafter_bytes(which))) if at not in inside)
+
+
+def _damage(data: bytearray, at: int, rng: random.Random) -> None:
+    """Change what lies at ``at``: a bit, a byte, a word."""
+    kind = rng.randrange(5)
+    word = min(at & ~3, len(data) - 4)
+    if kind == 0:
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        data[at] = rng.randrange(256)
+    elif kind == 2:
+        struct.pack_into("<I", data, word, rng.choice(_WORDS))
+    elif kind == 3:
+        value = struct.unpack_from("<I", data, word)[0] + rng.choice((-8, -4, -2, -1, 1, 2, 4, 8))
+        struct.pack_into("<I", data, word, value & 0xFFFFFFFF)
+    else:
+        other = rng.randrange(len(data) - 4) & ~3
+        data[word : word + 4] = data[other : other + 4]
+
+
+def _times(rng: random.Random) -> range:
+    return range(rng.choice((1, 1, 1, 2, 4)))
+
+
+def header_case(rng: random.Random) -> bytes:
+    """A bundle with damage in its header."""
+    data = bytearray(bundle_bytes())
+    end = struct.unpack_from("<Q", data, 24)[0]
+    for _ in _times(rng):
+        _damage(data, rng.randrange(8, end), rng)
+    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
+
+
+def structure_case(rng: random.Random) -> bytes:
+    """A model with damage anywhere but in its constants."""
+    which = rng.randrange(len(SPECS))
+    data, places = bytearray(drafter_bytes(which)), structure(which)
+    for _ in _times(rng):
+        _damage(data, places[rng.randrange(len(places))], rng)
+    return bytes(data)
+
+
+def data_case(rng: random.Random) -> bytes:
+    """A model with damage in its constants."""
+    which = rng.randrange(len(SPECS))
+    data, places = bytearray(drafter_bytes(which)), stored(which)
+    for _ in _times(rng):
+        offset, length = places[rng.randrange(len(places))]
+        if length >= 4 and rng.random() < 0.5:
+            struct.pack_into("<f", data, offset + (rng.randrange(length - 3) & ~3), rng.choice(_NUMBERS))
+        else:
+            _damage(data, offset + rng.randrange(length), rng)
+    return bytes(data)
+
+
+def wiring_case(rng: random.Random) -> bytes:
+    """A model that is a valid flatbuffer and says something else: operands, shapes, types, ops, scales."""
+    model = load(drafter_bytes(rng.randrange(len(SPECS))))
+    for _ in _times(rng):
+        _rewire(model, rng)
+    return pack(model)
+
+
+def _rewire(model: Any, rng: random.Random) -> None:
+    graph = model.subgraphs[0]
+    op, tensor = rng.choice(graph.operators), rng.choice(graph.tensors)
+    some = rng.randrange(len(graph.tensors))
+    inputs = [int(i) for i in op.inputs]
+
+    def operand() -> None:
+        inputs[rng.randrange(len(inputs))] = rng.choice((-1, some, int(op.outputs[0]) if len(op.outputs) else some))
+        op.inputs = inputs
+
+    def dimension() -> None:
+        shape = [int(n) for n in tensor.shape]
+        if shape:
+            shape[rng.randrange(len(shape))] = rng.choice((0, 1, 2, 4, 8, 1 << 20, (1 << 31) - 1))
+        tensor.shape = shape
+
+    def scale() -> None:
+        scales = rng.choice([t.quantization.scale for t in graph.tensors if t.quantization is not None])
+        scales[rng.randrange(len(scales))] = rng.choice(_NUMBERS)
+
+    changes: tuple[Callable[[], object], ...] = (
+        operand if inputs else dimension,
+        dimension,
+        scale,
+        lambda: graph.operators.remove(op) if len(graph.operators) > 1 else None,
+        lambda: setattr(tensor, "shape", rng.choice(([], [0], [1], [4], [8], [1 << 20, 1 << 19]))),
+        lambda: setattr(tensor, "type", rng.randrange(25)),
+        lambda: setattr(tensor, "buffer", rng.randrange(len(model.buffers))),
+        lambda: setattr(op, "opcodeIndex", rng.randrange(len(model.operatorCodes))),
+        lambda: setattr(op, "inputs", inputs[: rng.randrange(3)]),
+        lambda: setattr(op, "inputs", [*inputs, some]),
+        lambda: setattr(op, "outputs", rng.choice(([], [-1], [some]))),
+        lambda: setattr(rng.choice(model.signatureDefs[0].inputs), "tensorIndex", some),
+        lambda: setattr(rng.choice(model.signatureDefs[0].outputs), "tensorIndex", some),
+    )
+    rng.choice(changes)()
+
+
+KINDS: dict[str, Callable[[random.Random], bytes]] = {
+    "header": header_case,
+    "structure": structure_case,
+    "data": data_case,
+    "wiring": wiring_case,
+}
+
+
+def values_of(layout: Layout) -> dict[str, npt.NDArray[np.float32]]:
+    """Every tensor of ``layout`` as it would be written, in F32."""
+    result = {}
+    for entry in layout.entries:
+        factor = entry.found.factor if entry.found else 1.0
+        plan = plan_values(entry.name, entry.shape, DTYPES["f32"], entry.source, factor)
+        pieces = [np.array(chunk, np.float32) for segment in plan.segments for chunk in segment.produce()]
+        result[entry.role] = np.concatenate(pieces).reshape(entry.shape)
+    return result
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What an undamaged drafter extracts to."""
+
+    values: dict[str, npt.NDArray[np.float32]]
+    tensors: dict[str, int]
+    config: dict[str, Any]
+
+
+@cache
+def sound(layers: int) -> Sound:
+    drafter = open_bundle(Memory(drafter_bytes(layers - 1))).drafter()
+    layout = layout_of(drafter, "transformers", "f32")
+    return Sound(values_of(layout), _tensors(drafter), dict(layout.documents["config.json"]["text_config"]))
+
+
+def _tensors(drafter: Drafter) -> dict[str, int]:
+    return {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
+
+
+def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
+    """Tensor ``index`` of the model ``data``, read with the schema's own accessors and dequantized the long way."""
+    model = schema.Model.GetRootAs(data, 0)
+    tensor = model.Subgraphs(0).Tensors(index)
+    stored_as = np.frombuffer(model.Buffers(tensor.Buffer()).DataAsNumpy(), _DTYPES[tensor.Type()])
+    values: npt.NDArray[np.float32] = stored_as.reshape(tensor.ShapeAsNumpy() if tensor.ShapeLength() else ()).astype(
+        np.float32
+    )
+    if tensor.Type() == schema.TensorType.FLOAT32:
+        return values
+    quantization = tensor.Quantization()
+    scale = quantization.ScaleAsNumpy()
+    zero_point = quantization.ZeroPointAsNumpy() if quantization.ZeroPointLength() else np.zeros(1)
+    if scale.size > 1:
+        along = [1] * values.ndim
+        along[quantization.QuantizedDimension()] = -1
+        scale = scale.reshape(along)
+        zero_point = zero_point.reshape(along) if zero_point.size > 1 else zero_point
+    real: npt.NDArray[np.float32] = (values - zero_point.astype(np.float32)) * scale
+    return real
+
+
+def wrong(drafter: Drafter, layout: Layout, data: bytes) -> str | None:
+    """What of a result is not what the damaged bytes say; None when all of it is."""
+    expected = sound(drafter.geometry.num_layers)
+    config = layout.documents["config.json"]["text_config"]
+    changed = {key for key, value in expected.config.items() if config[key] != value}
+    if not changed <= _SAID_BY_ONE_NUMBER:
+        return f"config.json has other values of {sorted(changed)}"
+    tensors = _tensors(drafter)
+    values = values_of(layout)
+    region = drafter.model.region
+    model = data[region.begin : region.begin + region.size]
+    # The head's factor is what its soft cap's two numbers leave over; damaged, they leave something over.
+    factors = {role.role: role.factor for role in drafter.walk.roles}
+    for role, found in values.items():
+        if not np.isfinite(found).all():
+            return f"{role} is not finite"
+        if role not in tensors or (
+            np.array_equal(found, expected.values[role]) and tensors[role] == expected.tensors[role]
+        ):
+            continue
+        held = independent(model, tensors[role]).astype(np.float64) / factors[role]
+        if not np.array_equal(found.reshape(-1), np.broadcast_to(held.astype(np.float32).reshape(-1), found.size)):
+            return f"{role} is not what tensor {tensors[role]} holds"
+    if sorted(tensors.values()) != sorted(expected.tensors.values()) and set(tensors) == set(expected.tensors):
+        return "the roles are played by other tensors"
+    return None
+
+
+def check(data: bytes, folder: Path | None) -> str:
+    """What became of ``data``: "ok" or the name of an error of ours.
+
+    Raises:
+        AssertionError: a result that is not what the bytes say, or a trace of one that failed.
+    """
+    try:
+        drafter = open_bundle(Memory(data)).drafter()
+        layout = layout_of(drafter, "transformers", "f32")
+        problem = wrong(drafter, layout, data)
+        outcome = "ok"
+    except MtpExtractError as error:
+        outcome, problem = type(error).__name__, None
+        assert str(error).isprintable()
+        assert len(str(error)) < 2000
+    assert problem is None, problem
+    if folder is not None:
+        _check_written(data, outcome, folder)
+    return outcome
+
+
+def _check_written(data: bytes, outcome: str, folder: Path) -> None:
+    try:
+        extract(open_bundle(Memory(data)), folder / "x", dtype="f32")
+    except MtpExtractError as error:
+        assert type(error).__name__ == outcome
+        assert not any(folder.iterdir())
+        return
+    assert outcome == "ok"
+    assert [path.name for path in folder.iterdir()] == ["x"]
+    assert len(list((folder / "x").iterdir())) == 5
+
+
+def run(kind: str, first: int, last: int) -> Outcome:
+    """Cases ``[first, last)`` of ``kind``."""
+    outcome = Outcome(Counter(), [])
+    with warnings.catch_warnings(), bounded(seconds=300):
+        warnings.simplefilter("error")
+        for number in range(first, last):
+            data = KINDS[kind](random.Random(f"{kind} {number}"))
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    outcome.counts[check(data, Path(folder) if number % WRITTEN == 0 else None)] += 1
+            except Exception:  # noqa: BLE001 - whatever it is, it is the finding
+                outcome.failures.append(f"case {kind} {number}:\n{traceback.format_exc()}")
+    return outcome

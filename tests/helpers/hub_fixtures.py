@@ -1,0 +1,84 @@
+"""Fixtures of the tests that talk to :mod:`hub_server`."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from helpers.hub_server import SIGNATURE, TOKEN, HubServer, hub_server
+from mtp_extract.io.policy import Policy
+
+__all__ = ["Patient", "hub", "no_secrets", "patience"]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """A loopback Hub that huggingface_hub takes for the real one, with a token and an empty cache."""
+    for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("MTP_EXTRACT_CACHE", str(tmp_path / "web-cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # What huggingface_hub keeps in its home must not come from here, nor go there.
+    monkeypatch.setattr(huggingface_hub.constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses"), raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with hub_server() as server:
+        template = server.url() + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url())
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
+        assert server.errors == []
+    huggingface_hub.close_session()
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[None]:
+    """No test may leave the token or a signature in a log, in the output, or in a file."""
+    with caplog.at_level(logging.DEBUG):
+        yield
+    captured = capfd.readouterr()
+    texts = [record.getMessage() for record in caplog.get_records("call")] + [captured.out, captured.err]
+    for secret in (TOKEN, SIGNATURE):
+        assert not [text for text in texts if secret in text]
+        for path in tmp_path.rglob("*"):
+            if path.is_file() and path.stat().st_size < 1 << 24:
+                assert secret.encode() not in path.read_bytes(), path
+
+
+@dataclass
+class Patient:
+    """A policy that waits for nobody and writes down how long it would have waited."""
+
+    waits: list[float] = field(default_factory=list)
+    now: float = 0.0
+    per_look: float = 0.0
+    """Seconds that pass between two looks at the clock."""
+
+    def clock(self) -> float:
+        self.now += self.per_look
+        return self.now
+
+    slow_bytes: int = 32 << 10
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(read_timeout=5.0, sleep=self.waits.append, clock=self.clock, slow_bytes=self.slow_bytes)
+
+
+@pytest.fixture
+def patience() -> Patient:
+    return Patient()
+
+
+def text_of(error: BaseException) -> str:
+    """Everything a traceback would show of an error, its causes included."""
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,181 @@
+"""Bundles and models written by code: what the tests take apart, damage and put together again.
+
+A bundle is a list of :class:`Part`; :func:`bundle` packs it as litert-lm-builder does, or, where a test says so,
+with a header that lies. A TFLite model is the schema's own object tree (``ModelT``); :func:`load` and :func:`pack`
+convert, and what lies between is ordinary attribute access::
+
+    model = load(drafter_of(sample_bundle()))
+    model.subgraphs[0].operators[3].inputs[1] = -1
+    path.write_bytes(pack(model))
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import flatbuffers
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+
+import mtp_extract
+from mtp_extract.io.source import Source
+
+__all__ = [
+    "ALIGNMENT",
+    "DRAFTER",
+    "Memory",
+    "Part",
+    "bundle",
+    "code_names",
+    "drafter_of",
+    "kind",
+    "load",
+    "pack",
+    "parts_of",
+    "set_buffer",
+]
+
+ALIGNMENT = 16384
+DRAFTER = {"model_type": "tf_lite_mtp_drafter"}
+"""Items of a drafter's section."""
+
+_HEADER_START = 32
+_STRING_VALUE = 9
+
+
+class Memory(Source):
+    """A source that is bytes in memory."""
+
+    def __init__(self, data: bytes, name: str = "memory") -> None:
+        self.data, self.name, self.size, self.provenance = data, name, len(data), {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.check(offset, length)
+        return self.data[offset : offset + length]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section: its ``data_type``, its bytes and its items."""
+
+    data_type: int
+    data: bytes
+    items: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts_of(path: Path) -> list[Part]:
+    """The sections of the bundle at ``path``."""
+    with mtp_extract.open(path) as opened:
+        return [
+            Part(s.data_type, opened.source.read(s.begin, s.size), {k: str(v) for k, v in s.items.items()})
+            for s in opened.sections
+        ]
+
+
+def drafter_of(path: Path) -> bytes:
+    """The drafter's section of the bundle at ``path``: a whole ``.tflite``."""
+    return next(p.data for p in parts_of(path) if "mtp_drafter" in p.items.get("model_type", ""))
+
+
+def bundle(
+    parts: Sequence[Part],
+    *,
+    version: tuple[int, int, int] = (1, 7, 0),
+    ranges: Sequence[tuple[int, int]] | None = None,
+    header_end: int | None = None,
+    magic: bytes = b"LITERTLM",
+) -> bytes:
+    """A ``.litertlm`` of ``parts``.
+
+    ``ranges`` are the byte ranges the header claims, ``header_end`` the end it claims for itself; by default the true
+    ones.
+    """
+    places: list[tuple[int, int]] = []
+    at = ALIGNMENT
+    for part in parts:
+        places.append((at, at + len(part.data)))
+        at = -(-(at + len(part.data)) // ALIGNMENT) * ALIGNMENT
+    listing = _listing(parts, places if ranges is None else ranges)
+    end = _HEADER_START + len(listing)
+    assert end <= ALIGNMENT, "the header of a test's bundle fits its first page"
+    result = bytearray(places[-1][1] if places else end)
+    struct.pack_into("<8s3I4xQ", result, 0, magic, *version, end if header_end is None else header_end)
+    result[_HEADER_START:end] = listing
+    for part, (begin, stop) in zip(parts, places, strict=True):
+        result[begin:stop] = part.data
+    return bytes(result)
+
+
+def _listing(parts: Sequence[Part], ranges: Sequence[tuple[int, int]]) -> bytes:
+    builder = flatbuffers.Builder(1024)
+    objects = []
+    for part, (begin, end) in zip(parts, ranges, strict=True):
+        items = _vector(builder, [_item(builder, key, value) for key, value in part.items.items()])
+        builder.StartObject(4)
+        builder.PrependUOffsetTRelativeSlot(0, items, 0)
+        builder.PrependUint64Slot(1, begin, 0)
+        builder.PrependUint64Slot(2, end, 0)
+        builder.PrependUint8Slot(3, part.data_type, 0)
+        objects.append(builder.EndObject())
+    listed = _vector(builder, objects)
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, listed, 0)
+    sections = builder.EndObject()
+    builder.StartObject(2)
+    builder.PrependUOffsetTRelativeSlot(1, sections, 0)
+    builder.Finish(builder.EndObject())
+    return bytes(builder.Output())
+
+
+def _vector(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
+    builder.StartVector(4, len(offsets), 4)
+    for offset in reversed(offsets):
+        builder.PrependUOffsetTRelative(offset)
+    return int(builder.EndVector())
+
+
+def _item(builder: flatbuffers.Builder, key: str, value: str) -> int:
+    name, text = builder.CreateString(key), builder.CreateString(value)
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, text, 0)
+    boxed = builder.EndObject()
+    builder.StartObject(3)
+    builder.PrependUOffsetTRelativeSlot(0, name, 0)
+    builder.PrependUint8Slot(1, _STRING_VALUE, 0)
+    builder.PrependUOffsetTRelativeSlot(2, boxed, 0)
+    return int(builder.EndObject())
+
+
+def load(data: bytes) -> Any:
+    """The ``ModelT`` in ``data``, a copy that may be changed."""
+    return schema.ModelT.InitFromPackedBuf(bytearray(data), 0)
+
+
+def pack(model: Any) -> bytes:
+    """``model`` as a flatbuffer."""
+    builder = flatbuffers.Builder(1 << 19)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def code_names() -> dict[int, str]:
+    """Builtin operator id → name."""
+    return {v: k for k, v in vars(schema.BuiltinOperator).items() if isinstance(v, int)}
+
+
+def kind(model: Any, op: Any) -> str:
+    """Name of the builtin that ``op`` is."""
+    code = model.operatorCodes[op.opcodeIndex]
+    return code_names()[max(code.builtinCode, code.deprecatedBuiltinCode)]
+
+
+def set_buffer(model: Any, tensor: Any, data: bytes | Iterable[int]) -> None:
+    """Give ``tensor`` a buffer of its own with ``data`` in it."""
+    buffer = schema.BufferT()
+    buffer.data = np.frombuffer(bytes(data), np.uint8)
+    model.buffers.append(buffer)
+    tensor.buffer = len(model.buffers) - 1

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from mtp_extract.errors import SourceError
+from mtp_extract.io.address import HubAddress, WebAddress, parse_address
+
+HUB = "https://huggingface.co"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://org/repo/a.litertlm", HubAddress("org/repo", "a.litertlm")),
+        ("hf://org/repo/a.litertlm@main", HubAddress("org/repo", "a.litertlm", "main")),
+        ("hf://org/repo/sub/a.litertlm@refs/pr/3", HubAddress("org/repo", "sub/a.litertlm", "refs/pr/3")),
+        ("hf://org/repo@v1/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1")),
+        ("hf://org/repo@refs/pr/3/sub/a.tflite", HubAddress("org/repo", "sub/a.tflite", "refs/pr/3")),
+        ("hf://org/repo@refs%2Fpr%2F3/a.tflite", HubAddress("org/repo", "a.tflite", "refs/pr/3")),
+        ("hf://org/repo/a@2.litertlm", HubAddress("org/repo", "a@2.litertlm")),
+        ("hf://datasets/org/repo/a.tflite", HubAddress("org/repo", "a.tflite", None, "dataset")),
+        (f"{HUB}/org/repo/resolve/main/a.litertlm?download=true", HubAddress("org/repo", "a.litertlm", "main")),
+        (f"{HUB}/org/repo/blob/refs%2Fpr%2F3/s/a.litertlm", HubAddress("org/repo", "s/a.litertlm", "refs/pr/3")),
+        ("https://example.org/x/a.litertlm?k=1", WebAddress("https://example.org/x/a.litertlm?k=1")),
+    ],
+)
+def test_addresses(text: str, expected: object) -> None:
+    assert parse_address(text, HUB) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://",
+        "hf://org",
+        "hf://org/repo",
+        "hf://org/repo/",
+        "hf://org/repo/a.litertlm@",
+        "hf://org/repo/../a.litertlm",
+        "hf://org/re po/a.litertlm",
+        "hf://../repo/a.litertlm",
+        "https://",
+        "https://[::1/a",
+        "ftp://example.org/a",
+    ],
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(SourceError, match="Expected"):
+        parse_address(text, HUB)
+
+
+def test_a_name_shows_no_secret() -> None:
+    name = parse_address("https://user:password@example.org:8443/a.litertlm?sig=s#t", HUB).name
+    assert name == "https://example.org:8443/a.litertlm"
+
+
+def test_another_host_is_not_the_hub() -> None:
+    url = "https://huggingface.co.example.org/org/repo/resolve/main/a.litertlm"
+    assert parse_address(url, HUB) == WebAddress(url)
+    own = "http://127.0.0.1:1/org/repo/resolve/main/a.litertlm"
+    assert parse_address(own, "http://127.0.0.1:1") == HubAddress("org/repo", "a.litertlm", "main")
+    assert parse_address(own, "http://127.0.0.1:2") == WebAddress(own)

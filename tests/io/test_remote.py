@@ -1,0 +1,394 @@
+"""Byte ranges from a loopback Hub: what is fetched, who gets the token, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from helpers.hub_fixtures import Patient, text_of
+from helpers.hub_server import SIGNATURE, TOKEN, HubServer
+
+from mtp_extract.bundle import open_source
+from mtp_extract.errors import SourceError, TruncatedError
+from mtp_extract.io.http import NoRangesError
+from mtp_extract.io.remote import RemoteSource, open_remote
+from mtp_extract.io.source import LocalSource
+
+REPO = "litert-community/gemma-4-E4B-it-litert-lm"
+FILE = "gemma-4-E4B-it.litertlm"
+URL = f"hf://{REPO}/{FILE}"
+DATA = random.Random(4).randbytes(3 << 20)
+KIB = 1 << 10
+
+
+@pytest.fixture
+def bundle(hub: HubServer) -> HubServer:
+    hub.add(REPO, FILE, DATA)
+    return hub
+
+
+def fails(url: str, patience: Patient, **options: bool) -> str:
+    """The message of the error that opening ``url`` and reading from it ends in."""
+    with pytest.raises(SourceError) as caught, open_remote(url, policy=patience.policy, **options) as source:
+        source.prefetch(1 << 20, 1 << 20)
+        source.read(0, 2 << 20)
+    for secret in (TOKEN, SIGNATURE):
+        assert secret not in text_of(caught.value)
+    return str(caught.value)
+
+
+def whole(url: str, patience: Patient) -> bytes:
+    with open_remote(url, policy=patience.policy) as source:
+        source.prefetch(0, source.size)
+        return source.read(0, source.size)
+
+
+# --- what is read
+
+
+def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(URL, policy=patience.policy) as source:
+        assert source.size == len(DATA)
+        for offset, length in [(0, 0), (0, 1), (65_530, 20), (len(DATA) - 3, 3), (100_000, 1_500_000), (7, 2 << 20)]:
+            assert source.read(offset, length) == DATA[offset : offset + length]
+        with pytest.raises(TruncatedError):
+            source.read(len(DATA) - 2, 3)
+    assert patience.waits == []
+
+
+def test_small_reads_fetch_each_block_once(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(URL, policy=patience.policy) as source:
+        assert isinstance(source, RemoteSource)
+        assert source.fetched == 64 * KIB
+        for offset in range(0, 300 * KIB, 1000):
+            assert source.read(offset, 16) == DATA[offset : offset + 16]
+        assert source.fetched == 5 * 64 * KIB
+    ranges = [request.range for request in bundle.requests if request.server == "storage"]
+    assert len(ranges) == len(set(ranges)) == 5
+
+
+def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Patient) -> None:
+    seen: list[tuple[int, int]] = []
+    with open_remote(URL, policy=patience.policy, progress=lambda done, size: seen.append((done, size))) as source:
+        source.prefetch(1_000_001, 1_200_000)
+        before = len(bundle.requests)
+        for offset in range(1_000_001, 2_200_001 - 999, 997):
+            assert source.read(offset, 999) == DATA[offset : offset + 999]
+        assert source.read(1_000_001, 1_200_000) == DATA[1_000_001:2_200_001]
+        source.prefetch(1_500_000, 10)
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1] == (1_200_000, 1_200_000)
+        assert len(bundle.requests) == before
+        source.prefetch(900_000, 200_000)
+        assert bundle.requests[-1].range == "bytes=900000-1000000"
+    assert bundle.sent["storage"] == 64 * KIB + 1_200_000 + 100_001
+
+
+def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(f"{URL}@main", policy=patience.policy) as source:
+        assert source.name == f"hf://{REPO}@main/{FILE}"
+        digest = hashlib.sha256(DATA).hexdigest()
+        assert source.provenance == {
+            "repository": REPO,
+            "path": FILE,
+            "revision": "main",
+            "commit": "c" * 40,
+            "etag": digest,
+            "sha256": digest,
+        }
+
+
+def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
+    content = hub.add("org/small", "a.tflite", DATA[:100_000], lfs=False)
+    with open_remote("hf://org/small/a.tflite", policy=patience.policy) as source:
+        assert source.read(0, source.size) == DATA[:100_000]
+        assert source.provenance["etag"] == content.git
+        assert "sha256" not in source.provenance
+
+
+def test_a_plain_url(hub: HubServer, patience: Patient) -> None:
+    content = hub.plain["/files/a.litertlm"] = hub.add("x/y", "z", DATA)
+    url = hub.url().replace("//", "//user:password@") + "/files/a.litertlm?key=SecretSignatureThatMustNotLeak"
+    with open_source(url) as source:
+        assert source.name == hub.url() + "/files/a.litertlm"
+        assert source.provenance == {"url": source.name, "etag": f'"{content.sha256}"'}
+        assert source.read(1 << 20, 999) == DATA[1 << 20 : (1 << 20) + 999]
+    assert TOKEN not in str([request.authorization for request in hub.requests])
+    assert whole(hub.url() + "/files/a.litertlm", patience) == DATA
+
+
+def test_an_empty_file_is_empty(hub: HubServer, patience: Patient) -> None:
+    hub.add("org/small", "a.tflite", b"")
+    with open_remote("hf://org/small/a.tflite", policy=patience.policy) as source:
+        assert source.size == 0
+
+
+def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> None:
+    assert whole(URL, patience) == DATA
+    assert {request.authorization for request in bundle.requests if request.server == "hub"} == {f"Bearer {TOKEN}"}
+    assert {request.authorization for request in bundle.requests if request.server == "storage"} == {None}
+
+
+def test_no_token_when_none_is_wanted(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(URL, policy=patience.policy, token=False) as source:
+        assert source.read(0, 8) == DATA[:8]
+    assert {request.authorization for request in bundle.requests} == {None}
+
+
+# --- faults that go away
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("where", ["resolve", "storage"])
+def test_a_busy_server_is_asked_again(bundle: HubServer, patience: Patient, where: str, status: int) -> None:
+    bundle.fault(where, status=status, times=3)
+    assert whole(URL, patience) == DATA
+    assert patience.waits == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("where", ["resolve", "storage"])
+def test_retry_after_is_obeyed(bundle: HubServer, patience: Patient, where: str) -> None:
+    bundle.fault(where, status=429, headers={"Retry-After": "7"})
+    bundle.fault(where, status=503, headers={"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"})
+    assert whole(URL, patience) == DATA
+    assert patience.waits == [7.0, 0.0]
+
+
+def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", cut=1_000_000, skip=1)
+    bundle.fault("storage", cut=0, skip=1)
+    bundle.fault("storage", drop=True, skip=1)
+    assert whole(URL, patience) == DATA
+    ranges = [request.range for request in bundle.requests if request.server == "storage"]
+    begins = [int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges if text]
+    assert begins == [0, 65_536, *[1_065_536] * 3]
+    assert bundle.sent["storage"] == len(DATA)
+
+
+def test_a_connection_that_breaks_again_and_again_gets_there_if_it_brings_enough(
+    bundle: HubServer, patience: Patient
+) -> None:
+    data = random.Random(5).randbytes(16 << 20)
+    bundle.add(REPO, "large.litertlm", data)
+    bundle.fault("storage", cut=(1 << 20) + 9, skip=1, times=14)
+    assert whole(f"hf://{REPO}/large.litertlm", patience) == data
+
+
+def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", status=403, skip=1)
+    assert whole(URL, patience) == DATA
+    assert [request.method for request in bundle.requests] == ["HEAD", "GET", "GET", "HEAD", "GET"]
+    assert "/resolve/" + "c" * 40 in [request for request in bundle.requests if request.method == "HEAD"][1].path
+
+
+def test_a_wrong_length_is_noticed_and_asked_again(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", length=5, skip=1)
+    bundle.fault("storage", length=-5, skip=1)
+    bundle.fault("storage", shift=3, skip=1)
+    assert whole(URL, patience) == DATA
+    assert len(patience.waits) == 3
+
+
+# --- faults that stay
+
+
+@pytest.mark.parametrize("where", ["resolve", "storage"])
+def test_a_server_that_stays_busy(bundle: HubServer, patience: Patient, where: str) -> None:
+    bundle.fault(where, status=503, times=99)
+    assert "is not available (503)" in fails(URL, patience)
+    assert patience.waits == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_server_that_wants_too_much_time(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("resolve", status=429, headers={"Retry-After": "3600"})
+    assert "3600 seconds" in fails(URL, patience)
+    assert patience.waits == []
+
+
+def test_a_connection_that_brings_nothing(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", cut=10, skip=1, times=99)
+    assert "connection was lost" in fails(URL, patience)
+    assert len(patience.waits) == 5
+
+
+@pytest.mark.parametrize("length", [7, -7])
+def test_a_server_that_always_sends_the_wrong_length(bundle: HubServer, patience: Patient, length: int) -> None:
+    bundle.fault("storage", length=length, times=99)
+    assert "announced" in fails(URL, patience)
+
+
+def test_a_trickle(bundle: HubServer, patience: Patient) -> None:
+    # However the pieces are packed on the way: none brings enough for the time that passes with it.
+    patience.per_look, patience.slow_bytes = 20.0, 1 << 20
+    bundle.fault("storage", step=100, skip=1, times=99)
+    message = fails(URL, patience)
+    assert "too slow" in message
+    assert patience.waits[-2:] == [0.5, 1.0]
+
+
+def test_slow_but_steady_is_no_trickle(hub: HubServer, patience: Patient) -> None:
+    hub.add("org/small", "a.tflite", DATA[: 256 * KIB])
+    patience.per_look = 0.5
+    hub.fault("storage", step=4 * KIB, times=99)
+    assert whole("hf://org/small/a.tflite", patience) == DATA[: 256 * KIB]
+    assert patience.waits == []
+
+
+def test_another_etag_between_ranges(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", etag="other", skip=1)
+    assert "changed while it was being read" in fails(URL, patience)
+
+
+def test_another_file_when_asked_again(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", status=403, skip=1)
+    bundle.fault("resolve", etag="d" * 64, skip=1)
+    assert "changed while it was being read" in fails(URL, patience)
+
+
+def test_another_size(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", total=1)
+    assert f"{len(DATA)} bytes by one answer and {len(DATA) + 1} by another" in fails(URL, patience)
+
+
+def test_another_size_of_a_plain_url(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/a"] = hub.add("x/y", "z", DATA)
+    hub.fault("plain", total=1, skip=1)
+    assert f"{len(DATA)} bytes by one answer and {len(DATA) + 1} by another" in fails(hub.url() + "/a", patience)
+
+
+def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(URL, policy=patience.policy) as source:
+        bundle.add(REPO, FILE, DATA[::-1])
+        bundle.repos[REPO].commit = "d" * 40
+        assert source.read(1 << 20, 100) == DATA[1 << 20 : (1 << 20) + 100]
+        assert source.provenance["commit"] == "c" * 40
+
+
+def test_a_wrong_token(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
+    assert "does not accept the token" in fails(URL, patience)
+
+
+def test_a_private_repository_without_a_token(
+    bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    bundle.repos[REPO].private = True
+    assert "private" in fails(URL, patience)
+
+
+def test_a_gated_repository(bundle: HubServer, patience: Patient) -> None:
+    bundle.repos[REPO].gated = True
+    assert "gated: accept its terms" in fails(URL, patience)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("hf://org/nothing/a.litertlm", "no such repository"),
+        (f"hf://{REPO}/other.litertlm", "no such file"),
+        (f"{URL}@v9", "no such revision"),
+        ("hf://a--b/c/d.litertlm", "not a repository's name"),
+    ],
+)
+def test_what_does_not_exist(bundle: HubServer, patience: Patient, url: str, text: str) -> None:
+    assert text in fails(url, patience)
+    assert patience.waits == []
+
+
+@pytest.mark.parametrize(("status", "text"), [(401, "refuses access"), (403, "refuses access"), (404, "no such file")])
+def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: int, text: str) -> None:
+    hub.plain["/a"] = hub.add("x/y", "z", DATA)
+    hub.fault("plain", status=status)
+    assert text in fails(hub.url() + "/a", patience)
+
+
+def test_storage_that_refuses_for_good(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", status=403, times=99)
+    assert "storage behind the Hub refuses access (403)" in fails(URL, patience)
+
+
+def test_nobody_there(patience: Patient, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    assert "cannot be reached" in fails(URL, patience)
+    assert patience.waits == [0.5, 1.0]
+
+
+def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/org/repo/resolve/main/a.tflite"] = hub.add("x/y", "z", DATA)
+    assert "HF_ENDPOINT" in fails("hf://org/repo/a.tflite", patience)
+
+
+# --- whole files
+
+
+def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", ranges=False, times=99)
+    with pytest.raises(NoRangesError, match="--download"):
+        open_remote(URL, policy=patience.policy)
+
+
+def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:
+    bundle.fault("storage", ranges=False, times=99)
+    with open_remote(URL, policy=patience.policy, download=True) as source:
+        assert source.read(0, source.size) == DATA
+        assert source.name == URL
+        assert source.provenance["sha256"] == hashlib.sha256(DATA).hexdigest()
+        first = source.provenance
+    sent = bundle.sent["storage"]
+    with open_remote(URL, policy=patience.policy) as source:
+        assert isinstance(source, LocalSource)
+        assert source.provenance == first
+        assert source.read(5, 5) == DATA[5:10]
+    assert bundle.sent["storage"] == sent
+    assert (tmp_path / "hub-cache").is_dir()
+
+
+def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle.fault("storage", ranges=False, times=99)
+    with open_remote(URL, policy=patience.policy, download=True) as source:
+        online = source.provenance
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = len(bundle.requests)
+    for url in (URL, f"{URL}@main", f"{URL}@{'c' * 40}"):
+        with open_remote(url, policy=patience.policy) as source:
+            assert source.read(0, 100) == DATA[:100]
+            assert {**source.provenance, "revision": "main"} == online
+    assert "offline mode is on (HF_HUB_OFFLINE)" in fails(f"hf://{REPO}/other.litertlm", patience)
+    assert "offline mode is on (HF_HUB_OFFLINE)" in fails(bundle.url() + "/a.litertlm", patience)
+    assert len(bundle.requests) == asked
+
+
+def test_the_whole_file_from_a_plain_server(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
+    url = hub.url() + "/a.litertlm"
+    hub.fault("plain", ranges=False)
+    with pytest.raises(NoRangesError):
+        open_remote(url, policy=patience.policy)
+    hub.fault("plain", ranges=False)
+    hub.fault("plain", ranges=False, cut=1 << 20)
+    hub.fault("plain", ranges=False, times=99)
+    with open_remote(url, policy=patience.policy, download=True) as source:
+        assert source.read(0, source.size) == DATA
+    assert len(patience.waits) == 1
+    kept = [path for path in (tmp_path / "web-cache").rglob("*") if path.is_file()]
+    assert [path.name for path in kept] == ["a.litertlm"]
+    before = kept[0].stat().st_mtime_ns
+    with open_remote(url, policy=patience.policy, download=True) as source:
+        assert source.read(0, 9) == DATA[:9]
+    assert kept[0].stat().st_mtime_ns == before
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA[::-1])
+    with open_remote(url, policy=patience.policy, download=True) as source:
+        assert source.read(0, 9) == DATA[::-1][:9]
+
+
+def test_a_whole_file_that_never_arrives_leaves_nothing(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
+    hub.fault("plain", ranges=False, cut=1 << 20, times=99)
+    assert "connection was lost" in fails(hub.url() + "/a.litertlm", patience, download=True)
+    assert [path for path in (tmp_path / "web-cache").rglob("*") if path.is_file()] == []

@@ -1,0 +1,161 @@
+"""Codes to numbers: golden bytes, an independent decoder, and every axis, block and zero point."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.make_bundle import Memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.io.source import Region
+from mtp_extract.litertlm.quantized import CODE_TYPES, QuantizedTensor
+from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType
+
+
+def tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(0, 0, "t", shape, type_, 1, 0, None, False, False)
+
+
+def stored(
+    type_: TensorType,
+    shape: tuple[int, ...],
+    data: bytes,
+    kind: str = "none",
+    axis: int = 0,
+    scale: Any = (),
+    zero_point: Any = None,
+    block: int = 0,
+) -> QuantizedTensor:
+    region = Region(Memory(data), 0, len(data), "test")
+    scales = np.asarray(scale, np.float32)
+    zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
+    location = BufferLocation(region, 0, len(data), "inline")
+    return QuantizedTensor(tensor(type_, shape), location, kind, axis, block, scales, zeros)
+
+
+def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
+    """Slow, by hand: one code at a time, lowest bits first."""
+    packing = CODE_TYPES[type_]
+    codes = []
+    for index in range(count):
+        bit = index * packing.bits
+        code = (data[bit // 8] >> (bit % 8)) & ((1 << packing.bits) - 1)
+        if packing.signed and code >= 1 << (packing.bits - 1):
+            code -= 1 << packing.bits
+        codes.append(code)
+    return np.array(codes, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("type_", "data", "codes"),
+    [
+        (TensorType.INT4, "78e1", [-8, 7, 1, -2]),
+        (TensorType.INT2, "4e", [-2, -1, 0, 1]),
+        (TensorType.UINT4, "78e1", [8, 7, 1, 14]),
+        (TensorType.INT8, "80ff007f", [-128, -1, 0, 127]),
+        (TensorType.UINT8, "80ff007f", [128, 255, 0, 127]),
+    ],
+)
+def test_golden_bytes(type_: TensorType, data: str, codes: list[int]) -> None:
+    source = stored(type_, (len(codes),), bytes.fromhex(data), "per_tensor", 0, [0.5])
+    np.testing.assert_array_equal(source.codes(), codes)
+    np.testing.assert_array_equal(source.dequantize(), np.array(codes) * 0.5)
+
+
+def test_hand_computed_per_channel_with_zero_points() -> None:
+    # Rows [-8, 7, 1] and [-2, 0, 3] of INT4: six codes in three bytes, the second row beginning in mid-byte.
+    source = stored(TensorType.INT4, (2, 3), bytes.fromhex("78e130"), "per_channel", 0, [0.5, 2.0], [1, -2])
+    np.testing.assert_array_equal(source.dequantize(), [[-4.5, 3.0, 0.0], [0.0, 4.0, 10.0]])
+
+
+def test_f32_is_taken_as_it_is_whatever_its_metadata_says() -> None:
+    """The seed's bug: norms with spurious scales came out as zeros."""
+    values = np.array([0.9916, -11.4, 1.0], "<f4")
+    source = replace(
+        stored(TensorType.FLOAT32, (3,), values.tobytes()),
+        scale=np.zeros(1, np.float32),
+        zero_point=np.ones(1, np.int64),
+    )
+    np.testing.assert_array_equal(source.dequantize(), values)
+
+
+def test_f16_and_bf16_are_widened_exactly() -> None:
+    halves = np.array([1.5, -0.0009765625, 65504.0], "<f2")
+    np.testing.assert_array_equal(stored(TensorType.FLOAT16, (3,), halves.tobytes()).dequantize(), halves)
+    # 0x3F80 is 1, 0xC049 is −3.140625, 0x0001 the smallest subnormal.
+    brains = np.array([0x3F80, 0xC049, 0x0001], "<u2")
+    np.testing.assert_array_equal(
+        stored(TensorType.BFLOAT16, (3,), brains.tobytes()).dequantize(),
+        np.array([1.0, -3.140625, 2.0**-133], np.float32),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
+    type_ = data.draw(st.sampled_from(sorted(CODE_TYPES)))
+    packing = CODE_TYPES[type_]
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    count = int(np.prod(shape))
+    raw = data.draw(st.binary(min_size=-(-count * packing.bits // 8), max_size=-(-count * packing.bits // 8)))
+    kind = data.draw(st.sampled_from(["per_tensor", "per_channel", "blockwise"]))
+    axis = data.draw(st.integers(0, len(shape) - 1)) if kind == "per_channel" else 0
+    block = data.draw(st.sampled_from([n for n in range(1, shape[-1] + 1) if shape[-1] % n == 0]))
+    scales_shape = {
+        "per_tensor": (1,),
+        "per_channel": (shape[axis],),
+        "blockwise": (*shape[:-1], shape[-1] // block),
+    }[kind]
+    floats = st.floats(0, 4, width=32)
+    size = int(np.prod(scales_shape))
+    scale = np.array(data.draw(st.lists(floats, min_size=size, max_size=size)), np.float32).reshape(scales_shape)
+    low, high = int(packing.codes.min()), int(packing.codes.max())
+    zero = np.array(data.draw(st.lists(st.integers(low, high), min_size=size, max_size=size))).reshape(scales_shape)
+    source = stored(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
+
+    codes = decode(type_, raw, count).reshape(shape)
+    np.testing.assert_array_equal(source.codes(), codes)
+    if kind == "per_channel":
+        broad = [1] * len(shape)
+        broad[axis] = -1
+        full_scale, full_zero = scale.reshape(broad), zero.reshape(broad)
+    elif kind == "blockwise":
+        full_scale, full_zero = np.repeat(scale, block, -1), np.repeat(zero, block, -1)
+    else:
+        full_scale, full_zero = scale, zero
+    np.testing.assert_array_equal(source.dequantize(), (codes - full_zero).astype(np.float32) * full_scale)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 255, 256])
+@pytest.mark.parametrize("type_", [TensorType.INT2, TensorType.INT4, TensorType.INT8])
+def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so small that rows that begin in mid-byte fall on every kind of border."""
+    monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 512)
+    rows = 1031
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, -(-rows * columns * CODE_TYPES[type_].bits // 8), np.uint8).tobytes()
+    scale = rng.random(rows, np.float32)
+    source = stored(type_, (rows, columns), raw, "per_channel", 0, scale)
+    expected = decode(type_, raw, rows * columns).reshape(rows, columns).astype(np.float32) * scale[:, None]
+    np.testing.assert_array_equal(source.dequantize(), expected)
+    step = source.grid.step
+    parts = [np.concatenate([c.copy() for c in source.chunks(f, min(f + step, rows))]) for f in range(0, rows, step)]
+    np.testing.assert_array_equal(np.concatenate(parts).reshape(rows, columns), expected)
+    codes = np.concatenate([c.copy() for c in source.code_chunks(0, rows)])
+    np.testing.assert_array_equal(codes.reshape(rows, columns), source.codes())
+
+
+def test_floats_that_are_not_finite_are_refused() -> None:
+    values = np.array([1.0, np.nan], "<f4")
+    with pytest.raises(FormatError, match="not finite"):
+        stored(TensorType.FLOAT32, (2,), values.tobytes()).dequantize()
+
+
+def test_floats_have_no_codes() -> None:
+    with pytest.raises(UnsupportedError, match="real numbers"):
+        stored(TensorType.FLOAT32, (1,), b"\0\0\0\0").codes()

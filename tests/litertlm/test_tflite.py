@@ -1,0 +1,147 @@
+"""The reader against the published schemas: every tensor, operator, buffer and signature of every file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tflite
+from ai_edge_litert import schema_py_generated as schema
+from helpers.make_bundle import Memory
+from helpers.variant_files import VARIANTS, variant
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.data import load_mapping, sample_bundle
+from mtp_extract.errors import NoDrafterError
+from mtp_extract.litertlm.container import SECTION_TYPES
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType, TfliteModel
+
+
+def names_of(enum: Any) -> dict[int, str]:
+    return {value: name for name, value in vars(enum).items() if isinstance(value, int)}
+
+
+def test_tensor_types_are_the_schemas() -> None:
+    assert {int(t): t.name for t in TensorType} == names_of(schema.TensorType)
+    # The published bindings are older; what they know must agree.
+    assert names_of(tflite.TensorType).items() <= {int(t): t.name for t in TensorType}.items()
+
+
+def test_operator_names_are_the_schemas() -> None:
+    names = load_mapping("tflite_schema")["builtin_operators"]
+    assert dict(enumerate(names)) == names_of(schema.BuiltinOperator)
+    assert names_of(tflite.BuiltinOperator).items() <= dict(enumerate(names)).items()
+
+
+@pytest.fixture(scope="module", params=["sample", *sorted(VARIANTS)])
+def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
+    """A model as we read it, as the published schema reads it, and its bytes."""
+    path = sample_bundle() if request.param == "sample" else variant(request.param)
+    with open_bundle(path) as opened:
+        model = opened._locate[2]
+        data = opened.source.read(model.region.begin, model.region.size)
+    # Reading after closing is an error; keep a model over the bytes instead.
+    from mtp_extract.io.source import Region
+    from mtp_extract.litertlm.tflite import read_model
+
+    return read_model(Region(Memory(data), 0, len(data), "model")), schema.ModelT.InitFromPackedBuf(data, 0), data
+
+
+def test_structure(pair: tuple[TfliteModel, Any, bytes]) -> None:
+    model, theirs, _ = pair
+    assert len(model.subgraphs) == len(theirs.subgraphs)
+    names = load_mapping("tflite_schema")["builtin_operators"]
+    for graph, expected in zip(model.subgraphs, theirs.subgraphs, strict=True):
+        assert graph.inputs == tuple(expected.inputs)
+        assert graph.outputs == tuple(expected.outputs)
+        for op, other in zip(graph.operators, expected.operators, strict=True):
+            code = theirs.operatorCodes[other.opcodeIndex]
+            kind = names[max(code.builtinCode, code.deprecatedBuiltinCode)]
+            assert op.kind == (f"CUSTOM:{code.customCode.decode()}" if kind == "CUSTOM" else kind)
+            assert op.inputs == tuple(other.inputs)
+            assert op.outputs == tuple(other.outputs)
+            if kind == "STABLEHLO_COMPOSITE":
+                options = other.builtinOptions2
+                assert op.composite == options.name.decode()
+                assert op.body == options.decompositionSubgraphIndex
+            assert op.activation == getattr(other.builtinOptions, "fusedActivationFunction", 0)
+    signatures = {
+        s.signatureKey.decode(): ({m.name.decode(): m.tensorIndex for m in s.inputs}, s.subgraphIndex)
+        for s in theirs.signatureDefs
+    }
+    assert {s.key: (dict(s.inputs), s.subgraph) for s in model.signatures} == signatures
+
+
+def test_tensors_and_their_bytes(pair: tuple[TfliteModel, Any, bytes]) -> None:
+    model, theirs, data = pair
+    seen = 0
+    for graph, expected in zip(model.subgraphs, theirs.subgraphs, strict=True):
+        for tensor, other in zip(graph.tensors, expected.tensors, strict=True):
+            assert tensor.name == other.name.decode()
+            assert tensor.type_id == other.type
+            assert tensor.shape == tuple(other.shape if other.shape is not None else ())
+            quantization = other.quantization
+            if tensor.quantization is not None:
+                np.testing.assert_array_equal(
+                    tensor.quantization.scale, [] if quantization.scale is None else quantization.scale
+                )
+                np.testing.assert_array_equal(
+                    tensor.quantization.zero_point, [] if quantization.zeroPoint is None else quantization.zeroPoint
+                )
+                assert tensor.quantization.axis == quantization.quantizedDimension
+                if quantization.detailsType == schema.QuantizationDetails.BlockwiseQuantization:
+                    blockwise = tensor.quantization.blockwise
+                    assert blockwise is not None
+                    assert (blockwise.scales, blockwise.zero_points, blockwise.block_size) == (
+                        quantization.details.scales,
+                        quantization.details.zeroPoints,
+                        quantization.details.blockSize,
+                    )
+            buffer = theirs.buffers[other.buffer]
+            stored = b"" if buffer.data is None else bytes(buffer.data)
+            if buffer.offset > 1:
+                stored = data[buffer.offset : buffer.offset + buffer.size]
+            assert model.has_data(tensor) == bool(stored)
+            if stored:
+                assert model.locate(tensor).read() == stored
+                seen += 1
+    assert seen > 50
+
+
+def test_every_type_has_its_size() -> None:
+    sized = {t for t in TensorType if t.name not in ("STRING", "RESOURCE", "VARIANT")}
+    assert set(ELEMENT_BITS) == sized
+
+
+def test_sections_of_the_sample(sample: Path) -> None:
+    """Against what litert-lm-builder was asked to write."""
+    with open_bundle(sample) as bundle:
+        assert [(s.type_name, s.model_type) for s in bundle.sections] == [
+            ("LlmMetadataProto", None),
+            ("ExecutorMetadataProto", None),
+            ("SP_Tokenizer", None),
+            ("TFLiteModel", "embedder"),
+            ("TFLiteModel", "per_layer_embedder"),
+            ("TFLiteModel", "prefill_decode"),
+            ("TFLiteModel", "mtp_drafter"),
+        ]
+        assert all(s.begin % 16384 == 0 for s in bundle.sections)
+        assert bundle.sections[-1].end == sample.stat().st_size
+        assert bundle.bundle is not None
+        assert bundle.bundle.version == (1, 7, 0)
+        assert bundle.bundle.items["Authors"] == "ODML"
+        # Every other model in the bundle can be read as well, and none of them is a drafter.
+        for section in bundle.sections:
+            if section.data_type == 3 and section.model_type != "mtp_drafter":
+                assert bundle.model(section).subgraphs
+    assert SECTION_TYPES[7] == "TFLiteWeights"
+
+
+def test_a_model_that_is_no_drafter(sample: Path, tmp_path: Path) -> None:
+    with open_bundle(sample) as bundle:
+        section = bundle.sections[3]
+        (tmp_path / "embedder.tflite").write_bytes(bundle.source.read(section.begin, section.size))
+    with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
+        opened.drafter()

@@ -1,0 +1,139 @@
+"""Agreement: whose text is drafted for, how it is counted, and what its intervals are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, teacher_forced_by_stepping
+from mtp_extract.validate.acceptance.agreement import (
+    Continuations,
+    figures,
+    groups,
+    mean_over_texts,
+    measure_agreement,
+)
+from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
+    return measure_agreement(generator.base, generator.drafter, continuations, STEPS, batch=3)
+
+
+def test_texts_are_the_bases_own(generator: SpeculativeGenerator, continuations: Continuations) -> None:
+    for text in continuations.texts:
+        length = text.prompt_length
+        inputs = torch.tensor([text.tokens[:length]])
+        own = generator.base.model.generate(inputs, max_new_tokens=len(text.tokens) - length, do_sample=False)
+        assert own[0].tolist() == list(text.tokens)
+
+
+def test_order_and_batches_change_nothing(
+    generator: SpeculativeGenerator, continuations: Continuations, agreement: Agreement
+) -> None:
+    stepped = teacher_forced_by_stepping(generator.base, generator.drafter, list(continuations.texts), STEPS)
+    order = torch.argsort(agreement.text * 10_000 + agreement.anchor)
+    assert torch.equal(agreement.text[order], stepped.text)
+    assert torch.equal(agreement.anchor[order], stepped.anchor)
+    assert torch.equal(agreement.drafts[order], stepped.drafts)
+    assert torch.equal(agreement.targets[order], stepped.targets)
+
+
+def test_workloads_add_up(continuations: Continuations, agreement: Agreement) -> None:
+    whole = figures(agreement)
+    parts = [figures(agreement, continuations.of_workload(name)) for name in continuations.workloads]
+    assert continuations.workloads == ("code", "prose")
+    assert [part.texts for part in parts] == [4, 3]
+    assert sum(part.anchors for part in parts) == whole.anchors == len(agreement.text)
+    for step in range(STEPS):
+        for name in ("top1", "top5", "conditional", "unconditional"):
+            counted = [getattr(part.steps[step], name) for part in parts]
+            total = getattr(whole.steps[step], name)
+            assert sum(p.successes for p in counted) == total.successes
+            assert sum(p.trials for p in counted) == total.trials
+
+
+def test_figures_by_hand() -> None:
+    drafts = torch.tensor([[1, 2], [1, 9], [9, 2], [1, 2]])
+    targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
+    found = figures(
+        Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[True, False]] * 4))
+    )
+    first, second = found.steps
+    assert (first.top1.successes, first.top1.trials) == (3, 4)
+    assert (first.top5.successes, second.top5.successes) == (4, 0)
+    assert (second.top1.successes, second.top1.trials) == (2, 3)
+    assert (second.conditional.successes, second.conditional.trials) == (1, 2)
+    assert (second.unconditional.successes, second.unconditional.trials) == (1, 3)
+    assert found.mean_accepted_length == pytest.approx(1 + 3 / 4 + 1 / 3)
+    assert (found.texts, found.anchors) == (2, 4)
+
+
+def test_nothing_to_draft_from(generator: SpeculativeGenerator) -> None:
+    from mtp_extract.errors import PairError
+
+    short = Continuations((Prompt("w", "a"),), (Text((2, 3), 1),))
+    with pytest.raises(PairError, match="generate longer continuations"):
+        measure_agreement(generator.base, generator.drafter, short, 1, batch=2)
+
+
+def test_interval_over_texts() -> None:
+    # One value a text: the ordinary interval of a mean.
+    values = torch.tensor([1.0, 3.0, 5.0, 7.0])
+    found = mean_over_texts(torch.arange(4), values)
+    half = 1.959963984540054 * float(values.std()) / 2
+    assert found is not None
+    assert (found.low, found.high) == (pytest.approx(4 - half, abs=1e-6), pytest.approx(4 + half, abs=1e-6))
+    # The same value many times in a text says no more than once.
+    repeated = mean_over_texts(torch.arange(4).repeat_interleave(50), values.repeat_interleave(50))
+    assert repeated is not None
+    assert repeated.low == pytest.approx(found.low, abs=1e-6)
+    assert mean_over_texts(torch.zeros(5, dtype=torch.long), torch.ones(5)) is None
+
+
+def test_groups_leave_no_text_alone() -> None:
+    assert list(groups([3, 1, 2, 5, 4], 2)) == [[1, 2], [0, 4, 3]]
+    assert list(groups([1], 4)) == [[0]]
+    assert sorted(i for group in groups(list(range(10)), 3) for i in group) == list(range(10))
+
+
+def test_shipped_prompts() -> None:
+    prompts = shipped_prompts()
+    names = [prompt.workload for prompt in prompts]
+    assert {name: names.count(name) for name in names} == dict.fromkeys(("chat", "code", "math", "prose", "json"), 20)
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+
+
+def test_prompts_are_opened_once(generator: SpeculativeGenerator) -> None:
+    tokenizer = generator.tokenizer
+    plain, chat = (encode_prompts([Prompt("w", "hello")], tokenizer, chat_template=on)[0] for on in (False, True))
+    assert plain[0] == chat[0] == tokenizer.bos_token_id
+    assert plain.count(tokenizer.bos_token_id) == chat.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(chat[1:]) == "<|turn>user\nhello<turn|>\n<|turn>model\n"
+
+
+def test_prompt_files(tmp_path: object) -> None:
+    from pathlib import Path
+
+    from mtp_extract.errors import MtpExtractError
+
+    folder = Path(str(tmp_path))
+    (folder / "lines.txt").write_text("one\n\ntwo\n")
+    assert read_prompts(folder / "lines.txt") == (Prompt("lines", "one"), Prompt("lines", "two"))
+    for name, text in (("a.json", "{"), ("b.json", '["x"]'), ("c.json", '{"w": [1]}'), ("d.json", '{"w": []}')):
+        (folder / name).write_text(text)
+        with pytest.raises(MtpExtractError, match="prompt"):
+            read_prompts(folder / name)
+    with pytest.raises(MtpExtractError, match="absent"):
+        read_prompts(folder / "absent.json")
+
+
+def test_mean_is_not_a_number_without_positions() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    found = figures(Agreement(none, none, none.reshape(0, 2), none.reshape(0, 2), torch.zeros(0, 2, dtype=torch.bool)))
+    assert math.isnan(found.mean_accepted_length)

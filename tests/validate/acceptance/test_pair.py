@@ -1,0 +1,115 @@
+"""What may be wrong with a base, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.variant_files import variant
+
+import mtp_extract
+from mtp_extract.errors import HubError, MtpExtractError, PairError
+from mtp_extract.validate.acceptance import pair as pair_module
+from mtp_extract.validate.acceptance.pair import drafter_dtype, load_pair, memory_guard
+from mtp_extract.validate.run import Plan, run_validation
+
+
+@pytest.fixture
+def copied(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "base"))
+
+
+def test_loads_the_sample(base: Path) -> None:
+    pair = load_pair(str(base), "cpu")
+    assert (pair.dtype, pair.devices, drafter_dtype(pair)) == ("float32", ("cpu",), torch.float32)
+
+
+def test_float16_is_not_computed_in(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["dtype"] = config["text_config"]["dtype"] = "float16"
+    (copied / "config.json").write_text(json.dumps(config))
+    pair = load_pair(str(copied), "cpu")
+    assert (pair.dtype, drafter_dtype(pair)) == ("bfloat16", torch.bfloat16)
+    assert "loaded as bfloat16" in pair.notes[0]
+
+
+def test_no_tokenizer(copied: Path) -> None:
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(PairError, match=r"expected a tokenizer in .* tokenizer files belong in the same directory"):
+        load_pair(str(copied), "cpu")
+
+
+def test_no_weights(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(PairError, match=r"expected a model in .*model\.safetensors"):
+        load_pair(str(copied), "cpu")
+
+
+@pytest.mark.parametrize("name", ["absent/deep/er", "./absent", "/absent", "absent"])
+def test_no_such_base(name: str) -> None:
+    with pytest.raises(PairError, match="which is neither"):
+        load_pair(name, "cpu")
+
+
+def test_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(PairError, match="give the base model's directory"):
+        load_pair(str(tmp_path), "cpu")
+
+
+def test_a_drafter_is_no_base(checkpoint: Path) -> None:
+    with pytest.raises(PairError, match="found a drafter"):
+        load_pair(str(checkpoint), "cpu")
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"google/gemma-nope: offline mode is on.*give a local directory as --base"):
+        load_pair("google/gemma-nope", "cpu")
+
+
+def test_another_base(tmp_path: Path, base: Path, prompts_file: Path) -> None:
+    mtp_extract.extract(variant("torch_odd_sizes"), tmp_path / "d")
+    with pytest.raises(PairError, match="vocabulary of 333, found 512"):
+        run_validation(Plan(tmp_path / "d", base=str(base), prompts=prompts_file, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("nonsense", "expected a device such as"),
+        pytest.param("cuda:99", "torch finds", id="cuda:99"),
+    ],
+)
+def test_no_such_device(base: Path, device: str, message: str) -> None:
+    with pytest.raises(MtpExtractError, match=message):
+        load_pair(str(base), device)
+
+
+def test_too_little_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_module, "_free_memory", lambda: 1_000_000)
+    with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base needs about 0\.0 GB"):
+        load_pair(str(base), "cpu")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes"),
+    ],
+)
+def test_running_out_of_memory(error: Exception) -> None:
+    with pytest.raises(MtpExtractError, match="too little memory while thinking"), memory_guard("thinking"):
+        raise error
+
+
+def test_other_errors_are_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="shape"), memory_guard("thinking"):
+        raise RuntimeError("shape")

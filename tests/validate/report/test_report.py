@@ -1,0 +1,176 @@
+"""The report: what is in it, that it is there whole or not at all, and what the verdict says of which result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_extract.errors import OutputError
+from mtp_extract.validate.acceptance.generation import Divergence
+from mtp_extract.validate.report import pages as report_module
+from mtp_extract.validate.report.pages import check_report_place, markdown, write_report
+from mtp_extract.validate.report.verdict import verdict
+from mtp_extract.validate.result import Validation, as_json
+from mtp_extract.validate.run import Plan, run_validation
+
+TIMES = {
+    "base_tokens_per_s",
+    "speculative_tokens_per_s",
+    "verify_ms",
+    "draft_ms",
+    "base_ms",
+    "best_draft_steps",
+    "predicted_speedup",
+}
+FIGURES = {
+    f"{name}.{ending}"
+    for name in ("acceptance_by_step", "agreement_by_workload", "generation_by_drafts")
+    for ending in ("png", "svg")
+}
+
+
+@pytest.fixture(scope="module")
+def written(validation: Validation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("report") / "report"
+    write_report(validation, target)
+    return target
+
+
+def test_schema(written: Path) -> None:
+    found = json.loads((written / "report.json").read_text())
+    for kind in ("float", "emulated"):
+        comparison = found["parity"][kind]
+        assert comparison.keys() >= {"max_abs", "cosine", "top1", "top5", "n", "relative"}
+        assert comparison["n"] == 8
+    steps = found["agreement"]["steps"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    by_workload = [found["agreement"]["workloads"][name]["steps"] for name in ("code", "prose")]
+    for step in (*steps, *by_workload[0], *by_workload[1]):
+        assert step.keys() >= {"top1", "top5", "conditional", "unconditional", "n", "ci95"}
+        for name in ("top1", "top5", "conditional", "unconditional"):
+            low, high = step["ci95"][name]
+            assert 0 <= low <= step[name] <= high <= 1
+    assert sum(part[0]["n"] for part in by_workload) == steps[0]["n"] == found["agreement"]["n"]
+    assert len(found["controls"]) == 7
+    for control in found["controls"].values():
+        assert 0 <= control["steps"][0]["top1"] <= 1
+        assert control["why"]
+    assert set(found["generation"]) == {"1", "3"}
+    for entry in found["generation"].values():
+        assert entry["identical"] is True
+        assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
+            "base_ms", "best_draft_steps", "predicted_speedup"}}  # fmt: skip
+    assert found["verdict"].startswith("Proven: the checkpoint computes what Google's interpreter does")
+    assert found["refuted"] is False
+    assert found["settings"]["prompts"] == {"code": 4, "prose": 3}
+
+
+def test_files(written: Path) -> None:
+    names = {path.name for path in written.iterdir()}
+    assert names == {"report.json", "report.md", *FIGURES}
+    page = (written / "report.md").read_text()
+    assert json.loads((written / "report.json").read_text())["verdict"] in page
+    for name in FIGURES:
+        assert (written / name).stat().st_size > 5_000
+        assert name.endswith("svg") or f"({name})" in page
+    for heading in ("Parity with", "Agreement with", "By workload", "Controls", "Speculative decoding"):
+        assert heading in page
+    assert all(line.count("|") >= 3 for line in page.splitlines() if line.startswith("|"))
+
+
+def test_figures_say_what_was_measured(written: Path) -> None:
+    drawn = {path.stem: path.read_text() for path in written.glob("*.svg")}
+    for word in ("real drafter", "zero hidden", "draft step", "unconditional acceptance", "95 % intervals"):
+        assert word in drawn["acceptance_by_step"]
+    for word in ("tokens a second", "time a round (ms)", "K, drafts a round"):
+        assert word in drawn["generation_by_drafts"]
+    for word in ("code", "prose", "all", "mean accepted length"):
+        assert word in drawn["agreement_by_workload"]
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
+    again = as_json(run_validation(plan))
+    assert without_times(again) == without_times(as_json(validation))
+
+
+def test_no_number_that_json_has_not(validation: Validation) -> None:
+    assert validation.agreement is not None
+    broken = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
+    text = json.dumps(as_json(dataclasses.replace(validation, agreement=broken)), allow_nan=False)
+    assert json.loads(text)["agreement"]["mean_accepted_length"] is None
+
+
+def test_parts_that_were_not_asked_for(plan: Plan, validation: Validation) -> None:
+    only_source = run_validation(dataclasses.replace(plan, base=None))
+    assert "not proven: how well it drafts for a base (give --base)" in verdict(only_source)
+    report = as_json(only_source)
+    assert report["agreement"] is report["controls"] is report["generation"] is None
+    assert "Agreement" not in markdown(only_source)
+    no_source = dataclasses.replace(validation, parity=None, source=None)
+    assert "not proven: that this is the function of a .litertlm file (give --source)" in verdict(no_source)
+    assert "Parity" not in markdown(no_source)
+
+
+def test_verdict_on_failed_parity(validation: Validation) -> None:
+    assert validation.parity is not None
+    worse = dataclasses.replace(validation.parity.emulated, max_of_range=0.3, top1=0.5)
+    found = dataclasses.replace(validation, parity=dataclasses.replace(validation.parity, emulated=worse))
+    assert found.refuted
+    assert verdict(found).startswith("Refuted: the checkpoint does not compute")
+    assert "same top token in 4 of 8 samples" in verdict(found)
+
+
+@pytest.mark.parametrize(("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: greedy text")])
+def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> None:
+    assert validation.generation is not None
+    first, *rest = validation.generation.lengths
+    parted = dataclasses.replace(first, identical_prompts=first.prompts - 1, divergences=(Divergence(0, 3, 0.01, tie),))
+    generation = dataclasses.replace(validation.generation, lengths=(parted, *rest))
+    found = dataclasses.replace(validation, generation=generation)
+    assert found.refuted == (not tie)
+    assert word in verdict(found)
+    assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
+
+
+def test_names_cannot_break_the_page(validation: Validation) -> None:
+    page = markdown(dataclasses.replace(validation, directory="a|b\n# c\x1b[31m"))
+    assert "# Validation of a\\|b\\n# c\\x1b[31m" in page.splitlines()[0]
+
+
+def test_there_whole_or_not_at_all(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> list[str]:
+        raise RuntimeError("no figure")
+
+    monkeypatch.setattr(report_module, "draw_figures", fails)
+    with pytest.raises(RuntimeError, match="no figure"):
+        write_report(validation, tmp_path / "report")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "draw_figures", lambda *arguments: [])
+    target = tmp_path / "report"
+    write_report(validation, target)
+    (target / "older").write_text("")
+    with pytest.raises(OutputError, match="Add --overwrite"):
+        write_report(validation, target)
+    write_report(validation, target, overwrite=True)
+    assert {path.name for path in target.iterdir()} == {"report.json", "report.md"}
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    with pytest.raises(OutputError, match="is no report"):
+        check_report_place(tmp_path / "other", overwrite=True)
+    with pytest.raises(OutputError, match="not a directory"):
+        check_report_place(tmp_path / "other" / "thesis.txt", overwrite=True)

@@ -1,0 +1,117 @@
+"""``mtp-validate`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.variant_files import variant
+from typer.testing import CliRunner
+
+from mtp_extract.cli import validate
+from mtp_extract.data import sample_base, sample_bundle
+
+RUNNER = CliRunner()
+
+
+def run(*arguments: str | Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"{before}\nfrom mtp_extract.cli.validate import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def test_sample(prompts_file: Path, tmp_path: Path) -> None:
+    result = run(
+        *("--sample", "--prompts", prompts_file, "--draft-steps", "1,2", "--new-tokens", "16", "--samples", "4"),
+        *("--report", tmp_path / "report"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Proven: the checkpoint computes what Google's interpreter does with sample.litert")
+    assert result.stderr.splitlines()[0] == "extracting the sample …"
+    assert "Traceback" not in result.stderr
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["parity"]["proven"]
+    assert set(report["generation"]) == {"1", "2"}
+    assert report["verdict"] in result.stdout
+
+
+def test_json(checkpoint: Path) -> None:
+    result = run(checkpoint, "--source", sample_bundle(), "--samples", "2", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert report["parity"]["emulated"]["n"] == 2
+    assert report["agreement"] is None
+
+
+def test_refuted_is_status_1(checkpoint: Path) -> None:
+    result = run(checkpoint, "--source", variant("torch_int2"), "--samples", "2")
+    assert result.returncode == 1
+    assert result.stdout.startswith("Refuted: ")
+    assert result.stderr.splitlines()[-1].startswith("error: the validation shows that something is wrong")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name a DIR, or --sample"),
+        (("d", "--sample"), "one of the two"),
+        (("d",), "give --base MODEL, --source FILE.litertlm, or both"),
+        (("--sample", "--base", "x"), "brings its own base"),
+        (("d", "--base", "x", "--draft-steps", "0"), "whole numbers from 1"),
+        (("d", "--base", "x", "--draft-steps", "1,x"), "whole numbers from 1"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = RUNNER.invoke(validate.app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("/absent", "--source", str(sample_bundle())), "expected config.json or mtp_drafter_config.json in /absent"),
+        (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
+        (("CHECKPOINT", "--base", "/absent"), "which is neither"),
+        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as --base"),
+        (("CHECKPOINT", "--base", str(sample_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
+        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "use --device auto"),
+        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "is no report"),
+    ],
+)
+def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*(str(checkpoint) if word == "CHECKPOINT" else word for word in arguments))
+    assert (result.returncode, result.stdout) == (1, "")
+    errors = [line for line in result.stderr.splitlines() if not line.endswith("…")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("torch", "torch"), ("transformers", "transformers"), ("ai_edge_litert", "ai-edge-litert")]
+)
+def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
+    block = f"import sys; sys.modules[{module!r}] = None"
+    result = run(checkpoint, "--base", sample_base(), "--source", sample_bundle(), before=block)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"error: expected the package {package}, but it is not installed. Validation needs more packages than "
+        "extraction: pip install 'mtp-extract[validate]'\n"
+    )
+
+
+def test_help_needs_no_extra() -> None:
+    result = run("--help", before="import sys; sys.modules['torch'] = None")
+    assert result.returncode == 0
+    assert "--source" in result.stdout
