@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
 from mtp_extract.graph import Walk, flatten, walk
-from mtp_extract.graph.config import Geometry, known_geometry, read_geometry
+from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
-from mtp_extract.graph.roles import NameCheck, check_names
+from mtp_extract.graph.names import NameCheck, check_names
 from mtp_extract.io.source import LocalSource, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
@@ -54,7 +55,7 @@ class Drafter:
     model: TfliteModel
     signature: Signature
     walk: Walk
-    geometry: Geometry
+    config: DrafterConfig
     names: NameCheck
     known: dict[str, Any] | None
 
@@ -96,9 +97,21 @@ class Opened:
         """
         section, found_by, model, signature = self._locate
         found = walk(flatten(model, signature))
-        geometry = read_geometry(found, sliding_window)
-        names = check_names(found.roles, geometry.num_layers)
-        return Drafter(self, section, found_by, model, signature, found, geometry, names, known_geometry(geometry))
+        config = read_config(found, sliding_window)
+        names = check_names(found.roles, config.num_layers)
+        known = known_drafter(config)
+        positions = known["max_position_embeddings"] if known else None
+        return Drafter(
+            opened=self,
+            section=section,
+            found_by=found_by,
+            model=model,
+            signature=signature,
+            walk=found,
+            config=replace(config, max_position_embeddings=positions),
+            names=names,
+            known=known,
+        )
 
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:

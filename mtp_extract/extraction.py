@@ -1,41 +1,35 @@
-"""Extraction: from an opened file to a checkpoint directory."""
+"""Extraction: bundle → checkpoint → directory, in one page."""
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from mtp_extract._version import __version__
+from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.formats import litert, transformers
+from mtp_extract.checkpoint.check import Verification, read_record, verify_against
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
+from mtp_extract.checkpoint.planned import OutputFile, plan_codes
 from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
 from mtp_extract.checkpoint.staging import RECORD, staged_directory
-from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, plan_array, plan_codes, plan_values
-from mtp_extract.graph import FoundRole
-from mtp_extract.graph.roles import LAYER_SCALAR, roles_of
 from mtp_extract.hub.card import model_card
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
-__all__ = [
-    "CODES_FILE",
-    "FORMAT_VERSION",
-    "ExtractionResult",
-    "Layout",
-    "default_directory",
-    "extract",
-    "layout_of",
-    "plan_tensor",
-]
+__all__ = ["CODES_FILE", "ExtractionResult", "checkpoint_of", "default_directory", "extract", "verify_against_source"]
 
 CODES_FILE = "codes.safetensors"
-FORMAT_VERSION = 1
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -46,7 +40,7 @@ class ExtractionResult:
     """What :func:`extract` did.
 
     Attributes:
-        files: name → size in bytes, in the order written.
+        files: name → size in bytes.
         record: the content of ``extraction.json``.
         notes: things worth knowing that are not errors.
     """
@@ -57,26 +51,6 @@ class ExtractionResult:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One output tensor and where it comes from. ``found`` is None for a layer scalar that the graph lacks."""
-
-    name: str
-    role: str
-    shape: tuple[int, ...]
-    found: FoundRole | None
-    source: QuantizedTensor | None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The tensors of a layout, and the JSON files that go with them."""
-
-    weights_file: str
-    entries: tuple[Entry, ...]
-    documents: Mapping[str, Mapping[str, Any]] = field(repr=False)
-
-
 def default_directory(source: str | os.PathLike[str]) -> Path:
     """Where a result goes when the user does not say: ``NAME-mtp-drafter`` in the current directory."""
     name = os.fspath(source).rstrip("/").rsplit("/", 1)[-1].split("@")[0].split("?")[0]
@@ -85,43 +59,21 @@ def default_directory(source: str | os.PathLike[str]) -> Path:
     return Path(f"{name or 'model'}-mtp-drafter")
 
 
-def layout_of(drafter: Drafter, format: str, dtype: str) -> Layout:  # noqa: A002 - the command's word for it
-    """Plan the tensors of ``drafter`` in the layout ``format``.
+def checkpoint_of(drafter: Drafter) -> Checkpoint:
+    """The drafter of a bundle as a checkpoint; no weight is read yet.
 
     Raises:
-        UnsupportedError: weights this release cannot read, or a geometry the layout cannot express.
+        UnsupportedError: weights this release cannot read.
         FormatError: damaged quantization.
     """
-    found = {role.role: role for role in drafter.walk.roles}
-    sources = {role.role: QuantizedTensor.of(drafter.model, role.tensor) for role in drafter.walk.roles if role.tensor}
-    layers = drafter.geometry.num_layers
-    if format == "transformers":
-        entries = tuple(
-            Entry(
-                role.transformers,
-                role.name,
-                found[role.name].shape if role.name in found else (1,),
-                found.get(role.name),
-                sources.get(role.name),
-            )
-            for role in roles_of(layers)
-        )
-        documents = {
-            "config.json": transformers.config(drafter.geometry, DTYPES[dtype].transformers, drafter.known),
-            "generation_config.json": transformers.generation_config(),
-        }
-        return Layout("model.safetensors", entries, documents)
-    names = litert.tensor_names(found, layers)
-    first = {name: role for role, name in reversed(names.items())}
-    entries = tuple(
-        Entry(name, role, found[role].shape, found[role], sources.get(role)) for name, role in reversed(first.items())
-    )
-    positions = int(drafter.known["max_position_embeddings"]) if drafter.known else transformers.MAX_POSITIONS
-    return Layout(
-        "mtp_drafter.safetensors",
-        entries,
-        {"mtp_drafter_config.json": litert.config(drafter.geometry, names, positions)},
-    )
+    tensors: dict[str, LazyTensor] = {}
+    for found in drafter.walk.roles:
+        if found.tensor is None:
+            tensors[found.role] = FilledTensor(found.shape)
+        else:
+            source = QuantizedTensor.of(drafter.model, found.tensor)
+            tensors[found.role] = ConstantTensor(found.shape, source, found.factor)
+    return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
 
 
 def extract(
@@ -140,8 +92,8 @@ def extract(
     Args:
         source: a path, ``hf://org/repo/file[@revision]``, an ``https://`` URL, or something already opened.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: "transformers" or "litert".
-        dtype: "bf16" (the default of transformers), "f16" or "f32" (the default of litert, which has no other).
+        format: a name in :data:`mtp_extract.checkpoint.formats.FORMATS`.
+        dtype: "bf16", "f16" or "f32"; by default the format's own choice.
         codes: write the integers, scales and zero points as stored, too (``codes.safetensors``).
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
@@ -152,21 +104,20 @@ def extract(
             nothing is left behind.
         ValueError: an unknown ``format`` or ``dtype``.
     """
-    dtype = dtype or ("bf16" if format == "transformers" else "f32")
-    if format not in ("transformers", "litert") or dtype not in DTYPES:
-        raise ValueError(f"format {format!r} and dtype {dtype!r}: expected transformers|litert and bf16|f16|f32.")
-    if format == "litert" and dtype != "f32":
-        raise ValueError("The litert layout is F32.")
+    chosen = format_named(format)
+    dtype = dtype or chosen.dtypes[0]
+    if dtype not in chosen.dtypes:
+        raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(chosen.dtypes)}.")
     if isinstance(source, Opened):
-        return _extract(source, out, format, dtype, codes, overwrite, sliding_window, progress)
+        return _extract(source, out, chosen, dtype, codes, overwrite, sliding_window, progress)
     with open_bundle(source) as opened:
-        return _extract(opened, out, format, dtype, codes, overwrite, sliding_window, progress)
+        return _extract(opened, out, chosen, dtype, codes, overwrite, sliding_window, progress)
 
 
 def _extract(
     opened: Opened,
     out: str | os.PathLike[str] | None,
-    format: str,  # noqa: A002
+    format_: Format,
     dtype: str,
     codes: bool,
     overwrite: bool,
@@ -174,70 +125,73 @@ def _extract(
     progress: Progress,
 ) -> ExtractionResult:
     drafter = opened.drafter(sliding_window)
-    layout = layout_of(drafter, format, dtype)
+    checkpoint = checkpoint_of(drafter)
+    weights, *documents = format_.plan(checkpoint, dtype)
+    files = [weights, *_codes_of(weights, codes), *documents]
     target = Path(out) if out is not None else default_directory(opened.source.name)
-    planned = [plan_tensor(entry, dtype) for entry in layout.entries]
-    code_tensors = _code_tensors(layout) if codes else []
     with staged_directory(target, overwrite) as stage:
-        hashes = _Hashes(drafter)
-        tick = _counter(progress, sum(t.length for t in [*planned, *code_tensors]))
-        metadata = {"format": "pt", "mtp_extract": __version__}
-        crcs = write_safetensors(stage / layout.weights_file, planned, metadata, tick, hashes.jobs(layout))
-        contents: dict[str, dict[str, Any]] = {layout.weights_file: {"size": _size(stage / layout.weights_file)}}
-        if code_tensors:
-            code_crcs = write_safetensors(stage / CODES_FILE, code_tensors, metadata, tick)
-            contents[CODES_FILE] = {"size": _size(stage / CODES_FILE), "tensors": code_crcs}
-        for name, document in layout.documents.items():
-            contents[name] = _write_text(stage / name, _json(document))
-        made = _record(drafter, opened, layout, format, dtype, crcs, hashes, contents)
-        contents["README.md"] = _write_text(stage / "README.md", model_card(made))
-        _write_text(stage / RECORD, _json(made))
-        files = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
-    return ExtractionResult(target, files, made, _notes(drafter, layout))
+        hashes = _Hashes(drafter, checkpoint)
+        tick = _counter(progress, sum(t.length for file in files for t in file.tensors))
+        written: dict[str, dict[str, Any]] = {}
+        for file in files:
+            written[file.name] = _write(stage, file, tick, hashes.jobs() if file is weights else ())
+        made = _record(drafter, opened, checkpoint, format_, dtype, weights, written, hashes)
+        written["README.md"] = _write(stage, OutputFile("README.md", text=model_card(made)), tick)
+        _write(stage, OutputFile(RECORD, text=_json(made)), tick)
+        sizes = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
+    return ExtractionResult(directory=target, files=sizes, record=made, notes=_notes(drafter, checkpoint))
 
 
-def plan_tensor(entry: Entry, dtype: str) -> PlannedTensor:
-    """How the tensor ``entry`` is derived, in the output type ``dtype`` ("bf16", "f16" or "f32")."""
-    factor = entry.found.factor if entry.found else 1.0
-    return plan_values(entry.name, entry.shape, DTYPES[dtype], entry.source, factor)
+def verify_against_source(directory: str | os.PathLike[str], opened: Opened) -> Verification:
+    """Check ``directory`` against its own record, then derive every tensor from ``opened`` again and compare all bits.
+
+    Raises:
+        CheckpointError: something differs; the message lists what.
+        MtpExtractError: ``opened`` cannot be read.
+    """
+    window = read_record(Path(directory))["geometry"].get("sliding_window")
+    drafter = opened.drafter(window if isinstance(window, int) else None)
+    return verify_against(directory, checkpoint_of(drafter), opened.source.name)
 
 
-def _code_tensors(layout: Layout) -> list[PlannedTensor]:
-    tensors = []
-    for entry in layout.entries:
-        source = entry.source
-        if source is not None and source.packing is not None:
-            tensors += [
-                plan_codes(f"{entry.name}.codes", source),
-                plan_array(f"{entry.name}.scale", source.scale),
-                plan_array(f"{entry.name}.zero_point", source.zero_point),
-            ]
-    return tensors
+def _codes_of(weights: OutputFile, wanted: bool) -> list[OutputFile]:
+    tensors = tuple(planned for weight in weights.tensors for planned in plan_codes(weight)) if wanted else ()
+    return [OutputFile(CODES_FILE, tensors=tensors)] if tensors else []
+
+
+def _write(
+    stage: Path, file: OutputFile, tick: Callable[[int], None], beside: Sequence[Callable[[], object]] = ()
+) -> dict[str, Any]:
+    """Write one file; what the record says of it."""
+    path = stage / file.name
+    if not file.tensors:
+        return _write_text(path, file.text)
+    sums = write_safetensors(path, file.tensors, {"format": "pt", "mtp_extract": __version__}, tick, beside)
+    return {"size": path.stat().st_size, "tensors": sums}
 
 
 class _Hashes:
-    """SHA-256 of the section and of every tensor's stored bytes, computed beside the writing."""
+    """SHA-256 of the section and of every role's stored bytes, computed beside the writing."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, checkpoint: Checkpoint) -> None:
         self._drafter = drafter
+        self._tensors = {
+            role: tensor.source for role, tensor in checkpoint.tensors.items() if isinstance(tensor, ConstantTensor)
+        }
         self.section: str | None = None
-        self.tensors: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
 
-    def jobs(self, layout: Layout) -> list[Callable[[], object]]:
-        jobs: list[Callable[[], object]] = []
+    def jobs(self) -> list[Callable[[], object]]:
+        jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
         # A model found by scanning has no end of its own to hash up to.
-        if self._drafter.found_by != "scan":
-            jobs.append(self._hash_section)
-        sources = [(entry.name, entry.source) for entry in layout.entries]
-        jobs += [self._hashing(name, source) for name, source in sources if source is not None]
-        return jobs
+        return jobs if self._drafter.found_by == "scan" else [self._hash_section, *jobs]
 
     def _hash_section(self) -> None:
         self.section = record.sha256_of_region(self._drafter.model.region)
 
-    def _hashing(self, name: str, source: QuantizedTensor) -> Callable[[], object]:
+    def _hashing(self, role: str, source: QuantizedTensor) -> Callable[[], object]:
         def job() -> None:
-            self.tensors[name] = record.sha256_of_location(source.location)
+            self.roles[role] = record.sha256_of_location(source.location)
 
         return job
 
@@ -245,45 +199,44 @@ class _Hashes:
 def _record(
     drafter: Drafter,
     opened: Opened,
-    layout: Layout,
-    format: str,  # noqa: A002
+    checkpoint: Checkpoint,
+    format_: Format,
     dtype: str,
-    crcs: Mapping[str, str],
+    weights: OutputFile,
+    written: dict[str, dict[str, Any]],
     hashes: _Hashes,
-    files: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     confirmed = set(drafter.names.confirmed)
-    stored_type = DTYPES[dtype].safetensors
+    found = {role.role: role for role in drafter.walk.roles}
+    sums = written[weights.name].pop("tensors")
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": record.FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
         "source": record.source_record(drafter, Path(opened.source.name).name, hashes.section),
         "known_as": drafter.known["name"] if drafter.known else None,
-        "layout": format,
+        "layout": format_.name,
         "dtype": dtype,
-        "geometry": drafter.geometry.as_json(),
-        "files": files,
+        "geometry": drafter.config.as_json(),
+        "files": written,
         "tensors": {
-            entry.name: record.tensor_record(
-                entry.found,
-                entry.role,
-                entry.source,
-                hashes.tensors.get(entry.name),
-                entry.role in confirmed,
-                entry.shape,
-                stored_type,
-                crcs[entry.name],
+            planned.name: record.tensor_record(
+                planned=planned,
+                found=found.get(planned.role),
+                sha256=hashes.roles.get(planned.role),
+                confirmed=planned.role in confirmed,
+                xxh3=sums[planned.name],
             )
-            for entry in layout.entries
+            for planned in weights.tensors
         },
         "set_aside": record.set_aside(drafter),
         "kv_inputs": record.caches(drafter),
     }
 
 
-def _notes(drafter: Drafter, layout: Layout) -> tuple[str, ...]:
+def _notes(drafter: Drafter, checkpoint: Checkpoint) -> tuple[str, ...]:
     notes = []
-    absent = [e.role for e in layout.entries if e.found is None and e.role.endswith(LAYER_SCALAR)]
+    scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
+    absent = [name for name in scalars if name not in checkpoint.tensors]
     if absent:
         notes.append(
             f"The graph has no layer scalar in {len(absent)} layers; 1.0 was written, which is what it computes."
@@ -327,8 +280,4 @@ def _write_text(path: Path, text: str) -> dict[str, Any]:
             raise OSError("it reads back differently")
     except OSError as error:
         raise output_error(path, error) from error
-    return {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
+    return {"size": len(data), "xxh3": xxh3_128_hexdigest(data)}

@@ -103,7 +103,7 @@ def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
         "begin": drafter.model.region.begin,
         "size": drafter.model.region.size,
         "known_as": drafter.known["name"] if drafter.known else None,
-        "geometry": drafter.geometry.as_json(),
+        "geometry": drafter.config.as_json(),
         "parameters": sum(math.prod(r.shape) for r in drafter.walk.roles),
         "stored_types": dict(
             sorted(Counter(r.tensor.type_name for r in drafter.walk.roles if r.tensor is not None).items())

@@ -1,22 +1,23 @@
-"""Checking a checkpoint directory: against its own record, and against the bundle it came from."""
+"""Checking a checkpoint directory: against its own record, and against the checkpoint it was made from."""
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mtp_extract.bundle import Opened
-from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, read_header, run_all, workers
+from xxhash import xxh3_128_hexdigest
+
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.planned import PlannedTensor
+from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, differing, read_header
 from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.checkpoint.tensors import DTYPES, PlannedTensor, Segment
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.extraction import FORMAT_VERSION, layout_of, plan_tensor
 
 __all__ = ["Verification", "read_record", "verify", "verify_against"]
 
@@ -58,8 +59,8 @@ def read_record(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
     if isinstance(record, dict) and record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: format version {record.get('format_version')!r}; this release reads {FORMAT_VERSION}. "
-            "Look for a newer release of mtp-extract."
+            f"{path}: expected format version {FORMAT_VERSION}, found {escape(record.get('format_version'))}. Another "
+            "release of mtp-extract wrote it: extract the drafter again with this one."
         )
     if not isinstance(record, dict) or not all(
         isinstance(record.get(key), dict) for key in ("files", "tensors", "source", "tool", "geometry")
@@ -68,11 +69,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     files, tensors = record["files"].values(), record["tensors"].values()
     if not all(isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict) for entry in (*files, *tensors)):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
+    if record.get("layout") not in FORMATS or record.get("dtype") not in format_named(record["layout"]).dtypes:
+        raise CheckpointError(
+            f"{path}: names layout {escape(record.get('layout'))} and dtype {escape(record.get('dtype'))}, which this "
+            "release does not write."
+        )
     return record
-
-
-def _weights_file(record: Mapping[str, Any]) -> str:
-    return "model.safetensors" if record.get("layout") == "transformers" else "mtp_drafter.safetensors"
 
 
 def verify(directory: str | os.PathLike[str]) -> Verification:
@@ -83,32 +85,43 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
     """
     folder = Path(directory)
     record = read_record(folder)
-    weights = _weights_file(record)
+    weights = format_named(record["layout"]).weights_file
     if weights not in record["files"]:
         raise CheckpointError(f"{folder}: its record does not list {weights}.")
-    wrong: list[str] = []
+    wrong = [f"{escape(name)} is not in its record" for name in _unlisted(folder, record["files"])]
     tensors = 0
     for name, expected in record["files"].items():
-        path = folder / Path(name).name
-        if not path.is_file():
+        path = folder / name
+        if not _inside(name) or not path.is_file() or path.is_symlink():
             wrong.append(f"{escape(name)} is missing")
         elif path.stat().st_size != expected.get("size"):
-            wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {expected.get('size')}")
+            wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {escape(expected.get('size'))}")
         elif name == weights:
             stored = read_header(path)
-            sums = {tensor: entry.get("crc32") for tensor, entry in record["tensors"].items()}
+            sums = {tensor: entry.get("xxh3") for tensor, entry in record["tensors"].items()}
             wrong += [*_misdescribed(stored, record["tensors"]), *_differing(path, stored, sums)]
             tensors += len(record["tensors"])
         elif "tensors" in expected:
             wrong += _differing(path, read_header(path), expected["tensors"])
             tensors += len(expected["tensors"])
-        elif f"{zlib.crc32(path.read_bytes()):08x}" != expected.get("crc32"):
+        elif xxh3_128_hexdigest(path.read_bytes()) != expected.get("xxh3"):
             wrong.append(f"{escape(name)} has other content")
     if wrong:
         raise CheckpointError(
             f"{folder}: does not match its {RECORD}: {'; '.join(wrong)}. Extract it again, or fetch it again."
         )
     return Verification(folder, record, len(record["files"]), tensors)
+
+
+def _unlisted(folder: Path, listed: Mapping[str, Any]) -> list[str]:
+    """Files beside the record that it does not list; what begins with a dot belongs to other programs."""
+    present = (path.name for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
+    return sorted(set(present) - {RECORD, *listed})
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _misdescribed(stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
@@ -125,36 +138,31 @@ def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping
     sums = check_safetensors(path, stored)
     wrong = [f"tensor {escape(name)} is missing" for name in expected if name not in sums]
     wrong += [f"tensor {escape(name)} is not in the record" for name in sums if name not in expected]
-    wrong += [f"tensor {escape(n)} has other values" for n, crc in sums.items() if expected.get(n, crc) != crc]
+    wrong += [f"tensor {escape(n)} has other values" for n, found in sums.items() if expected.get(n, found) != found]
     return wrong
 
 
-def verify_against(directory: str | os.PathLike[str], opened: Opened) -> Verification:
-    """Check ``directory`` as :func:`verify` does, then derive every tensor from ``opened`` again and compare all bits.
+def verify_against(directory: str | os.PathLike[str], original: Checkpoint, name: str) -> Verification:
+    """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again and compare all bits.
+
+    Args:
+        name: what ``original`` is called in messages.
 
     Raises:
         CheckpointError: something differs; the message lists what.
-        MtpExtractError: the bundle cannot be read.
+        MtpExtractError: the original cannot be read.
     """
     own = verify(directory)
-    record = own.record
-    layout, dtype = str(record.get("layout")), str(record.get("dtype"))
-    if layout not in ("transformers", "litert") or dtype not in DTYPES:
-        raise CheckpointError(f"{own.directory}: its record names layout {layout!r} and dtype {dtype!r}.")
-    window = record["geometry"].get("sliding_window")
-    drafter = opened.drafter(window if isinstance(window, int) else None)
-    plan = layout_of(drafter, layout, dtype)
-    path = own.directory / plan.weights_file
-    planned = [plan_tensor(entry, dtype) for entry in plan.entries]
-    wrong = _compare(path, planned)
-    for name, document in plan.documents.items():
-        if _json_of(own.directory / name) != json.loads(json.dumps(document)):
-            wrong.append(f"{name} says something else")
+    wrong: list[str] = []
+    for file in format_named(own.record["layout"]).plan(original, own.record["dtype"]):
+        path = own.directory / file.name
+        if file.tensors:
+            wrong += _compare(path, file.tensors)
+        elif _json_of(path) != json.loads(file.text):
+            wrong.append(f"{file.name} says something else")
     if wrong:
-        raise CheckpointError(
-            f"{own.directory}: differs from what {opened.source.name} holds: {'; '.join(sorted(wrong))}."
-        )
-    return Verification(own.directory, record, own.files, own.tensors, opened.source.name)
+        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
+    return replace(own, against=name)
 
 
 def _json_of(path: Path) -> object:
@@ -167,30 +175,9 @@ def _json_of(path: Path) -> object:
     return content
 
 
-def _compare(path: Path, planned: list[PlannedTensor]) -> list[str]:
+def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:
     stored = read_header(path)
-    wrong: list[str] = []
-    different: set[str] = set()
-
-    def comparing(fd: int, tensor: PlannedTensor, segment: Segment, base: int) -> Callable[[], None]:
-        def job() -> None:
-            at = base + segment.offset
-            for chunk in segment.produce():
-                data = chunk.tobytes()
-                if os.pread(fd, len(data), at) != data:
-                    different.add(tensor.name)
-                    return
-                at += len(data)
-
-        return job
-
-    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
-        jobs = []
-        for tensor in planned:
-            there = stored.get(tensor.name)
-            if there is None or (there.dtype, there.shape) != (tensor.dtype, tensor.shape):
-                wrong.append(f"tensor {tensor.name} has another type or shape")
-                continue
-            jobs += [comparing(file.fileno(), tensor, segment, there.offset) for segment in tensor.segments]
-        run_all(pool, jobs)
-    return [*wrong, *(f"tensor {name} has other values" for name in different)]
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    alike = [tensor for tensor in planned if described.get(tensor.name) == (tensor.dtype, tensor.shape)]
+    wrong = [f"tensor {t.name} has another type or shape" for t in planned if t not in alike]
+    return [*wrong, *(f"tensor {name} has other values" for name in differing(path, stored, alike))]

@@ -10,13 +10,26 @@ import math
 from typing import Any
 
 from mtp_extract.bundle import Drafter
+from mtp_extract.checkpoint.lazy import ConstantTensor
+from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.errors import FormatError
 from mtp_extract.graph import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation
 
-__all__ = ["caches", "set_aside", "sha256_of_location", "sha256_of_region", "source_record", "tensor_record"]
+__all__ = [
+    "FORMAT_VERSION",
+    "caches",
+    "set_aside",
+    "sha256_of_location",
+    "sha256_of_region",
+    "source_record",
+    "tensor_record",
+]
+
+FORMAT_VERSION = 2
+"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32."""
 
 _READ = 1 << 18
 
@@ -62,23 +75,23 @@ def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> di
 
 
 def tensor_record(
-    found: FoundRole | None,
-    role: str,
-    source: QuantizedTensor | None,
-    sha256: str | None,
-    confirmed: bool,
-    shape: tuple[int, ...],
-    dtype: str,
-    crc32: str,
+    *, planned: PlannedTensor, found: FoundRole | None, sha256: str | None, confirmed: bool, xxh3: str
 ) -> dict[str, Any]:
-    """One output tensor: role, evidence, stored bytes, quantization. ``found`` is None where the graph has no such
-    constant."""
+    """One output tensor: role, evidence, stored bytes, quantization.
+
+    Args:
+        found: what the graph says of its role; None where the graph has no such constant.
+        sha256: of the stored bytes.
+        confirmed: whether a published name says the same.
+        xxh3: XXH3-128 of the data written.
+    """
+    source = planned.tensor.source if isinstance(planned.tensor, ConstantTensor) else None
     return {
-        "role": role,
+        "role": planned.role,
         "why": found.why if found else "the graph multiplies by no layer scalar: 1 is what it computes",
-        "shape": list(shape),
-        "dtype": dtype,
-        "crc32": crc32,
+        "shape": list(planned.shape),
+        "dtype": planned.dtype,
+        "xxh3": xxh3,
         "factor": found.factor if found else 1.0,
         "name_confirms": confirmed,
         "source": _stored(source, sha256) if source else None,

@@ -2,8 +2,8 @@
 
 The format: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
 data of all tensors without gaps. The ``safetensors`` package wants every tensor in memory and orders metadata keys
-differently from run to run; here segments are produced, summed and written by a few threads, and the bytes depend
-on the input alone. Loading is left to that package, and the tests hold this writer against it.
+differently from run to run; here a few threads each produce, sum, write and read back one tensor after the other, and
+the bytes depend on the input alone. The tests hold this writer and reader against that package.
 """
 
 from __future__ import annotations
@@ -14,20 +14,33 @@ import math
 import os
 import struct
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
 
-from mtp_extract.checkpoint.crc import combine_crc32
-from mtp_extract.checkpoint.tensors import PlannedTensor, Segment
+from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
+from mtp_extract.checkpoint.lazy import FloatsOnly, rows_of
+from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor
 from mtp_extract.errors import CheckpointError, OutputError
+from mtp_extract.litertlm.quantized import Floats
 
-__all__ = ["StoredTensor", "check_safetensors", "crc32_of_range", "read_header", "write_safetensors"]
+__all__ = [
+    "StoredTensor",
+    "StoredWeight",
+    "check_safetensors",
+    "differing",
+    "output_error",
+    "read_header",
+    "run_all",
+    "workers",
+    "write_safetensors",
+]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
@@ -37,18 +50,6 @@ _WRITING = threading.Lock()
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
 _LONGEST_HEADER = 100_000_000
-_DTYPE_SIZES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,54 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     length: int
+
+
+@dataclass(frozen=True)
+class StoredWeight(FloatsOnly):
+    """A weight that is a tensor in the safetensors file at ``path``: floats, or the indices of an ordered head."""
+
+    path: Path
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def origin(self) -> object:
+        return self.path, self.stored.offset
+
+    @property
+    def dtype(self) -> Dtype:
+        """Its type.
+
+        Raises:
+            CheckpointError: it does not hold floats.
+        """
+        for dtype in DTYPES.values():
+            if dtype.safetensors == self.stored.dtype:
+                return dtype
+        raise CheckpointError(f"{self.path}: expected weights in floats, found {self.stored.dtype}.")
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = rows_of(self.shape)
+        row = columns * self.dtype.size
+        begin, end = first * row, (rows if last is None else last) * row
+        with open(self.path, "rb", buffering=0) as file:
+            for piece in _pieces(self.path, file.fileno(), self.stored.offset + begin, end - begin):
+                yield self.dtype.widen(piece)
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """All of it, where it holds int64.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if self.stored.dtype != "I64":
+            raise CheckpointError(f"{self.path}: expected indices in I64, found {self.stored.dtype}.")
+        with open(self.path, "rb", buffering=0) as file:
+            stored = b"".join(_pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
+        return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
 
 
 def workers() -> int:
@@ -86,7 +135,7 @@ def write_safetensors(
     progress: Progress = lambda _: None,
     beside: Iterable[Callable[[], object]] = (),
 ) -> dict[str, str]:
-    """Write ``tensors`` to ``path``, read them back, and return the CRC-32 (8 hex digits) of each one's data.
+    """Write ``tensors`` to ``path``, read them back, and return the XXH3-128 (32 hex digits) of each one's data.
 
     ``beside`` are further jobs for the same threads.
 
@@ -94,42 +143,49 @@ def write_safetensors(
         OutputError: the file cannot be written, or reads back differently.
     """
     header, offsets = _header(tensors, metadata)
-    total = len(header) + sum(t.length for t in tensors)
-    sums: dict[tuple[str, int], int] = {}
+    sums: dict[str, str] = {}
     try:
-        with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(workers()) as pool:
-            _reserve(file.fileno(), total)
-            _write_all(file.fileno(), memoryview(header), 0)
-            jobs = [
-                _writing(
-                    file.fileno(),
-                    segment,
-                    len(header) + offsets[tensor.name],
-                    (tensor.name, segment.offset),
-                    sums,
-                )
-                for tensor in tensors
-                for segment in tensor.segments
-            ]
-            run_all(pool, [*beside, *(_reporting(job, progress) for job in jobs)])
+        with open(path, "x+b", buffering=0) as file, ThreadPoolExecutor(workers()) as pool:
+            fd = file.fileno()
+            _reserve(fd, len(header) + sum(t.length for t in tensors))
+            _write_all(fd, memoryview(header), 0)
+
+            def writing(tensor: PlannedTensor) -> Callable[[], None]:
+                def job() -> None:
+                    offset = len(header) + offsets[tensor.name]
+                    sums[tensor.name] = _write_tensor(fd, tensor, offset, progress)
+                    if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
+                        raise _read_back_differently(path)
+
+                return job
+
+            # The longest first: it decides when the last thread ends.
+            run_all(pool, [*map(writing, sorted(tensors, key=lambda t: -t.length)), *beside])
     except OSError as error:
         raise output_error(path, error) from error
-    crcs = {
-        tensor.name: _combined((sums[tensor.name, segment.offset], segment.length) for segment in tensor.segments)
-        for tensor in tensors
-    }
-    _compare(path, tensors, crcs)
-    return crcs
+    described = {name: (t.dtype, t.shape, t.length) for name, t in read_header(path).items()}
+    if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
+        raise _read_back_differently(path)
+    return sums
 
 
-def _compare(path: Path, tensors: Sequence[PlannedTensor], crcs: Mapping[str, str]) -> None:
-    stored = read_header(path)
-    described = {name: (t.dtype, t.shape, t.length) for name, t in stored.items()}
-    planned = {t.name: (t.dtype, t.shape, t.length) for t in tensors}
-    if described != planned or check_safetensors(path, stored) != crcs:
-        raise OutputError(
-            f"{path}: what was written reads back differently. The disk may be failing; nothing was kept."
-        )
+def _read_back_differently(path: Path) -> OutputError:
+    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")
+
+
+def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progress) -> str:
+    """Produce, sum and write ``tensor``; its XXH3-128."""
+    digest, at = xxh3_128(), offset
+    for chunk in tensor.produce():
+        data = chunk.view(np.uint8).data
+        digest.update(data)
+        with _WRITING:
+            _write_all(fd, data, at)
+        at += len(data)
+        progress(len(data))
+    if at - offset != tensor.length:
+        raise OutputError(f"{tensor.name}: produced {at - offset} bytes, planned {tensor.length}.")
+    return digest.hexdigest()
 
 
 def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -169,39 +225,6 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _writing(
-    fd: int, segment: Segment, base: int, key: tuple[str, int], sums: dict[tuple[str, int], int]
-) -> Callable[[], int]:
-    def job() -> int:
-        crc, at = 0, base + segment.offset
-        for chunk in segment.produce():
-            data = chunk.view(np.uint8).data
-            crc = zlib.crc32(data, crc)
-            with _WRITING:
-                _write_all(fd, data, at)
-            at += len(data)
-        if at != base + segment.offset + segment.length:
-            raise OutputError(f"{key[0]}: produced {at - base - segment.offset} bytes, planned {segment.length}.")
-        sums[key] = crc
-        return segment.length
-
-    return job
-
-
-def _reporting(job: Callable[[], int], progress: Progress) -> Callable[[], None]:
-    def reported() -> None:
-        progress(job())
-
-    return reported
-
-
-def _combined(parts: Iterable[tuple[int, int]]) -> str:
-    total = 0
-    for crc, length in parts:
-        total = combine_crc32(total, crc, length)
-    return f"{total:08x}"
-
-
 def output_error(path: Path, error: OSError) -> OutputError:
     """What to tell the user when writing ``path`` failed."""
     return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
@@ -238,7 +261,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     at = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         elements = math.prod(tensor.shape)
-        if tensor.offset != at or tensor.length != elements * _DTYPE_SIZES.get(tensor.dtype, -1) or tensor.length < 0:
+        if tensor.offset != at or tensor.length != elements * DTYPE_SIZES.get(tensor.dtype, -1) or tensor.length < 0:
             raise CheckpointError(f"{path}: its header gives {name!r} a place or a size that cannot be.")
         at += tensor.length
     if at != size:
@@ -246,32 +269,61 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def crc32_of_range(fd: int, offset: int, length: int) -> int:
-    """CRC-32 of ``length`` bytes from ``offset``."""
-    crc = 0
+def _pieces(path: Path, fd: int, offset: int, length: int) -> Iterator[bytes]:
+    """``length`` bytes from ``offset``, a little at a time.
+
+    Raises:
+        CheckpointError: the file ends before that, or cannot be read.
+    """
     while length:
-        piece = os.pread(fd, min(_READ, length), offset)
+        try:
+            piece = os.pread(fd, min(_READ, length), offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
         if not piece:
-            raise CheckpointError("the file ended early")
-        crc = zlib.crc32(piece, crc)
+            raise CheckpointError(f"{path}: the file shrank while it was being read.")
+        yield piece
         offset, length = offset + len(piece), length - len(piece)
-    return crc
+
+
+def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
+    digest = xxh3_128()
+    for piece in _pieces(path, fd, offset, length):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def check_safetensors(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """CRC-32 (8 hex digits) of every tensor's data, read from the file."""
-    piece = 1 << 24
-    sums: dict[tuple[str, int], int] = {}
+    """XXH3-128 (32 hex digits) of every tensor's data, read from the file."""
+    sums: dict[str, str] = {}
     with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
 
-        def job(name: str, tensor: StoredTensor, at: int) -> Callable[[], None]:
-            def summed() -> None:
-                sums[name, at] = crc32_of_range(file.fileno(), tensor.offset + at, min(piece, tensor.length - at))
+        def summing(name: str, tensor: StoredTensor) -> Callable[[], None]:
+            def job() -> None:
+                sums[name] = _sum_of_range(path, file.fileno(), tensor.offset, tensor.length)
 
-            return summed
+            return job
 
-        run_all(pool, [job(name, t, at) for name, t in stored.items() for at in range(0, t.length, piece)])
-    return {
-        name: _combined((sums[name, at], min(piece, t.length - at)) for at in range(0, t.length, piece))
-        for name, t in stored.items()
-    }
+        run_all(pool, [summing(name, tensor) for name, tensor in stored.items()])
+    return {name: sums[name] for name in stored}
+
+
+def differing(path: Path, stored: Mapping[str, StoredTensor], planned: Sequence[PlannedTensor]) -> list[str]:
+    """Names of the tensors of the file at ``path`` whose bytes are not those that ``planned`` produces."""
+    different: list[str] = []
+    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
+
+        def comparing(tensor: PlannedTensor) -> Callable[[], None]:
+            def job() -> None:
+                at = stored[tensor.name].offset
+                for chunk in tensor.produce():
+                    data = chunk.tobytes()
+                    if os.pread(file.fileno(), len(data), at) != data:
+                        different.append(tensor.name)
+                        return
+                    at += len(data)
+
+            return job
+
+        run_all(pool, map(comparing, planned))
+    return different

@@ -65,8 +65,9 @@ def inspect(
 
 def _verify(directory: str, against: str | None, download: bool, as_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify, verify_against
+    from mtp_extract.checkpoint.check import verify
     from mtp_extract.cli import render
+    from mtp_extract.extraction import verify_against_source
 
     if against is None:
         render.verification(verify(directory), as_json)
@@ -75,7 +76,7 @@ def _verify(directory: str, against: str | None, download: bool, as_json: bool) 
         render.progress(quiet=as_json) as progress,
         open_bundle(against, download=download, progress=progress) as opened,
     ):
-        result = verify_against(directory, opened)
+        result = verify_against_source(directory, opened)
     render.verification(result, as_json)
 
 

@@ -9,8 +9,8 @@ see, ``load`` reads checkpoints strictly, ``signature`` translates the inputs of
 
 from __future__ import annotations
 
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.drafter.arguments import DraftArguments
-from mtp_extract.drafter.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.drafter.load import build_drafter, load_drafter
 from mtp_extract.drafter.masks import position_masks, signature_masks, trailing_masks
 from mtp_extract.drafter.mtp import Drafter, DrafterOutput

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.config import DrafterConfig
+from mtp_extract.architecture.config import DrafterConfig
 
 __all__ = ["position_masks", "signature_masks", "trailing_masks"]
 

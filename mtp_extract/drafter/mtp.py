@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtp_extract.drafter.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 
 __all__ = ["Drafter", "DrafterOutput", "Layer", "OrderedHead", "RMSNorm", "rotate"]
 
@@ -57,7 +57,7 @@ def rotate(x: Tensor, position_ids: Tensor, rope: RopeConfig) -> Tensor:
     leaves the frequencies past its share at zero.
     """
     width = x.shape[-1]
-    rotated = int(rope.rotary_fraction * width // 2)
+    rotated = int(rope.partial_rotary_factor * width // 2)
     index = torch.arange(width // 2, device=x.device)
     # A reciprocal, as in transformers: at position 100 000 the last bit of a frequency is 1/100 of a radian.
     frequency = 1.0 / rope.theta ** (2 * index / width) / rope.factor * (index < rotated)

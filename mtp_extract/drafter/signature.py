@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.drafter.arguments import DraftArguments
-from mtp_extract.drafter.config import DrafterConfig
 from mtp_extract.drafter.masks import signature_masks
 from mtp_extract.errors import DrafterError
 

@@ -11,9 +11,10 @@ from helpers.variant_files import variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.check import verify, verify_against
+from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.safetensors_file import read_header
 from mtp_extract.errors import CheckpointError
+from mtp_extract.extraction import verify_against_source
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_sound_checkpoint(checkpoint: Path, sample: Path) -> None:
     own = verify(checkpoint)
     assert (own.files, own.tensors, own.against) == (5, 48 + 3 * 23, None)
     with open_bundle(sample) as bundle:
-        assert verify_against(checkpoint, bundle).against == str(sample)
+        assert verify_against_source(checkpoint, bundle).against == str(sample)
 
 
 @pytest.mark.parametrize("layout", ["transformers", "litert"])
@@ -56,11 +57,11 @@ def test_a_forged_record_does_not_fool_against(checkpoint: Path, sample: Path) -
     record = json.loads((checkpoint / "extraction.json").read_text())
     from mtp_extract.checkpoint.safetensors_file import check_safetensors
 
-    record["tensors"][name]["crc32"] = check_safetensors(weights, read_header(weights))[name]
+    record["tensors"][name]["xxh3"] = check_safetensors(weights, read_header(weights))[name]
     (checkpoint / "extraction.json").write_text(json.dumps(record))
     verify(checkpoint)
     with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match=name):
-        verify_against(checkpoint, bundle)
+        verify_against_source(checkpoint, bundle)
 
 
 def test_a_header_that_calls_the_same_bytes_something_else(checkpoint: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_header_that_calls_the_same_bytes_something_else(checkpoint: Path) -> 
 
 def test_another_bundle(checkpoint: Path) -> None:
     with open_bundle(variant("jax_cap_none")) as bundle, pytest.raises(CheckpointError, match="differs"):
-        verify_against(checkpoint, bundle)
+        verify_against_source(checkpoint, bundle)
 
 
 def test_other_files(checkpoint: Path) -> None:
@@ -105,8 +106,8 @@ def test_other_files(checkpoint: Path) -> None:
         b"{",
         b"[]",
         b"{}",
-        b'{"format_version": 1, "files": {}, "tensors": 1}',
-        b'{"format_version": 2}',
+        b'{"format_version": 2, "files": {}, "tensors": 1}',
+        b'{"format_version": 3}',
         b"\xff\xfe",
     ],
 )

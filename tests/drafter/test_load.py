@@ -12,7 +12,8 @@ import torch
 from helpers.random_assistants import GEOMETRIES, Geometry
 from safetensors.torch import load_file, save_file
 
-from mtp_extract.drafter import DrafterConfig, load_drafter
+from mtp_extract.checkpoint.formats import read_checkpoint
+from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import DrafterError
 
 Save = Callable[..., Path]
@@ -164,7 +165,7 @@ def test_transformers_config_errors(
 
 def test_the_12b_type_is_accepted(saved: Save) -> None:
     directory = saved(GEOMETRIES["k-eq-v"], model_type="gemma4_unified_assistant")
-    kv = DrafterConfig.read(directory).kv_layers
+    kv = read_checkpoint(directory).config.kv_layers
     assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from helpers.random_assistants import GEOMETRIES
 
-from mtp_extract.drafter import DrafterConfig, position_masks, signature_masks, trailing_masks
+from mtp_extract.checkpoint.formats.transformers import parse_config
+from mtp_extract.drafter import position_masks, signature_masks, trailing_masks
 
-CONFIG = DrafterConfig.from_transformers(GEOMETRIES["dense"].config())
+CONFIG = parse_config(GEOMETRIES["dense"].config())
 WINDOW = 5
 
 

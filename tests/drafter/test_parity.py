@@ -10,6 +10,7 @@ import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from transformers import AutoConfig
 
+from mtp_extract.checkpoint.formats.transformers import parse_config
 from mtp_extract.drafter import Drafter, DrafterConfig, build_drafter, trailing_masks
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)
@@ -18,7 +19,7 @@ WINDOW_EDGE = (1, 5, 6, 7, 40)
 
 def both(geometry: Geometry) -> tuple[Any, Drafter]:
     theirs = random_assistant(geometry)
-    config = DrafterConfig.from_transformers(geometry.config())
+    config = parse_config(geometry.config())
     return theirs, build_drafter(config, theirs.state_dict())
 
 
@@ -110,7 +111,7 @@ def test_soft_cap() -> None:
 def test_bfloat16_accumulates_in_float32() -> None:
     """With BF16 weights and activations the result stays near the F32 one over the same weights."""
     model = random_assistant(GEOMETRIES["wide-window"]).bfloat16()
-    config = DrafterConfig.from_transformers(GEOMETRIES["wide-window"].config())
+    config = parse_config(GEOMETRIES["wide-window"].config())
     half, full = (build_drafter(config, model.state_dict(), dtype=d) for d in (torch.bfloat16, torch.float32))
     x = random_inputs(config, 40)
     narrow = x | {
@@ -153,7 +154,7 @@ def test_config_forms_agree(geometry: Geometry) -> None:
     saved = AutoConfig.for_model(**geometry.config()).to_dict()
     assert "per_layer_config" in saved["text_config"]
     assert "global_head_dim" not in saved["text_config"]
-    assert DrafterConfig.from_transformers(saved) == DrafterConfig.from_transformers(geometry.config())
+    assert parse_config(saved) == parse_config(geometry.config())
 
 
 @torch.no_grad()

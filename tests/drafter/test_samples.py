@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_extract.drafter import DrafterConfig, kv_names, load_drafter, signature_arguments
+from mtp_extract.checkpoint.formats import read_checkpoint
+from mtp_extract.drafter import kv_names, load_drafter, signature_arguments
 from mtp_extract.errors import DrafterError
 
 TRUTH = Path(__file__).parent.parent / "truth"
@@ -57,7 +58,7 @@ def test_the_window_counts_from_input_pos(sample_directories: dict[str, Path]) -
 
 
 def test_cache_names_by_shape_and_by_number(sample_directories: dict[str, Path]) -> None:
-    config = DrafterConfig.read(sample_directories["litert"])
+    config = read_checkpoint(sample_directories["litert"]).config
     inputs = samples("e2e_jax_mix48")[0][0]
     swapped = inputs | {
         "kv_cache_k_2": inputs["kv_cache_k_3"],
@@ -70,7 +71,7 @@ def test_cache_names_by_shape_and_by_number(sample_directories: dict[str, Path])
 
 
 def test_integer_caches_need_a_scale(sample_directories: dict[str, Path]) -> None:
-    config = DrafterConfig.read(sample_directories["litert"])
+    config = read_checkpoint(sample_directories["litert"]).config
     inputs = dict(samples("e2e_jax_mix48")[0][0])
     exact = signature_arguments(config, inputs).shared_kv["sliding_attention"][0]
     scale = float(np.abs(inputs["kv_cache_k_2"]).max() / 127)
@@ -82,7 +83,7 @@ def test_integer_caches_need_a_scale(sample_directories: dict[str, Path]) -> Non
 
 
 def test_missing_signature_input(sample_directories: dict[str, Path]) -> None:
-    config = DrafterConfig.read(sample_directories["litert"])
+    config = read_checkpoint(sample_directories["litert"]).config
     inputs = {k: v for k, v in samples("e2e_jax_mix48")[0][0].items() if k != "mask"}
     with pytest.raises(DrafterError, match="signature input mask"):
         signature_arguments(config, inputs)

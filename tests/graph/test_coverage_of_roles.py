@@ -16,10 +16,10 @@ from helpers.make_bundle import Memory, drafter_of, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 
 from mtp_extract import Drafter, extract
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import MtpExtractError, RoleError
-from mtp_extract.graph.roles import roles_of
 
 Damage = Callable[[Any, Any, int, int], None]
 

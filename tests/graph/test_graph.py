@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
+from mtp_extract.architecture.config import FULL, SLIDING
+from mtp_extract.architecture.config import RopeConfig as Rope
+from mtp_extract.architecture.roles import role_table, roles_of
 from mtp_extract.bundle import Drafter, open_bundle
+from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.graph.config import FULL, SLIDING, Rope, _read_rope
-from mtp_extract.graph.roles import check_names, role_table, roles_of
+from mtp_extract.graph.config import _read_rope
+from mtp_extract.graph.names import check_names
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 USUAL = {
@@ -56,9 +60,9 @@ def read(name: str) -> Drafter:
 
 @pytest.mark.parametrize("name", MADE)
 def test_geometry(name: str) -> None:
-    geometry = read(name).geometry
+    config = read(name).config
     expected = {**USUAL, **OTHERWISE.get(name, {})}
-    assert {field: getattr(geometry, field) for field in expected} == expected
+    assert {field: getattr(config, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -104,7 +108,7 @@ def test_a_window_left_to_the_runtime_must_be_said() -> None:
     with open_bundle(variant("jax_published_mask_local")) as opened:
         with pytest.raises(UnsupportedError, match="--sliding-window"):
             opened.drafter()
-        assert opened.drafter(sliding_window=16).geometry == replace(read("jax_published").geometry, sliding_window=16)
+        assert opened.drafter(sliding_window=16).config == read("jax_published").config
 
 
 def test_published_names_confirm(sample: Path) -> None:
@@ -135,8 +139,7 @@ def test_unknown_names_neither_confirm_nor_contradict() -> None:
 
 def test_role_table() -> None:
     table = role_table()
-    for field in ("name", "transformers", "litert"):
-        values = [getattr(r, field) for r in table]
+    for values in ([r.name for r in table], *([r.names[f] for r in table] for f in FORMATS)):
         assert len(set(values)) == len(values)
     names = [r.name for r in roles_of(4)]
     assert len(names) == 48

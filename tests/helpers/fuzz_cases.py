@@ -5,6 +5,7 @@ A case is its kind and its number; the same case is the same bytes on every mach
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import tempfile
@@ -26,9 +27,11 @@ from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import Drafter, extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.tensors import DTYPES, plan_values
+from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.extraction import Layout, layout_of
+from mtp_extract.extraction import checkpoint_of
 
 __all__ = ["KINDS", "Outcome", "run"]
 
@@ -194,15 +197,21 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
 }
 
 
-def values_of(layout: Layout) -> dict[str, npt.NDArray[np.float32]]:
-    """Every tensor of ``layout`` as it would be written, in F32."""
-    result = {}
-    for entry in layout.entries:
-        factor = entry.found.factor if entry.found else 1.0
-        plan = plan_values(entry.name, entry.shape, DTYPES["f32"], entry.source, factor)
-        pieces = [np.array(chunk, np.float32) for segment in plan.segments for chunk in segment.produce()]
-        result[entry.role] = np.concatenate(pieces).reshape(entry.shape)
-    return result
+@dataclass(frozen=True)
+class Planned:
+    """What would be written, in F32: tensors by role, and the text part of config.json."""
+
+    values: dict[str, npt.NDArray[np.float32]]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> Planned:
+        weights, config, _ = format_named("transformers").plan(checkpoint_of(drafter), "f32")
+        return cls(_values(weights), json.loads(config.text)["text_config"])
+
+
+def _values(weights: OutputFile) -> dict[str, npt.NDArray[np.float32]]:
+    return {planned.role: read_floats(planned.tensor) for planned in weights.tensors if planned.tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -217,8 +226,8 @@ class Sound:
 @cache
 def sound(layers: int) -> Sound:
     drafter = open_bundle(Memory(drafter_bytes(layers - 1))).drafter()
-    layout = layout_of(drafter, "transformers", "f32")
-    return Sound(values_of(layout), _tensors(drafter), dict(layout.documents["config.json"]["text_config"]))
+    planned = Planned.of(drafter)
+    return Sound(planned.values, _tensors(drafter), planned.config)
 
 
 def _tensors(drafter: Drafter) -> dict[str, int]:
@@ -247,20 +256,18 @@ def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
     return real
 
 
-def wrong(drafter: Drafter, layout: Layout, data: bytes) -> str | None:
+def wrong(drafter: Drafter, planned: Planned, data: bytes) -> str | None:
     """What of a result is not what the damaged bytes say; None when all of it is."""
-    expected = sound(drafter.geometry.num_layers)
-    config = layout.documents["config.json"]["text_config"]
-    changed = {key for key, value in expected.config.items() if config[key] != value}
+    expected = sound(drafter.config.num_layers)
+    changed = {key for key, value in expected.config.items() if planned.config[key] != value}
     if not changed <= _SAID_BY_ONE_NUMBER:
         return f"config.json has other values of {sorted(changed)}"
     tensors = _tensors(drafter)
-    values = values_of(layout)
     region = drafter.model.region
     model = data[region.begin : region.begin + region.size]
     # The head's factor is what its soft cap's two numbers leave over; damaged, they leave something over.
     factors = {role.role: role.factor for role in drafter.walk.roles}
-    for role, found in values.items():
+    for role, found in planned.values.items():
         if not np.isfinite(found).all():
             return f"{role} is not finite"
         if role not in tensors or (
@@ -283,8 +290,7 @@ def check(data: bytes, folder: Path | None) -> str:
     """
     try:
         drafter = open_bundle(Memory(data)).drafter()
-        layout = layout_of(drafter, "transformers", "f32")
-        problem = wrong(drafter, layout, data)
+        problem = wrong(drafter, Planned.of(drafter), data)
         outcome = "ok"
     except MtpExtractError as error:
         outcome, problem = type(error).__name__, None

@@ -86,7 +86,7 @@ def random_base(seed: int = 0, *, attention: str = "sdpa", **changes: Any) -> An
 def random_drafter(base: Any, seed: int = 1, **changes: Any) -> Drafter:
     """A random drafter that fits ``base``."""
     text = base.config.get_text_config()
-    rope = {"sliding_attention": RopeConfig(1e4), "full_attention": RopeConfig(1e6, rotary_fraction=0.25)}
+    rope = {"sliding_attention": RopeConfig(1e4), "full_attention": RopeConfig(1e6, partial_rotary_factor=0.25)}
 
     def layer(kind: str) -> LayerConfig:
         index = text.layer_types.index(kind)

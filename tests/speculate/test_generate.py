@@ -12,10 +12,10 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import mtp_extract
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter import OrderedHeadConfig, build_drafter
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.graph.roles import roles_of
 from mtp_extract.speculate import (
     LITERT,
     TRANSFORMERS,
@@ -369,7 +369,7 @@ def test_a_control_lowers_acceptance_and_not_the_text(pair: Pair) -> None:
 
 def test_a_bfloat16_drafter_serves_a_float32_base(pair: Pair) -> None:
     config = pair.drafter.config
-    names = {f"{role.name}.weight": role.transformers for role in roles_of(len(config.layers))}
+    names = {f"{role.name}.weight": role.names["transformers"] for role in roles_of(len(config.layers))}
     names |= {f"layers.{i}.layer_scalar": f"model.layers.{i}.layer_scalar" for i in range(len(config.layers))}
     tensors = {names[path]: tensor for path, tensor in pair.drafter.state_dict().items()}
     half = build_drafter(config, tensors, dtype=torch.bfloat16)

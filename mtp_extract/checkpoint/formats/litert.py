@@ -1,53 +1,190 @@
-"""The seed's layout: every stored constant once, in F32, named by role, with ``mtp_drafter_config.json``."""
+"""One F32 tensor for each stored constant, named by role, with ``mtp_drafter_config.json``.
+
+This is the layout of the first public extraction of such a drafter ("the seed"): 42 tensors where roles share
+constants. No engine loads it; it shows what the file stores, and can express what transformers' config cannot.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from mtp_extract.checkpoint.formats.transformers import rope_parameters
-from mtp_extract.graph import FoundRole
-from mtp_extract.graph.config import FULL, SLIDING, Geometry
-from mtp_extract.graph.roles import roles_of
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
+from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.formats import reading
+from mtp_extract.checkpoint.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
+from mtp_extract.checkpoint.planned import OutputFile, plan_floats
+from mtp_extract.checkpoint.safetensors_file import StoredWeight
+from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
-__all__ = ["config", "tensor_names"]
+__all__ = ["FORMAT"]
+
+_VERSION = 1
+_KV_BANKS = {SLIDING: 0, FULL: 1}
+_COLUMNS = ("layer_types", "head_dims", "num_kv_heads", "sliding_windows", "kv_bank_ids")
 
 
-def tensor_names(found: dict[str, FoundRole], num_layers: int) -> dict[str, str]:
+class LitertFormat:
+    """``mtp_drafter_config.json`` and ``mtp_drafter.safetensors``."""
+
+    name = "litert"
+    dtypes = ("f32",)
+    marker = "mtp_drafter_config.json"
+    weights_file = "mtp_drafter.safetensors"
+
+    def refuses(self, scheme: Scheme | None) -> str | None:
+        return "floats only; --codes keeps the integers beside them" if scheme is not None else None
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        if checkpoint.config.ordered_head is not None:
+            raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
+        names = _tensor_names(checkpoint.tensors, checkpoint.config.num_layers)
+        first = {name: role for role, name in reversed(names.items())}
+        tensors = tuple(
+            plan_floats(name, role, checkpoint.tensors[role], dtype) for name, role in reversed(first.items())
+        )
+        return [
+            OutputFile(self.weights_file, tensors=tensors),
+            OutputFile(
+                self.marker, text=json.dumps(_config(checkpoint.config, names), indent=2, ensure_ascii=False) + "\n"
+            ),
+        ]
+
+    def read_config(self, directory: Path) -> DrafterConfig:
+        return _parse_config(reading.read_json(directory / self.marker))
+
+    def read(self, directory: Path) -> Checkpoint:
+        parsed = reading.read_json(directory / self.marker)
+        config = _parse_config(parsed)
+        path = directory / self.weights_file
+        stored = reading.read_tensors(path)
+        shapes = shapes_of(config)
+        names = _read_names(parsed, shapes)
+        reading.check_tensors(
+            {names[role.name]: (role.path, shape) for role, shape in shapes.items() if role.name in names},
+            {name: tensor.shape for name, tensor in stored.items()},
+        )
+        # The graph of a layer without a scalar multiplies by nothing, which is 1.
+        tensors: dict[str, LazyTensor] = {
+            role.name: StoredWeight(path, stored[names[role.name]]) if role.name in names else FilledTensor(shape)
+            for role, shape in shapes.items()
+        }
+        types = {stored[name].dtype for name in names.values()}
+        dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "")
+        if dtype not in self.dtypes:
+            raise DrafterError(f"{escape(path)}: expected tensors in F32, found {', '.join(sorted(types))}")
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+
+
+FORMAT = LitertFormat()
+
+
+def _tensor_names(tensors: Mapping[str, LazyTensor], num_layers: int) -> dict[str, str]:
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
-    first: dict[tuple[int, int], str] = {}
+    first: dict[object, str] = {}
     for role in roles_of(num_layers):
-        constant = found.get(role.name)
-        if constant is None:
-            continue
-        if constant.tensor is None:
-            names[role.name] = role.litert
-        else:
-            key = (constant.tensor.subgraph, constant.tensor.index)
-            names[role.name] = first.setdefault(key, role.litert)
+        tensor = tensors.get(role.name)
+        if tensor is not None:
+            own = role.names[FORMAT.name]
+            names[role.name] = own if tensor.origin is None else first.setdefault(tensor.origin, own)
     return names
 
 
-def config(geometry: Geometry, names: dict[str, str], max_position_embeddings: int) -> dict[str, Any]:
+def _config(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
     return {
-        "format_version": 1,
-        "backbone_hidden_size": geometry.backbone_hidden_size,
-        "hidden_size": geometry.hidden_size,
-        "intermediate_size": geometry.intermediate_size,
-        "vocab_size": geometry.vocab_size,
-        "num_layers": geometry.num_layers,
-        "num_heads": geometry.num_heads,
-        "head_dims": list(geometry.head_dims),
-        "num_kv_heads": list(geometry.num_kv_heads),
-        "layer_types": list(geometry.layer_types),
-        "kv_bank_ids": [(SLIDING, FULL).index(t) for t in geometry.layer_types],
-        "sliding_windows": [geometry.sliding_window if t == SLIDING else None for t in geometry.layer_types],
-        "attention_scale": 1.0,
-        "rms_norm_eps": geometry.rms_norm_eps,
-        "hidden_activation": geometry.hidden_activation,
-        "final_logit_softcap": geometry.final_logit_softcap,
-        "max_position_embeddings": max_position_embeddings,
-        "rope": {t: p for t, p in rope_parameters(geometry).items() if t in geometry.layer_types},
-        "tensors": names,
+        "format_version": _VERSION,
+        "backbone_hidden_size": config.backbone_hidden_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "head_dims": list(config.head_dims),
+        "num_kv_heads": list(config.num_kv_heads),
+        "layer_types": list(config.layer_types),
+        "kv_bank_ids": [_KV_BANKS[t] for t in config.layer_types],
+        "sliding_windows": [layer.sliding_window for layer in config.layers],
+        "attention_scale": config.attention_scale,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_activation": config.hidden_activation,
+        "final_logit_softcap": config.final_logit_softcap,
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
+        "rope": {t: p for t, p in rope_parameters(config).items() if t in config.layer_types},
+        "tensors": dict(names),
     }
+
+
+def _parse_config(config: Mapping[str, Any]) -> DrafterConfig:
+    """The parsed ``mtp_drafter_config.json``.
+
+    Raises:
+        DrafterError: another format version, a missing key, per-layer lists of unequal length, or a feature that
+            this drafter does not have.
+    """
+    version = config.get("format_version")
+    if version != _VERSION:
+        raise DrafterError(
+            f"expected format_version {_VERSION} in {FORMAT.marker}, found {escape(version)}; extract the drafter anew"
+        )
+    count = reading.positive_integer(config, "num_layers")
+    for column in _COLUMNS:
+        if len(reading.sequence(config, column)) != count:
+            raise DrafterError(
+                f"expected {count} entries in {column}, found {len(config[column])}; extract the drafter anew"
+            )
+    return DrafterConfig(
+        backbone_hidden_size=reading.positive_integer(config, "backbone_hidden_size"),
+        hidden_size=reading.positive_integer(config, "hidden_size"),
+        intermediate_size=reading.positive_integer(config, "intermediate_size"),
+        vocab_size=reading.positive_integer(config, "vocab_size"),
+        num_heads=reading.positive_integer(config, "num_heads"),
+        layers=tuple(_layer(config, index) for index in range(count)),
+        attention_scale=reading.number(config, "attention_scale"),
+        rms_norm_eps=reading.number(config, "rms_norm_eps"),
+        final_logit_softcap=reading.optional_number(config, "final_logit_softcap"),
+        hidden_activation=reading.activation(reading.require(config, "hidden_activation")),
+        max_position_embeddings=reading.optional_integer(config, "max_position_embeddings"),
+    )
+
+
+def _layer(config: Mapping[str, Any], index: int) -> LayerConfig:
+    row = {column: config[column][index] for column in _COLUMNS}
+    layer_type = row["layer_types"]
+    if not isinstance(layer_type, str) or _KV_BANKS.get(layer_type) != row["kv_bank_ids"]:
+        raise DrafterError(
+            f"layer {index}: expected layer type and KV bank to be one of {_KV_BANKS}, found "
+            f"{escape(layer_type)} with bank {escape(row['kv_bank_ids'])}; extract the drafter anew"
+        )
+    return LayerConfig(
+        layer_type=layer_type,
+        head_dim=reading.positive_integer(row, "head_dims"),
+        num_kv_heads=reading.positive_integer(row, "num_kv_heads"),
+        sliding_window=reading.optional_integer(row, "sliding_windows"),
+        rope=parse_rope(reading.table(config, "rope"), layer_type),
+    )
+
+
+def _read_names(parsed: Mapping[str, Any], roles: Mapping[Role, Any]) -> dict[str, str]:
+    """Role → tensor name, as the config's table says; strict about roles."""
+    table = parsed.get("tensors")
+    if not isinstance(table, dict):
+        raise DrafterError(
+            f"expected a table of roles under 'tensors' in {FORMAT.marker}, found none; extract the drafter anew"
+        )
+    if unknown := sorted(set(table) - {role.name for role in roles}):
+        raise DrafterError(
+            f"expected no role {', '.join(map(escape, unknown))} in {FORMAT.marker}; extract the drafter anew"
+        )
+    if missing := sorted(role.name for role in roles if role.name not in table and not role.optional):
+        raise DrafterError(
+            f"expected roles {', '.join(missing)} in {FORMAT.marker}, found none; extract the drafter anew"
+        )
+    return {role: str(name) for role, name in table.items()}

@@ -7,13 +7,24 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+from mtp_extract.architecture.roles import GEMMA4_MTP, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.formats import reading
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
+from mtp_extract.checkpoint.planned import OutputFile, plan_floats
+from mtp_extract.checkpoint.safetensors_file import StoredWeight
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.config import FULL, SLIDING, Geometry
+from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
-__all__ = ["config", "generation_config"]
+__all__ = ["FORMAT", "parse_config", "rope_parameters"]
 
 # What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
 MAX_POSITIONS = 131072
@@ -21,91 +32,269 @@ _NUM_ASSISTANT_TOKENS = 6
 _CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
 _UNUSED_WINDOW = 512
 
+_ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# Used by transformers' Gemma4TextConfig when the key is absent.
+_DEFAULT_GLOBAL_HEAD_DIM = 512
+_ROPE_TYPES = ("default", "proportional")
+_REFUSED = ("attention_bias", "enable_moe_block", "hidden_size_per_layer_input")
+_LM_HEAD = "lm_head.weight"
 
-def config(geometry: Geometry, dtype: str, known: dict[str, Any] | None) -> dict[str, Any]:
+
+class TransformersFormat:
+    """``config.json``, ``generation_config.json`` and ``model.safetensors``."""
+
+    name = "transformers"
+    dtypes = ("bf16", "f16", "f32")
+    marker = "config.json"
+    weights_file = "model.safetensors"
+
+    def refuses(self, scheme: Scheme | None) -> str | None:
+        return "floats only; --codes keeps the integers beside them" if scheme is not None else None
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        config = checkpoint.config
+        tensors = tuple(
+            plan_floats(
+                role.names[self.name], role.name, checkpoint.tensors.get(role.name) or FilledTensor(shape), dtype
+            )
+            for role, shape in shapes_of(config).items()
+        )
+        return [
+            OutputFile(self.weights_file, tensors=tensors),
+            OutputFile(self.marker, text=_json(_config(config, DTYPES[dtype].transformers))),
+            OutputFile("generation_config.json", text=_json(_generation_config())),
+        ]
+
+    def read_config(self, directory: Path) -> DrafterConfig:
+        return parse_config(reading.read_json(directory / self.marker))
+
+    def read(self, directory: Path) -> Checkpoint:
+        config = self.read_config(directory)
+        path = directory / self.weights_file
+        stored = reading.read_tensors(path)
+        shapes = shapes_of(config)
+        reading.check_tensors(
+            {role.names[self.name]: (role.path, shape) for role, shape in shapes.items()},
+            {name: tensor.shape for name, tensor in stored.items()},
+            more=(_LM_HEAD,),
+        )
+        tensors = {role.name: StoredWeight(path, stored[role.names[self.name]]) for role in shapes}
+        if _LM_HEAD in stored:
+            _check_tied(StoredWeight(path, stored[_LM_HEAD]), tensors["lm_head"])
+        dtype = next(
+            (name for name, dtype in DTYPES.items() if dtype is tensors["pre_projection"].dtype),
+        )
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+
+
+FORMAT = TransformersFormat()
+
+
+def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
+    same = copy.shape == original.shape and all(
+        bool((a == b).all()) for a, b in zip(copy.floats(), original.floats(), strict=True)
+    )
+    if not same:
+        raise reading.mismatch(
+            [
+                f"{_LM_HEAD}: expected the same values as model.embed_tokens.weight (tied weights), found others",
+            ]
+        )
+
+
+def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """``config.json`` of a drafter whose weights have the transformers dtype ``dtype`` ("bfloat16", …).
 
     Raises:
-        UnsupportedError: a geometry that the configuration cannot express.
+        UnsupportedError: a shape that the configuration cannot express.
     """
+    config.require_uniform()
+    kinds = config.kv_layers
     # Where there is no layer of a type, its fields repeat the other's: they are not read.
-    sliding_dim = geometry.per_type(SLIDING, geometry.head_dims) or geometry.head_dims[0]
-    full_dim = geometry.per_type(FULL, geometry.head_dims) or sliding_dim
-    sliding_kv = geometry.per_type(SLIDING, geometry.num_kv_heads) or geometry.num_kv_heads[0]
-    full_kv = geometry.per_type(FULL, geometry.num_kv_heads) or sliding_kv
-    if geometry.layer_types[-1] != FULL:
+    sliding = kinds.get(SLIDING) or kinds[FULL]
+    full = kinds.get(FULL) or sliding
+    if config.layer_types[-1] != FULL:
         raise UnsupportedError(
             "The last layer is a sliding one; transformers' Gemma 4 makes the last layer a full one whatever the "
             "configuration says. --format litert can express it."
         )
-    positions = known["max_position_embeddings"] if known else MAX_POSITIONS
-    ids = load_mapping("geometries")["vocabularies"].get(str(geometry.vocab_size), {}).get("token_ids", {})
+    ids = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
     text_config = {
         "attention_bias": False,
         "attention_dropout": 0.0,
         # Gates num_global_key_value_heads; the drafter itself has neither K nor V projections.
-        "attention_k_eq_v": sliding_kv != full_kv,
+        "attention_k_eq_v": sliding.num_kv_heads != full.num_kv_heads,
         "bos_token_id": 2,
         "dtype": dtype,
         "enable_moe_block": False,
         "eos_token_id": 1,
-        "final_logit_softcapping": geometry.final_logit_softcap,
-        "global_head_dim": full_dim,
-        "head_dim": sliding_dim,
-        "hidden_activation": geometry.hidden_activation,
-        "hidden_size": geometry.hidden_size,
+        "final_logit_softcapping": config.final_logit_softcap,
+        "global_head_dim": full.head_dim,
+        "head_dim": sliding.head_dim,
+        "hidden_activation": config.hidden_activation,
+        "hidden_size": config.hidden_size,
         "hidden_size_per_layer_input": 0,
         "initializer_range": 0.02,
-        "intermediate_size": geometry.intermediate_size,
-        "layer_types": list(geometry.layer_types),
-        "max_position_embeddings": positions,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": list(config.layer_types),
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
         "model_type": "gemma4_text",
-        "num_attention_heads": geometry.num_heads,
-        "num_global_key_value_heads": full_kv if full_kv != sliding_kv else None,
-        "num_hidden_layers": geometry.num_layers,
-        "num_key_value_heads": sliding_kv,
-        "num_kv_shared_layers": geometry.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_global_key_value_heads": full.num_kv_heads if full.num_kv_heads != sliding.num_kv_heads else None,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": sliding.num_kv_heads,
+        "num_kv_shared_layers": config.num_layers,
         "pad_token_id": 0,
-        "rms_norm_eps": geometry.rms_norm_eps,
-        "rope_parameters": rope_parameters(geometry),
-        "sliding_window": geometry.sliding_window or _UNUSED_WINDOW,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope_parameters(config),
+        "sliding_window": config.sliding_window or _UNUSED_WINDOW,
         "tie_word_embeddings": True,
         "use_bidirectional_attention": None,
         "use_cache": True,
         "use_double_wide_mlp": False,
-        "vocab_size": geometry.vocab_size,
+        "vocab_size": config.vocab_size,
         "vocab_size_per_layer_input": 0,
     }
+    centroids = _CENTROIDS
+    if config.ordered_head is not None:
+        head = config.ordered_head
+        centroids = {"num_centroids": head.num_centroids, "centroid_intermediate_top_k": head.top_k}
     return {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "model_type": "gemma4_assistant",
-        "backbone_hidden_size": geometry.backbone_hidden_size,
+        "backbone_hidden_size": config.backbone_hidden_size,
         "dtype": dtype,
         "tie_word_embeddings": True,
-        "use_ordered_embeddings": False,
-        **_CENTROIDS,
+        "use_ordered_embeddings": config.ordered_head is not None,
+        **centroids,
         **ids,
         "text_config": text_config,
     }
 
 
-def rope_parameters(geometry: Geometry) -> dict[str, dict[str, Any]]:
+def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
     """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
     parameters: dict[str, dict[str, Any]] = {
         SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
         FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
     }
-    for layer_type, rope in geometry.rope.items():
+    for layer_type, rope in config.rope.items():
         parameters[layer_type] = {"rope_theta": rope.theta, "rope_type": rope.kind}
         if rope.kind == "proportional":
             parameters[layer_type]["partial_rotary_factor"] = rope.partial_rotary_factor
+        if rope.factor != 1.0:
+            parameters[layer_type]["factor"] = rope.factor
     return parameters
 
 
-def generation_config() -> dict[str, Any]:
+def _generation_config() -> dict[str, Any]:
     """``generation_config.json``: what makes transformers use the checkpoint as an assistant."""
     return {
         "is_assistant": True,
         "num_assistant_tokens": _NUM_ASSISTANT_TOKENS,
         "num_assistant_tokens_schedule": "constant",
     }
+
+
+def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
+    """The parsed ``config.json`` of a ``gemma4_assistant`` (or ``gemma4_unified_assistant``).
+
+    Head dims and KV heads of the full layers are read from ``global_head_dim`` and ``num_global_key_value_heads`` (the
+    latter counts only with ``attention_k_eq_v``, as in transformers), or from ``per_layer_config``, the form
+    transformers' ``save_pretrained`` writes.
+
+    Raises:
+        DrafterError: another model type, a missing key, a value of the wrong type or range, or a feature that this
+            drafter does not have.
+    """
+    model_type = config.get("model_type")
+    if model_type not in _ASSISTANT_TYPES:
+        raise DrafterError(
+            f"expected model_type {' or '.join(_ASSISTANT_TYPES)}, found {escape(model_type)}; "
+            "point to the drafter's directory, not the base model's"
+        )
+    text = reading.table(config, "text_config")
+    for key in _REFUSED:
+        if text.get(key):
+            raise DrafterError(f"expected {key} to be off in a drafter, found {escape(text[key])}; it is not supported")
+    layer_types = reading.sequence(text, "layer_types")
+    if text.get("num_hidden_layers", len(layer_types)) != len(layer_types):
+        raise DrafterError(
+            f"expected {escape(text['num_hidden_layers'])} layer_types, found {len(layer_types)}; the config "
+            "contradicts itself"
+        )
+    ordered = None
+    if config.get("use_ordered_embeddings"):
+        ordered = OrderedHeadConfig(
+            num_centroids=reading.positive_integer(config, "num_centroids"),
+            top_k=reading.positive_integer(config, "centroid_intermediate_top_k"),
+        )
+    return DrafterConfig(
+        backbone_hidden_size=reading.positive_integer(config, "backbone_hidden_size"),
+        hidden_size=reading.positive_integer(text, "hidden_size"),
+        intermediate_size=reading.positive_integer(text, "intermediate_size"),
+        vocab_size=reading.positive_integer(text, "vocab_size"),
+        num_heads=reading.positive_integer(text, "num_attention_heads"),
+        layers=tuple(_layers(text, layer_types)),
+        rms_norm_eps=reading.number(text, "rms_norm_eps", default=1e-6),
+        final_logit_softcap=reading.optional_number(text, "final_logit_softcapping"),
+        hidden_activation=reading.activation(text.get("hidden_activation", "gelu_pytorch_tanh")),
+        ordered_head=ordered,
+        max_position_embeddings=reading.optional_integer(text, "max_position_embeddings"),
+    )
+
+
+def _layers(text: Mapping[str, Any], layer_types: Sequence[Any]) -> list[LayerConfig]:
+    full_kv_heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    by_type: dict[str, dict[str, Any]] = {
+        SLIDING: {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")},
+        FULL: {
+            "head_dim": text.get("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM),
+            "num_key_value_heads": full_kv_heads or text.get("num_key_value_heads"),
+        },
+    }
+    per_layer: Mapping[str, Any] = {}
+    if text.get("per_layer_config") is not None:
+        per_layer = reading.table(text, "per_layer_config")
+        by_type[FULL] = dict(by_type[SLIDING])
+    layers = []
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in (SLIDING, FULL):
+            raise DrafterError(f"layer {index}: expected {SLIDING} or {FULL}, found {escape(layer_type)}")
+        own = reading.table(per_layer, str(index)) if str(index) in per_layer else {}
+        shape = by_type[layer_type] | dict(own)
+        layers.append(
+            LayerConfig(
+                layer_type=layer_type,
+                head_dim=reading.positive_integer(shape, "head_dim"),
+                num_kv_heads=reading.positive_integer(shape, "num_key_value_heads"),
+                sliding_window=reading.positive_integer(text, "sliding_window") if layer_type == SLIDING else None,
+                rope=parse_rope(reading.table(text, "rope_parameters"), layer_type),
+            )
+        )
+    return layers
+
+
+def parse_rope(parameters: Mapping[str, Any], layer_type: str) -> RopeConfig:
+    """RoPE of ``layer_type``, from parameters in transformers' terms.
+
+    Raises:
+        DrafterError: another kind of RoPE, or a value of the wrong type or range.
+    """
+    rope = reading.table(parameters, layer_type)
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        raise DrafterError(f"expected rope_type {' or '.join(_ROPE_TYPES)}, found {escape(kind)}; it is not supported")
+    proportional = kind == "proportional"
+    share = reading.number(rope, "partial_rotary_factor", default=1.0) if proportional else 1.0
+    if share > 1:
+        raise DrafterError(f"expected partial_rotary_factor to be at most 1, found {share:g}; check the config")
+    return RopeConfig(
+        theta=reading.number(rope, "rope_theta"),
+        partial_rotary_factor=share,
+        factor=reading.number(rope, "factor", default=1.0) if proportional else 1.0,
+    )
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -116,9 +116,9 @@ def _root_of_head_dim(drafter: Drafter) -> Drafter:
 
 def _full_rope(drafter: Drafter) -> Drafter | None:
     config = drafter.config
-    partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.rotary_fraction < 1]
+    partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.partial_rotary_factor < 1]
     for kind in partial:
-        config = config.with_rope(kind, rotary_fraction=1.0)
+        config = config.with_rope(kind, partial_rotary_factor=1.0)
     return drafter.with_config(config) if partial else None
 
 

@@ -216,34 +216,27 @@ def _watched(role: str) -> Callable[[Any], Floats]:
     return pick
 
 
+_SHAPE = (
+    "hidden_size",
+    "backbone_hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_heads",
+    "layer_types",
+    "head_dims",
+    "num_kv_heads",
+)
+
+
 def check_geometry(drafter: Drafter, source: SourceDrafter) -> None:
     """Check that the checkpoint has the shape of the file's drafter.
 
     Raises:
         PairError: a size, a layer type or the soft cap differs.
     """
-    geometry, config = source.geometry, drafter.config
-    expected: dict[str, Any] = {
-        "hidden size": geometry.hidden_size,
-        "backbone width": geometry.backbone_hidden_size,
-        "feed-forward width": geometry.intermediate_size,
-        "vocabulary": geometry.vocab_size,
-        "heads": geometry.num_heads,
-        "layer types": list(geometry.layer_types),
-        "head dims": list(geometry.head_dims),
-        "KV heads": list(geometry.num_kv_heads),
-    }
-    found: dict[str, Any] = {
-        "hidden size": config.hidden_size,
-        "backbone width": config.backbone_hidden_size,
-        "feed-forward width": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-        "heads": config.num_heads,
-        "layer types": [layer.layer_type for layer in config.layers],
-        "head dims": [layer.head_dim for layer in config.layers],
-        "KV heads": [layer.num_kv_heads for layer in config.layers],
-    }
-    if wrong := [f"{what} {expected[what]}, found {found[what]}" for what in expected if expected[what] != found[what]]:
+    expected, found = source.config.as_json(), drafter.config.as_json()
+    wrong = [f"{what} {expected[what]}, found {found[what]}" for what in _SHAPE if expected[what] != found[what]]
+    if wrong:
         raise PairError(
             f"expected the drafter of {source.model.region.source.name}: {'; '.join(wrong)}; give the file that the "
             "checkpoint was extracted from"

@@ -117,7 +117,7 @@ def read_interface(source: SourceDrafter) -> Interface:
     """
     graph = flatten(source.model, source.signature)
     caches: dict[str, tuple[Cache, Cache]] = {}
-    for layer, kind in zip(source.walk.layers, source.geometry.layer_types, strict=True):
+    for layer, kind in zip(source.walk.layers, source.config.layer_types, strict=True):
         key = _cache(graph, source, layer.key, transposed=False)
         shape = source.walk.caches[layer.value].shape
         # Where a square cache leaves it open, V is transposed, as in every published file.
@@ -136,7 +136,7 @@ def read_interface(source: SourceDrafter) -> Interface:
     return Interface(
         caches=caches,
         slots=max(key.shape[2] for key, _ in caches.values()),
-        window=source.geometry.sliding_window,
+        window=source.config.sliding_window,
         activations=activations,
         activations_largest=largest,
         others=frozenset(others),

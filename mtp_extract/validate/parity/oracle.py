@@ -121,7 +121,7 @@ def attention_products(source: SourceDrafter) -> dict[str, tuple[Node, Node]]:
     rounding = [n for n in graph.nodes if n.kind == "BATCH_MATMUL" and codes_of(n.outputs[0].tensor) is not None]
     if not rounding:
         return {}
-    layers = source.geometry.num_layers
+    layers = source.config.num_layers
     if len(rounding) != 2 * layers:
         raise UnsupportedError(
             f"{source.model.region.source.name}: {len(rounding)} of the {2 * layers} products of attention are rounded "

@@ -127,7 +127,7 @@ def test_changes_one_part_of_the_drafter(drafter: Drafter, name: str) -> None:
     assert moved == {"sqrt_d_attention": {"q_norm"}, "full_rope": set(), "unit_layer_scalars": {"layer_scalar"}}[name]
     assert (twin.config == drafter.config) == (name != "full_rope")
     if name == "full_rope":
-        assert {layer.rope.rotary_fraction for layer in twin.config.layers} == {1.0}
+        assert {layer.rope.partial_rotary_factor for layer in twin.config.layers} == {1.0}
         assert change(twin) is None
     if name == "unit_layer_scalars":
         assert change(twin) is None

@@ -185,7 +185,7 @@ def test_wrong_geometry(drafter: Drafter, source: SourceDrafter, control: str) -
     config = drafter.config
     narrower = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and 8) for x in config.layers)
     wrong = {
-        "rope": config.with_rope("full_attention", rotary_fraction=1.0),
+        "rope": config.with_rope("full_attention", partial_rotary_factor=1.0),
         "window": dataclasses.replace(config, layers=narrower),
         "scale": dataclasses.replace(config, attention_scale=0.25),
         "cap": dataclasses.replace(config, final_logit_softcap=None),
@@ -197,7 +197,7 @@ def test_wrong_geometry(drafter: Drafter, source: SourceDrafter, control: str) -
 def test_another_file(drafter: Drafter, tmp_path: Path) -> None:
     with (
         mtp_extract.open(variant("torch_odd_sizes")) as opened,
-        pytest.raises(PairError, match="hidden size 48, found 64"),
+        pytest.raises(PairError, match="hidden_size 48, found 64"),
     ):
         measured(drafter, opened.drafter())
 

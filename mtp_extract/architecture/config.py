@@ -1,0 +1,222 @@
+"""The shape of a drafter: the one answer to "which drafter is this", wherever it was read from.
+
+Every number that the network uses is a field of :class:`DrafterConfig`; an experiment such as "full instead of partial
+RoPE" is therefore a changed config (:meth:`DrafterConfig.with_rope`, :func:`dataclasses.replace`), not a branch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_extract.data import load_mapping
+from mtp_extract.errors import DrafterError, UnsupportedError
+
+__all__ = [
+    "FULL",
+    "SLIDING",
+    "DrafterConfig",
+    "LayerConfig",
+    "OrderedHeadConfig",
+    "RopeConfig",
+    "known_drafter",
+]
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one layer type.
+
+    Attributes:
+        theta: base of the frequencies, ``theta ** (-2i / head_dim)``.
+        partial_rotary_factor: share of the head that is rotated. Frequencies past the share are zero, so the head
+            keeps its width ("proportional" RoPE). 1.0 is plain RoPE.
+        factor: every frequency is divided by it (context extension); 1.0 leaves them alone.
+    """
+
+    theta: float
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """transformers' ``rope_type``."""
+        return "default" if self.partial_rotary_factor == self.factor == 1.0 else "proportional"
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: Q-only attention over the base's K and V of ``layer_type``, then a gated feed-forward block.
+
+    Attributes:
+        layer_type: :data:`SLIDING` or :data:`FULL`; the key under which the base's K and V are looked up.
+        head_dim: width of one head, of Q, K and V alike.
+        num_kv_heads: heads of the base's K and V; query heads are divided evenly among them.
+        sliding_window: number of positions a query sees, itself included; None for all.
+        rope: rotary embedding applied to Q. K arrives already rotated.
+    """
+
+    layer_type: str
+    head_dim: int
+    num_kv_heads: int
+    sliding_window: int | None
+    rope: RopeConfig
+
+
+@dataclass(frozen=True)
+class OrderedHeadConfig:
+    """The centroid head: logits only for tokens of the ``top_k`` nearest of ``num_centroids`` clusters."""
+
+    num_centroids: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything there is to say of a drafter, beside its weights.
+
+    Attributes:
+        backbone_hidden_size: width of the base model; the input is twice as wide (embedding, then hidden state).
+        hidden_size: width of the drafter.
+        intermediate_size: width of the feed-forward block.
+        vocab_size: rows of the LM head.
+        num_heads: query heads, the same in every layer.
+        layers: one entry a layer.
+        attention_scale: factor on Q·K. Gemma 4 uses 1.0, because Q and K are normalized.
+        rms_norm_eps: epsilon under the root of every RMSNorm.
+        final_logit_softcap: c in ``c * tanh(logits / c)``, or None for no cap. LiteRT graphs hold 30; the official
+            transformers checkpoints say none (same argmax, other probabilities).
+        hidden_activation: transformers' name of the gate's function.
+        ordered_head: the centroid head, or None for a dense one.
+        max_position_embeddings: longest context the drafter was made for, in tokens; None when not recorded.
+    """
+
+    backbone_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float = 1.0
+    rms_norm_eps: float = 1e-6
+    final_logit_softcap: float | None = None
+    hidden_activation: str = "gelu_pytorch_tanh"
+    ordered_head: OrderedHeadConfig | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise DrafterError("expected a drafter of at least one layer, found none; check the config's layer_types")
+        for index, layer in enumerate(self.layers):
+            if self.num_heads % layer.num_kv_heads:
+                raise DrafterError(
+                    f"layer {index}: expected num_kv_heads to divide the {self.num_heads} query heads, found "
+                    f"{layer.num_kv_heads}; check num_key_value_heads in the config"
+                )
+        head = self.ordered_head
+        if head and (self.vocab_size % head.num_centroids or not 0 < head.top_k <= head.num_centroids):
+            raise DrafterError(
+                f"expected num_centroids to divide the vocabulary of {self.vocab_size} and a top k of at most that "
+                f"many centroids, found num_centroids {head.num_centroids}, top k {head.top_k}; check the config"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Type of each layer."""
+        return tuple(layer.layer_type for layer in self.layers)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Head width of each layer."""
+        return tuple(layer.head_dim for layer in self.layers)
+
+    @property
+    def num_kv_heads(self) -> tuple[int, ...]:
+        """KV heads of each layer."""
+        return tuple(layer.num_kv_heads for layer in self.layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window of the sliding layers; None when all layers are full."""
+        return next((layer.sliding_window for layer in self.layers if layer.layer_type == SLIDING), None)
+
+    @property
+    def rope(self) -> dict[str, RopeConfig]:
+        """RoPE by layer type."""
+        return {layer_type: layer.rope for layer_type, layer in self.kv_layers.items()}
+
+    @property
+    def kv_layers(self) -> dict[str, LayerConfig]:
+        """The K and V the base must provide: layer type → the first layer that reads it."""
+        found: dict[str, LayerConfig] = {}
+        for layer in self.layers:
+            found.setdefault(layer.layer_type, layer)
+        return found
+
+    def require_uniform(self) -> None:
+        """Check that the layers of one type are alike, as every engine's configuration takes for granted.
+
+        Raises:
+            UnsupportedError: two layers of one type differ.
+        """
+        first = self.kv_layers
+        for index, layer in enumerate(self.layers):
+            if layer != first[layer.layer_type]:
+                raise UnsupportedError(
+                    f"layers.{index}: expected all {layer.layer_type} layers to be alike, found {layer} beside "
+                    f"{first[layer.layer_type]}; no engine's configuration expresses that."
+                )
+
+    def with_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
+        """A copy whose layers of ``layer_type`` have the given :class:`RopeConfig` fields replaced."""
+        layers = tuple(
+            dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, **changes))
+            if layer.layer_type == layer_type
+            else layer
+            for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=layers)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
+        return {
+            "backbone_hidden_size": self.backbone_hidden_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "head_dims": list(self.head_dims),
+            "num_kv_heads": list(self.num_kv_heads),
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "rope": {
+                layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
+                for layer_type, rope in self.rope.items()
+            },
+            "final_logit_softcap": self.final_logit_softcap,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_activation": self.hidden_activation,
+        }
+
+
+def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
+    """The entry of ``mappings/geometries.json`` that ``config`` matches; None when it is not a known one.
+
+    A window that is not known (None) matches any.
+    """
+    mine = config.as_json()
+    for entry in load_mapping("geometries")["geometries"]:
+        if all(mine[key] in (entry[key], None) for key in entry if key in mine):
+            known: dict[str, Any] = entry
+            return known
+    return None

@@ -1,0 +1,121 @@
+"""The role table (``mappings/roles.json``): what every weight of an architecture is, and its name in every format.
+
+The table is the one place where order, kind, shape and names are written; everything else is derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig
+from mtp_extract.data import load_mapping
+
+__all__ = ["GEMMA4_MTP", "INDEX", "MATRIX", "NORM", "SCALAR", "Role", "role_table", "roles_of", "shapes_of"]
+
+GEMMA4_MTP = "gemma4-mtp"
+"""The architecture of Gemma 4's multi-token-prediction drafters."""
+
+MATRIX, NORM, SCALAR, INDEX = "matrix", "norm", "scalar", "index"
+"""Kinds of weights: ``[out, in]``, a vector that scales a normed vector, a factor, integers that are no numbers."""
+
+_LAYERS = "layers."
+_ORDERED_HEAD = "ordered_head."
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role; with its layer filled in, unless it comes from :func:`role_table`.
+
+    Attributes:
+        name: "pre_projection", "layers.0.q_proj", …
+        kind: :data:`MATRIX`, :data:`NORM`, :data:`SCALAR` or :data:`INDEX`.
+        shape: dimensions by name, as :func:`shapes_of` resolves them.
+        optional: whether a drafter may lack it.
+        names: tensor name by format.
+        published_names: regular expressions; one of them is found in the names of Google's published files.
+        also_seen: the same for names that exporters borrow from another role; they neither confirm nor contradict.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[str, ...]
+    optional: bool
+    names: Mapping[str, str] = field(hash=False)
+    published_names: tuple[str, ...]
+    also_seen: tuple[str, ...]
+
+    @property
+    def layer(self) -> int | None:
+        """The layer it belongs to; None for a role of the whole drafter."""
+        return int(self.name.split(".")[1]) if self.name.startswith(_LAYERS) else None
+
+    @property
+    def path(self) -> str:
+        """Where the reference drafter keeps it: its name, as a module's ``weight`` unless it is a plain buffer."""
+        return f"{self.name}.weight" if self.kind in (MATRIX, NORM) else self.name
+
+
+@cache
+def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
+    """All roles of ``architecture`` as written in the table, ``{i}`` still standing for the layer."""
+    return tuple(
+        Role(
+            name=entry["role"],
+            kind=entry["kind"],
+            shape=tuple(entry["shape"]),
+            optional=entry.get("optional", False),
+            names=MappingProxyType(entry["names"]),
+            published_names=tuple(entry["published_names"]),
+            also_seen=tuple(entry.get("also_seen", ())),
+        )
+        for entry in load_mapping("roles")["architectures"][architecture]
+    )
+
+
+def roles_of(num_layers: int, *, ordered_head: bool = False) -> tuple[Role, ...]:
+    """Every role of a drafter with ``num_layers`` layers, in the order in which tensors are written."""
+    table = [role for role in role_table() if ordered_head or not role.name.startswith(_ORDERED_HEAD)]
+    first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
+    last = max(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
+    layers = (_fill(role, layer) for layer in range(num_layers) for role in table[first : last + 1])
+    return (*table[:first], *layers, *table[last + 1 :])
+
+
+def _fill(role: Role, layer: int) -> Role:
+    def fill(text: str) -> str:
+        return text.replace("{i}", str(layer))
+
+    return replace(
+        role,
+        name=fill(role.name),
+        names=MappingProxyType({format_: fill(name) for format_, name in role.names.items()}),
+        published_names=tuple(fill(pattern) for pattern in role.published_names),
+    )
+
+
+def shapes_of(config: DrafterConfig) -> dict[Role, tuple[int, ...]]:
+    """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
+    return dict(_shapes(config))
+
+
+def _shapes(config: DrafterConfig) -> Iterator[tuple[Role, tuple[int, ...]]]:
+    for role in roles_of(config.num_layers, ordered_head=config.ordered_head is not None):
+        sizes = _sizes(config, config.layers[role.layer or 0])
+        yield role, tuple(sizes[dimension] for dimension in role.shape)
+
+
+def _sizes(config: DrafterConfig, layer: LayerConfig) -> dict[str, int]:
+    return {
+        "one": 1,
+        "hidden": config.hidden_size,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "backbone": config.backbone_hidden_size,
+        "input": 2 * config.backbone_hidden_size,
+        "head": layer.head_dim,
+        "query": config.num_heads * layer.head_dim,
+        "centroids": config.ordered_head.num_centroids if config.ordered_head else 0,
+    }

@@ -1,0 +1,181 @@
+"""What reading has in common: JSON files, typed values, and tensors matched strictly to roles."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.checkpoint.safetensors_file import StoredTensor, read_header
+from mtp_extract.errors import CheckpointError, DrafterError, escape
+
+__all__ = [
+    "activation",
+    "check_tensors",
+    "mismatch",
+    "number",
+    "optional_integer",
+    "optional_number",
+    "positive_integer",
+    "read_json",
+    "read_tensors",
+    "require",
+    "sequence",
+    "table",
+]
+
+_LARGEST_JSON = 1 << 24
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at ``path``.
+
+    Raises:
+        DrafterError: it cannot be read, or holds something else.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise DrafterError(f"{escape(path)}: expected a configuration, found {path.stat().st_size} bytes")
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DrafterError(
+            f"expected JSON in {escape(path)}, found: {escape(error)}; extract the drafter anew"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
+    return parsed
+
+
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the safetensors file at ``path``.
+
+    Raises:
+        DrafterError: it is not there, or is none.
+    """
+    if not path.is_file():
+        raise DrafterError(f"expected {path.name} in {escape(path.parent)}, found none; extract the drafter anew")
+    try:
+        return read_header(path)
+    except CheckpointError as error:
+        raise DrafterError(
+            f"expected safetensors in {escape(path)}, found: {error} Extract the drafter anew"
+        ) from error
+
+
+def require(config: Mapping[str, Any], key: str) -> Any:
+    """The value of ``key``, which must be there."""
+    if config.get(key) is None:
+        raise DrafterError(f"expected {key} in the drafter's config, found no such key; the config is incomplete")
+    return config[key]
+
+
+def table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under ``key``."""
+    found: Mapping[str, Any] = _of_type(config, key, dict, "an object")
+    return found
+
+
+def sequence(config: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under ``key``."""
+    found: list[Any] = _of_type(config, key, list, "a list")
+    return found
+
+
+def _of_type(config: Mapping[str, Any], key: str, kind: type, called: str) -> Any:
+    value = require(config, key)
+    if not isinstance(value, kind):
+        raise DrafterError(f"expected {key} to be {called}, found {escape(value)}; check the config")
+    return value
+
+
+def positive_integer(config: Mapping[str, Any], key: str) -> int:
+    """The positive integer under ``key``."""
+    value = require(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_SIZE:
+        raise DrafterError(f"expected {key} to be a positive integer, found {escape(value)}; check the config")
+    return value
+
+
+_LARGEST_SIZE = 1 << 31
+
+
+def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
+    """The positive integer under ``key``; None where it is absent or null."""
+    return None if config.get(key) is None else positive_integer(config, key)
+
+
+def number(config: Mapping[str, Any], key: str, *, positive: bool = True, default: float | None = None) -> float:
+    """The finite number under ``key``, positive unless said otherwise; ``default`` where it is absent or null."""
+    if default is not None and config.get(key) is None:
+        return default
+    value = require(config, key)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or (positive and value <= 0)
+    ):
+        kind = "a positive number" if positive else "a number"
+        raise DrafterError(f"expected {key} to be {kind}, found {escape(value)}; check the config")
+    return float(value)
+
+
+def optional_number(config: Mapping[str, Any], key: str) -> float | None:
+    """The positive number under ``key``; None where it is absent or null."""
+    return None if config.get(key) is None else number(config, key)
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    found: Mapping[str, tuple[int, ...]],
+    more: Iterable[str] = (),
+) -> None:
+    """Hold the tensors of a file against what its config asks for.
+
+    Args:
+        expected: tensor name → path of the module that wants it, and its shape.
+        found: tensor name → shape in the file.
+        more: names that may be there as well.
+
+    Raises:
+        DrafterError: names every tensor that is missing, unexpected or of another shape.
+    """
+    problems = [
+        f"{escape(name)}: expected a tensor for {path}, found none"
+        for name, (path, _) in expected.items()
+        if name not in found
+    ]
+    problems += [
+        f"{escape(name)}: expected no such tensor, found {list(shape)}"
+        for name, shape in found.items()
+        if name not in expected and name not in more
+    ]
+    problems += [
+        f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}"
+        for name, (_, shape) in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        raise mismatch(problems)
+
+
+def mismatch(problems: Iterable[str]) -> DrafterError:
+    """The error that lists ``problems`` of a checkpoint."""
+    return DrafterError(
+        "the checkpoint does not match its config; extract the drafter anew, or check which model the config "
+        "describes:\n  " + "\n  ".join(sorted(problems))
+    )
+
+
+_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
+
+
+def activation(name: object) -> str:
+    """transformers' name of a gate's function, if it is one that the drafter has."""
+    if name not in _ACTIVATIONS:
+        raise DrafterError(
+            f"expected hidden_activation {' or '.join(_ACTIVATIONS)}, found {escape(name)}; it is not supported"
+        )
+    return str(name)

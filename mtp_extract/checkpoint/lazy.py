@@ -1,0 +1,189 @@
+"""Weights that are not in memory: what every format writes from, and reading a checkpoint gives back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import CheckpointError, FormatError
+from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
+
+__all__ = ["ConstantTensor", "FilledTensor", "FloatsOnly", "LazyTensor", "Scheme", "read_floats", "rows_of"]
+
+ROW_STEP = 8
+"""Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How integers stand for real numbers: ``(code − zero point) · scale``.
+
+    Attributes:
+        bits, signed: of a code.
+        symmetric: whether every zero point is 0.
+        kind: "per_tensor", "per_channel" or "blockwise".
+        axis: axis of the channels, for per_channel; else 0.
+        block_size: elements of the last axis that share a scale, for blockwise; else 0.
+    """
+
+    bits: int
+    signed: bool
+    symmetric: bool
+    kind: str
+    axis: int = 0
+    block_size: int = 0
+
+
+class LazyTensor(Protocol):
+    """A weight of a role, read when asked for.
+
+    ``rows`` are those of the first axis of a matrix, and one row for anything else; a range of them begins at a
+    multiple of :data:`ROW_STEP`. Chunks come flat and in order, each perhaps a view that the next one overwrites.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[out, in]`` of a matrix, ``[size]`` of a vector."""
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How its integers are to be read; None for a tensor that has only floats."""
+
+    @property
+    def scale(self) -> Floats:
+        """float32: ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats."""
+
+    @property
+    def zero_point(self) -> npt.NDArray[np.int64]:
+        """int64, shaped like ``scale``."""
+
+    @property
+    def origin(self) -> object:
+        """Equal for tensors that are one stored constant; None where the question makes no sense."""
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        """The real numbers of rows ``[first, last)``, float32."""
+
+    def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
+        """The codes of rows ``[first, last)``, int8 or uint8; only where there is a ``scheme``."""
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, elements in a row) of a tensor of ``shape``."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, math.prod(shape) // rows if rows else 0
+
+
+def read_floats(tensor: LazyTensor) -> Floats:
+    """All of ``tensor``, float32, in its shape."""
+    result = np.empty(math.prod(tensor.shape), np.float32)
+    at = 0
+    for chunk in tensor.floats():
+        result[at : at + chunk.size] = chunk
+        at += chunk.size
+    return result.reshape(tensor.shape)
+
+
+class FloatsOnly:
+    """What a tensor without integers answers."""
+
+    scheme = None
+
+    @property
+    def origin(self) -> object:
+        return None
+
+    @property
+    def scale(self) -> Floats:
+        return np.empty(0, np.float32)
+
+    @property
+    def zero_point(self) -> npt.NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
+        raise CheckpointError("a tensor of floats was asked for integers")
+
+
+@dataclass(frozen=True)
+class ConstantTensor:
+    """A constant of a graph, divided by the ``factor`` that the converter folded into it (stored = factor × weight)."""
+
+    shape: tuple[int, ...]
+    source: QuantizedTensor
+    factor: float = 1.0
+
+    @property
+    def scheme(self) -> Scheme | None:
+        source = self.source
+        if source.packing is None:
+            return None
+        return Scheme(
+            bits=source.packing.bits,
+            signed=source.packing.signed,
+            symmetric=source.symmetric,
+            kind=source.kind,
+            axis=source.axis,
+            block_size=source.block_size,
+        )
+
+    @property
+    def scale(self) -> Floats:
+        return self.source.scale
+
+    @property
+    def zero_point(self) -> npt.NDArray[np.int64]:
+        return self.source.zero_point
+
+    @property
+    def origin(self) -> object:
+        return self.source.tensor.subgraph, self.source.tensor.index
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        if self.source.tensor.elements != math.prod(self.shape):
+            # Converters fold a vector of equal weights into one number.
+            value = self.source.dequantize().reshape(-1)[:1]
+            yield _divided(np.repeat(value, math.prod(self.shape)), self.factor)
+            return
+        for chunk in self.source.chunks(*self._grid_rows(first, last)):
+            yield _divided(chunk, self.factor)
+
+    def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
+        if self.source.tensor.elements != math.prod(self.shape):
+            yield np.repeat(self.source.codes().reshape(-1)[:1], math.prod(self.shape))
+        else:
+            yield from self.source.code_chunks(*self._grid_rows(first, last))
+
+    def _grid_rows(self, first: int, last: int | None) -> tuple[int, int]:
+        """The source's own rows, which share a scale and may be shorter than these."""
+        rows, columns = rows_of(self.shape)
+        per_row = columns // max(self.source.grid.columns, 1)
+        return first * per_row, (rows if last is None else last) * per_row
+
+
+@dataclass(frozen=True)
+class FilledTensor(FloatsOnly):
+    """A tensor of one number that nothing stores: a factor or weight of 1 that the converter folded away."""
+
+    shape: tuple[int, ...]
+    value: float = 1.0
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = rows_of(self.shape)
+        yield np.full(((rows if last is None else last) - first) * columns, self.value, np.float32)
+
+
+def _divided(values: Floats, factor: float) -> Floats:
+    if factor == 1.0:
+        return values
+    # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.
+    with np.errstate(over="ignore"):
+        result = (values.astype(np.float64) / factor).astype(np.float32)
+    if not np.isfinite(result).all():
+        raise FormatError(f"Values divided by the folded factor {factor:g} leave float32: the file is damaged.")
+    return result
