@@ -14,6 +14,7 @@ from mtp_extract.graph import Walk, flatten, walk
 from mtp_extract.graph.config import Geometry, known_geometry, read_geometry
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.roles import NameCheck, check_names
+from mtp_extract.io.kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
@@ -151,11 +152,8 @@ class Opened:
     def _no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
-            head = self.source.read(0, min(8, self.source.size))
-            return (
-                f"{name}: expected a .litertlm bundle or a drafter's .tflite, found a file that begins with {head!r} "
-                "and has no drafter inside."
-            )
+            kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
+            return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
         published = known_without_drafter(self.source)
         if published is not None:
             return f"{name}: this is {published}, which holds no MTP drafter. Take gemma-4-E4B-it.litertlm or -E2B-it."
@@ -243,7 +241,9 @@ def open_bundle(
     opened = open_source(source, download=download, progress=progress)
     try:
         if opened.size == 0:
-            raise SourceError(f"{opened.name}: the file is empty.")
+            raise SourceError(
+                f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
+            )
         return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()
