@@ -101,23 +101,39 @@ class Opened:
         names = check_names(found.roles, geometry.num_layers)
         return Drafter(self, section, found_by, model, signature, found, geometry, names, known_geometry(geometry))
 
+    def prefetch(self) -> None:
+        """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
+
+        Raises:
+            NoDrafterError: there is none.
+            SourceError: the bytes cannot be had.
+        """
+        typed = self._typed()
+        section = typed[0] if len(typed) == 1 else self._locate[0]
+        if section is None:
+            self.source.prefetch(0, self.source.size)
+            return
+        for part in (section, self._weights_of(section)):
+            if part is not None:
+                self.source.prefetch(part.begin, part.size)
+
+    def _typed(self) -> list[Section]:
+        """The sections that the header calls drafters."""
+        return [s for s in self.sections if s.data_type == TFLITE_MODEL and s.model_type == MODEL_TYPE]
+
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
         if self.bundle is None:
             return self._bare()
-        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
-        typed = [s for s in models if s.model_type == MODEL_TYPE]
+        typed = self._typed()
         if len(typed) > 1:
             labels = ", ".join(s.label for s in typed)
             raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
         for section in typed:
-            for needed in (section, self._weights_of(section)):
-                if needed is not None:
-                    self.source.prefetch(needed.begin, needed.size)
             model = self.model(section)
             return section, "model_type", model, _require_signature(model)
         budget = Budget(_SEARCH_BUDGET)
-        for section in models:
+        for section in (s for s in self.sections if s.data_type == TFLITE_MODEL):
             try:
                 model = self.model(section, budget)
             except MtpExtractError:
@@ -130,7 +146,6 @@ class Opened:
 
     def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
         if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
-            self.source.prefetch(0, self.source.size)
             model = read_model(Region(self.source, 0, self.source.size, "the model"))
             return None, "bare model", model, _require_signature(model)
         return self._scan()

@@ -173,6 +173,7 @@ def _extract(
     sliding_window: int | None,
     progress: Progress,
 ) -> ExtractionResult:
+    opened.prefetch()
     drafter = opened.drafter(sliding_window)
     layout = layout_of(drafter, format, dtype)
     target = Path(out) if out is not None else default_directory(opened.source.name)

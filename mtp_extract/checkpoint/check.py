@@ -142,6 +142,7 @@ def verify_against(directory: str | os.PathLike[str], opened: Opened) -> Verific
     if layout not in ("transformers", "litert") or dtype not in DTYPES:
         raise CheckpointError(f"{own.directory}: its record names layout {layout!r} and dtype {dtype!r}.")
     window = record["geometry"].get("sliding_window")
+    opened.prefetch()
     drafter = opened.drafter(window if isinstance(window, int) else None)
     plan = layout_of(drafter, layout, dtype)
     path = own.directory / plan.weights_file
