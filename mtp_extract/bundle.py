@@ -15,6 +15,7 @@ from mtp_extract.graph import Walk, flatten, walk
 from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.names import NameCheck, check_names
+from mtp_extract.io.kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
@@ -113,23 +114,39 @@ class Opened:
             known=known,
         )
 
+    def prefetch(self) -> None:
+        """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
+
+        Raises:
+            NoDrafterError: there is none.
+            SourceError: the bytes cannot be had.
+        """
+        typed = self._typed()
+        section = typed[0] if len(typed) == 1 else self._locate[0]
+        if section is None:
+            self.source.prefetch(0, self.source.size)
+            return
+        for part in (section, self._weights_of(section)):
+            if part is not None:
+                self.source.prefetch(part.begin, part.size)
+
+    def _typed(self) -> list[Section]:
+        """The sections that the header calls drafters."""
+        return [s for s in self.sections if s.data_type == TFLITE_MODEL and s.model_type == MODEL_TYPE]
+
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
         if self.bundle is None:
             return self._bare()
-        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
-        typed = [s for s in models if s.model_type == MODEL_TYPE]
+        typed = self._typed()
         if len(typed) > 1:
             labels = ", ".join(s.label for s in typed)
             raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
         for section in typed:
-            for needed in (section, self._weights_of(section)):
-                if needed is not None:
-                    self.source.prefetch(needed.begin, needed.size)
             model = self.model(section)
             return section, "model_type", model, _require_signature(model)
         budget = Budget(_SEARCH_BUDGET)
-        for section in models:
+        for section in (s for s in self.sections if s.data_type == TFLITE_MODEL):
             try:
                 model = self.model(section, budget)
             except MtpExtractError:
@@ -142,7 +159,6 @@ class Opened:
 
     def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
         if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
-            self.source.prefetch(0, self.source.size)
             model = read_model(Region(self.source, 0, self.source.size, "the model"))
             return None, "bare model", model, _require_signature(model)
         return self._scan()
@@ -164,11 +180,8 @@ class Opened:
     def _no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
-            head = self.source.read(0, min(8, self.source.size))
-            return (
-                f"{name}: expected a .litertlm bundle or a drafter's .tflite, found a file that begins with {head!r} "
-                "and has no drafter inside."
-            )
+            kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
+            return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
         published = known_without_drafter(self.source)
         if published is not None:
             return f"{name}: this is {published}, which holds no MTP drafter. Take gemma-4-E4B-it.litertlm or -E2B-it."
@@ -256,7 +269,9 @@ def open_bundle(
     opened = open_source(source, download=download, progress=progress)
     try:
         if opened.size == 0:
-            raise SourceError(f"{opened.name}: the file is empty.")
+            raise SourceError(
+                f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
+            )
         return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()

@@ -124,6 +124,7 @@ def _extract(
     sliding_window: int | None,
     progress: Progress,
 ) -> ExtractionResult:
+    opened.prefetch()
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
     weights, *documents = format_.plan(checkpoint, dtype)
@@ -150,6 +151,7 @@ def verify_against_source(directory: str | os.PathLike[str], opened: Opened) -> 
         MtpExtractError: ``opened`` cannot be read.
     """
     window = read_record(Path(directory))["geometry"].get("sliding_window")
+    opened.prefetch()
     drafter = opened.drafter(window if isinstance(window, int) else None)
     return verify_against(directory, checkpoint_of(drafter), opened.source.name)
 

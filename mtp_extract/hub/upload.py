@@ -440,7 +440,7 @@ class _Refusals:
             raise HubError(f"{self._repo_id}: {self._text(error)}") from None
 
     def _text(self, error: BaseException) -> str:
-        from mtp_extract.io.faults import http_library
+        from mtp_extract.io.http import http_library
 
         causes = [error]
         while causes[-1].__cause__ is not None:

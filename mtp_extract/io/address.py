@@ -8,15 +8,21 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
 
-__all__ = ["HubAddress", "WebAddress", "parse_address"]
+__all__ = ["HubAddress", "WebAddress", "origin_of", "parse_address"]
 
-_KINDS = {"datasets": "dataset", "spaces": "space", "models": "model"}
 _MODEL_FILES = (".litertlm", ".tflite", ".task")
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
+_HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-_HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# refs/pr/1 is the one kind of revision whose slashes need no escape.
+_REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
+_HF = re.compile(
+    rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/.*/))?(?P<repository>{_NAME}/{_NAME})(?:@{_REVISION})?/(?P<path>.+)"
+)
+_SITE = re.compile(
+    rf"/(?:(?P<kind>datasets|spaces)/)?(?P<repository>[^/]+/[^/]+)/(?:resolve|blob|raw)/{_REVISION}/(?P<path>.+)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,15 @@ class WebAddress:
         parts = urlsplit(self.url)
         return escape(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
 
-    @property
-    def file(self) -> str:
-        """The last part of the path."""
-        return unquote(urlsplit(self.url).path).rpartition("/")[2] or "download"
+
+def origin_of(url: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port of ``url``: what must be the same for a token to be sent.
+
+    Raises:
+        ValueError: it is no URL.
+    """
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
@@ -92,59 +103,35 @@ def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     if text.startswith("hf://"):
         return _hub(text)
     try:
-        parts = urlsplit(text)
-        host = parts.hostname
-        port = parts.port
+        origin = scheme, host, _ = origin_of(text)
     except ValueError as error:
         raise SourceError(f"Expected an https:// URL, found one that cannot be read: {error}.") from None
-    if parts.scheme not in ("https", "http") or not host:
-        raise SourceError(
-            f"Expected a path, hf://org/repo/file.litertlm[@revision] or an https:// URL, found {escape(_safe(text))}."
-        )
-    hub = urlsplit(endpoint)
-    same = (parts.scheme, host, port) == (hub.scheme, hub.hostname, hub.port)
-    if same or (parts.scheme == "https" and host in _HUB_HOSTS):
-        address = _site(parts.path.removeprefix(hub.path.rstrip("/") if same else ""))
-        if address is not None:
-            return address
-    return WebAddress(text)
-
-
-def _safe(text: str) -> str:
-    return text.partition("?")[0].rpartition("@")[2]
+    if scheme not in ("https", "http") or not host:
+        shown = escape(text.partition("?")[0].rpartition("@")[2])
+        raise SourceError(f"Expected a path, hf://org/repo/file.litertlm[@revision] or an https:// URL, found {shown}.")
+    path = urlsplit(text).path
+    if origin == origin_of(endpoint):
+        path = path.removeprefix(urlsplit(endpoint).path.rstrip("/"))
+    elif scheme != "https" or host not in _HUB_HOSTS:
+        return WebAddress(text)
+    found = _SITE.fullmatch(path)
+    if found is None:
+        return WebAddress(text)
+    repository, file, revision = (unquote(found[part]) for part in ("repository", "path", "revision"))
+    return HubAddress(repository, file, revision, _kind(found))
 
 
 def _hub(text: str) -> HubAddress:
-    parts = text.removeprefix("hf://").split("/")
-    kind = _KINDS.get(parts[0])
-    if kind is not None and len(parts) > 3:
-        parts = parts[1:]
-    owner, repository, rest = parts[0], (parts[1] if len(parts) > 1 else ""), parts[2:]
-    repository, inline, revision = repository.partition("@")
-    if inline and revision == "refs" and len(rest) > 2:
-        # hf://org/repo@refs/pr/1/file: the one kind of revision whose slashes need no escape.
-        revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
-    path = "/".join(rest)
-    if not inline and "@" in path and not path.endswith(_MODEL_FILES):
+    found = _HF.fullmatch(text.removeprefix("hf://"))
+    path, revision = (found["path"], found["revision"]) if found else ("", None)
+    if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
         path, _, revision = path.rpartition("@")
-        inline = "@"
-    revision = unquote(revision)
-    named = _PART.fullmatch(owner) and _PART.fullmatch(repository)
-    if not named or not path or (inline and not revision) or any(p in ("", ".", "..") for p in path.split("/")):
+    if found is None or revision == "" or any(part in ("", ".", "..") for part in path.split("/")):
         raise SourceError(
             f"Expected hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found {escape(text)}."
         )
-    return HubAddress(f"{owner}/{repository}", path, revision or None, kind or "model")
+    return HubAddress(found["repository"], path, revision and unquote(revision), _kind(found))
 
 
-def _site(path: str) -> HubAddress | None:
-    parts = [unquote(part) for part in path.strip("/").split("/")]
-    kind = "model"
-    if parts and parts[0] in ("datasets", "spaces"):
-        kind = _KINDS[parts.pop(0)]
-    if len(parts) < 5 or parts[2] not in ("resolve", "blob", "raw"):
-        return None
-    owner, repository, _, revision, *rest = parts
-    if revision == "refs" and len(rest) > 2:
-        revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
-    return HubAddress(f"{owner}/{repository}", "/".join(rest), revision, kind)
+def _kind(found: re.Match[str]) -> str:
+    return (found["kind"] or "models").removesuffix("s")

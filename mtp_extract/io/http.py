@@ -1,265 +1,350 @@
-"""Byte ranges over HTTP: retried, resumed, checked.
+"""Byte ranges of one file over HTTP: retried, resumed, checked.
 
-huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline
-mode and a client that an application installed apply here as they do there. Its file system is not used, nor
-fsspec's: both hold a whole range in memory, neither looks at the status line or the ETag, and a server
-without ranges would send them all of the file.
+huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
+a client that an application installed apply here as they do there. Its back-off cannot be used: it asks again for all
+of a range and waits as long as a server likes. Nor can its file system: it holds a whole range in memory and looks at
+neither status line nor ETag.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from types import MappingProxyType, ModuleType
+from typing import Any
+from urllib.parse import urljoin
 
-from mtp_extract.errors import SourceError
-from mtp_extract.io.faults import BUSY, FaultError, Faults, Patience, busy, http_library
-from mtp_extract.io.origin import Origin, Target, escape_host
-from mtp_extract.io.policy import Policy
+from mtp_extract.errors import SourceError, escape
+from mtp_extract.io.address import HubAddress, WebAddress, origin_of
 
-__all__ = ["Channel", "Facts", "NoRangesError", "headers_for", "hide_queries", "pieces"]
+__all__ = ["HUB_STATUSES", "FaultError", "Faults", "NoRangesError", "RangedFile", "hide_queries", "http_library"]
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-_EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
+_LOGIN = "log in (hf auth login) or set HF_TOKEN"
+HUB_STATUSES: Mapping[int, str] = MappingProxyType(
+    {
+        401: f"the Hub does not accept the token: {_LOGIN}",
+        403: "the token does not give access to the repository",
+        404: "there is no such file: check the address",
+    }
+)
+"""What the Hub means by a status, where its answer does not say more."""
+
+_WEB_STATUSES = {
+    **dict.fromkeys((401, 403), "refuses access: if it needs a login, download the file and give its path"),
+    **dict.fromkeys((404, 410), "has no such file: check the address"),
+}
+_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # may go away by themselves
+
+# Times in seconds.
+_CONNECT_TIMEOUT = 10.0
+_FAILURES, _FEW_FAILURES = 5, 2
+_BACKOFF, _LONGEST_BACKOFF = 0.5, 8.0
+_LONGEST_WAIT = 120.0  # the most that a Retry-After is obeyed
+_SLOW_WINDOW, _SLOW_BYTES = 15.0, 32 << 10  # an answer that brings fewer bytes in a window has failed
+_FORGIVEN = 1 << 20  # whoever brought so many bytes starts counting failures again
+
+_BY_HAND = "Download it yourself and give its path."
+_CONTENT_RANGE = re.compile(r"\s*bytes (\d+)-(\d+)/(\d+|\*)\s*")
 
 
 class NoRangesError(SourceError):
     """The server sends whole files only."""
 
 
-class Sink(Protocol):
-    """Takes the bytes of a range, in order, each piece with its offset in the file."""
+class FaultError(Exception):
+    """Something that may go away. ``str()`` says what.
 
-    def __call__(self, offset: int, data: bytes, /) -> object: ...
-
-
-class _ExpiredError(FaultError):
-    """The place that the Hub redirected to refuses; the Hub can name another."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the answers say of the file: bytes, ETag, date of the last change."""
-
-    size: int
-    etag: str | None
-    modified: str | None
-
-
-def headers_for(token: str | bool | None) -> dict[str, str]:
-    """Headers of a request, as huggingface_hub makes them. ``token=False`` leaves the token out."""
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
-
-    headers: dict[str, str] = build_hf_headers(token=token, library_name="mtp-extract")
-    # A compressed answer would have other offsets.
-    return {**headers, "Accept-Encoding": "identity"}
-
-
-def pieces(response: Any, expected: int, policy: Policy) -> Iterator[bytes]:
-    """The body of ``response``, which has announced ``expected`` bytes.
-
-    Raises:
-        FaultError: it brings more or fewer, or too few in the policy's window.
+    Attributes:
+        wait: seconds the server asked to be left alone; None if it did not say.
+        kind: "slow", "unreachable", "expired" (another address may do) or "".
     """
-    got, before, since = 0, 0, policy.clock()
-    # Pieces as they come: collecting them into larger ones would hide a trickle and lose more when it breaks.
-    for piece in response.iter_raw() if expected else ():
-        got += len(piece)
-        if got > expected:
-            raise FaultError(f"the server sent more than the {expected} bytes it announced")
-        yield piece
-        now = policy.clock()
-        if now - since >= policy.slow_window:
-            if got - before < policy.slow_bytes and got < expected:
-                raise FaultError(
-                    f"the server is too slow: {got - before} bytes in {now - since:.0f} seconds", slow=True
-                )
-            before, since = got, now
-    if got < expected:
-        raise FaultError(f"the answer ended after {got} of {expected} bytes")
+
+    def __init__(self, what: str, wait: float | None = None, kind: str = "") -> None:
+        super().__init__(what)
+        self.wait, self.kind = wait, kind
 
 
-class Channel:
-    """Ranges of one file, which must stay the same file throughout.
+class Faults:
+    """Turns what the HTTP library and huggingface_hub raise into a FaultError or a SourceError.
+
+    What a server wrote is never repeated in a message: it may quote the request, and with it a token.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        known = _known_error(self._name, error) if isinstance(error, Exception) else None
+        if known is not None:
+            raise known from None
+
+
+def _known_error(name: str, error: Exception) -> Exception | None:
+    from huggingface_hub import errors
+
+    http = http_library()
+    status = 0
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in _BUSY:
+            return _busy(error.response)
+    # Most derived first.
+    final: tuple[tuple[type[Exception], str], ...] = (
+        (errors.OfflineModeIsEnabled, "offline mode is on (HF_HUB_OFFLINE) and the file is not in the Hub's cache"),
+        (errors.HFValidationError, "this is not a repository's name"),
+        (errors.GatedRepoError, f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"),
+        (errors.RevisionNotFoundError, "the repository has no such revision: check what follows the @"),
+        (errors.RemoteEntryNotFoundError, "the repository has no such file: check the path"),
+        (errors.DisabledRepoError, "the Hub has disabled access to the repository"),
+        (errors.RepositoryNotFoundError, f"there is no such repository, or it is private: check the name, or {_LOGIN}"),
+        (errors.HfHubHTTPError, HUB_STATUSES.get(status, f"the Hub answered {status}")),
+        (http.InvalidURL, "this is not an address that can be requested"),
+        (http.UnsupportedProtocol, "this is not an address that can be requested"),
+        (http.TooManyRedirects, "the server redirects in circles"),
+    )
+    for kind, text in final:
+        if isinstance(error, kind):
+            return SourceError(f"{name}: {text}.")
+    if isinstance(error, http.TimeoutException):
+        return FaultError("the server does not answer in time", kind="unreachable")
+    if isinstance(error, (http.ConnectError, http.ProxyError)):
+        return FaultError(f"the server cannot be reached: {escape(error)}", kind="unreachable")
+    return FaultError("the connection was lost") if isinstance(error, http.TransportError) else None
+
+
+def _busy(response: Any) -> FaultError:
+    status, asked = int(response.status_code), response.headers.get("retry-after", "").strip()
+    what = "limits the rate of requests" if status == 429 else "is not available"
+    wait = None
+    if asked.isdigit():
+        wait = float(asked)
+    elif asked:
+        try:
+            date = parsedate_to_datetime(asked)
+            wait = max(0.0, (date.replace(tzinfo=timezone.utc) - datetime.now(timezone.utc)).total_seconds())
+        except ValueError:
+            pass  # it asks for nothing that can be understood
+    return FaultError(f"the server {what} ({status})", wait)
+
+
+class RangedFile:
+    """One remote file, which must stay the same file throughout; on the Hub, on the commit found first.
+
+    Args:
+        address: of the file.
+        token: for the Hub, and sent to it alone; None for the one of ``hf auth login`` or ``HF_TOKEN``, False for none.
+        take_whole: take all of the file from a server without ranges, instead of failing.
 
     Attributes:
         name: the address, safe to show.
-        received: bytes of content received so far, those of failed attempts included.
+        whole: the server has no ranges and sends all of the file.
     """
 
-    def __init__(self, origin: Origin, policy: Policy) -> None:
-        self.name = origin.name
-        self.received = 0
-        self._origin = origin
-        self._policy = policy
-        self._patience = Patience(origin.name, policy)
-        self._target: Target | None = None
-        self._facts: Facts | None = None
-        self._identity: dict[str, str] = {}
+    def __init__(
+        self, address: HubAddress | WebAddress, token: str | bool | None = False, take_whole: bool = False
+    ) -> None:
+        self.name, self.whole = address.name, False
+        self._address, self._token, self._take_whole = address, token, take_whole
+        self._place: tuple[str, dict[str, str]] | None = None
+        self._known: dict[str, Any] = {}
+        self._failures, self._answered = 0, False
 
     @property
-    def facts(self) -> Facts:
-        """Size, ETag and date. Known once a range was fetched."""
-        assert self._facts is not None, "a range has to be fetched first"
-        return self._facts
+    def size(self) -> int:
+        """Bytes of the file. Known once a range was fetched."""
+        return int(self._known["size"])
 
-    def locate(self) -> dict[str, str]:
-        """Find the file without reading it; what identifies it, for the record."""
-        while True:
-            try:
-                return self._origin.provenance(self._where(), None, None)
-            except FaultError as fault:  # noqa: PERF203 - a network call a turn
-                self._patience.spend(fault)
-
+    @property
     def provenance(self) -> dict[str, str]:
-        """What identifies the file, for the record. Known once a range was fetched."""
-        return self._origin.provenance(self._where(), self.facts.etag, self.facts.modified)
+        """What identifies the file, for the record. Known once a range was fetched; on the Hub, once located."""
+        if isinstance(self._address, HubAddress):
+            return self._address.record(self._known["commit"], self._known.get("etag"))
+        return {
+            "url": self.name,
+            **{key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)},
+        }
 
-    def fetch(self, begin: int, end: int, sink: Sink) -> None:
-        """Fetch ``[begin, end)`` and hand it to ``sink`` piece by piece; less if the file ends before.
+    def locate(self) -> tuple[str, dict[str, str]]:
+        """Where the file is served, and the headers to send there. Neither may be shown."""
+        while self._place is None:
+            try:
+                with Faults(self.name):
+                    self._place = self._resolve()
+            except FaultError as fault:  # noqa: PERF203 - a network call a turn
+                self._wait(fault)
+        return self._place
+
+    def fetch(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Pieces of ``[begin, end)``, each with its offset; less if the file ends before, all of it if ``whole``.
 
         Raises:
             NoRangesError: the server ignores ranges.
-            SourceError: refused, gone, changed, or not to be had within the policy's limits.
+            SourceError: refused, gone, changed, or not to be had with patience.
         """
-        at = mark = begin
-        while at < (end if self._facts is None else min(end, self._facts.size)):
+        at = reached = begin
+        while at < (self.size if self.whole else min(end, self._known.get("size", end))):
             try:
-                for piece in self._range(at, end):
-                    sink(at, piece)
-                    at += len(piece)
-                if self._facts is not None and self._facts.size == 0:
-                    return
+                for offset, piece in self._request(at, end):
+                    yield offset, piece
+                    at = offset + len(piece)
             except FaultError as fault:  # noqa: PERF203 - a network call a turn
-                if isinstance(fault, _ExpiredError):
-                    self._target = None
-                if at - mark >= self._policy.forgiven_bytes:
-                    self._patience.forgive()
-                mark = at
-                self._patience.spend(fault)
-        self._patience.forgive()
+                if fault.kind == "expired":
+                    self._place = None
+                if at - reached >= _FORGIVEN:
+                    self._failures = 0
+                reached = max(reached, at)
+                self._wait(fault)
+        self._failures = 0
 
-    def _where(self) -> Target:
-        if self._target is None:
-            with Faults(self.name):
-                target = self._origin.resolve(self._policy.connect_timeout)
-            self._patience.answered = self._patience.answered or bool(target.identity)
-            self._same(target.identity)
-            if target.size is not None and self._facts is not None:
-                self._sized(self._facts.size, target.size)
-            self._target = target
-        return self._target
+    def _resolve(self) -> tuple[str, dict[str, str]]:
+        address = self._address
+        if isinstance(address, WebAddress):
+            return address.url, _headers(False)
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    def _range(self, begin: int, end: int) -> Iterator[bytes]:
+        hub, revision = constants.ENDPOINT, self._known.get("commit", address.revision)
+        url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=revision, endpoint=hub)
+        found = get_hf_file_metadata(url, token=self._token, timeout=_CONNECT_TIMEOUT, endpoint=hub)
+        if found.commit_hash is None:
+            raise SourceError(
+                f"{self.name}: expected the Hub to name the file's commit, found none. Check HF_ENDPOINT, "
+                "or a proxy that drops headers."
+            )
+        self._answered = True
+        # The ETag that the Hub sends before it redirects: of the file itself, not of the CDN's copy.
+        self._same(commit=found.commit_hash, etag=found.etag, size=found.size)
+        location = urljoin(url, found.location)
+        return location, _headers(self._token if origin_of(location) == origin_of(url) else False)
+
+    def _request(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         from huggingface_hub import constants, get_session
 
-        target = self._where()
-        read = self._policy.read_timeout or float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        timeout = http_library().Timeout(read, connect=self._policy.connect_timeout)
-        headers = {**target.headers, "Range": f"bytes={begin}-{end - 1}"}
-        with (
-            Faults(self.name),
-            get_session().stream(
-                "GET", target.url, headers=headers, timeout=timeout, follow_redirects=True
-            ) as response,
-        ):
-            self._patience.answered = True
-            for piece in pieces(response, self._examine(response, target, begin, end), self._policy):
-                self.received += len(piece)
-                yield piece
+        url, headers = self.locate()
+        headers = {**headers, "Range": f"bytes={begin}-{end - 1}"}
+        timeout = http_library().Timeout(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), connect=_CONNECT_TIMEOUT)
+        get = get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True)
+        with Faults(self.name), get as response:
+            self._answered = True
+            at, stop = self._examine(response, begin, end)
+            before, since = at, time.monotonic()
+            # Pieces as they come: collecting them into larger ones would hide a trickle and lose more when it breaks.
+            for piece in response.iter_raw() if at < stop else ():
+                if at + len(piece) > stop:
+                    raise FaultError("the server sent more bytes than it announced")
+                yield at, piece
+                at, now = at + len(piece), time.monotonic()
+                if now - since >= _SLOW_WINDOW:
+                    if at - before < _SLOW_BYTES and at < stop:
+                        what = f"the server is too slow: {at - before} bytes in {now - since:.0f} seconds"
+                        raise FaultError(what, kind="slow")
+                    before, since = at, now
+            if at < stop:
+                raise FaultError(f"the answer ended {stop - at} bytes early")
 
-    def _examine(self, response: Any, target: Target, begin: int, end: int) -> int:
-        """Check status and headers of an answer to a range; the number of bytes that follow."""
+    def _examine(self, response: Any, begin: int, end: int) -> tuple[int, int]:
+        """Check status and headers of an answer; which bytes follow."""
         status, headers = int(response.status_code), response.headers
-        self._refused(response, target)
-        if (
-            status == 416
-            and self._facts is None
-            and (empty := _EMPTY_RANGE.fullmatch(headers.get("content-range", "")))
-        ):
-            self._learn(headers, target, int(empty[1]))
-            return 0
+        if status in _BUSY:
+            raise _busy(response)
+        # What the Hub redirects to is signed for a while. Whether that is all that is wrong, the Hub knows.
+        if status in (401, 403, 410) and isinstance(self._address, HubAddress):
+            raise FaultError(f"the storage behind the Hub refuses access ({status})", kind="expired")
+        if status == 416:
+            what = "the file changed while it was being read" if "size" in self._known else "the file is empty"
+            raise SourceError(f"{self.name}: {what}. Fetch it again.")
+        if status not in (200, 206):
+            raise SourceError(f"{self.name}: the server {_WEB_STATUSES.get(status, 'answered')} ({status}).")
+        if headers.get("content-encoding", "identity") != "identity":
+            raise SourceError(f"{self.name}: the server compresses what it sends, which makes offsets meaningless.")
+        length = headers.get("content-length", "")
         if status == 200:
-            length = headers.get("content-length", "")
+            self._accept_whole(headers.get("content-type", ""), length)
+            asked, found = (0, int(length)), (0, int(length), int(length))
+        else:
+            match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+            if match is None:
+                raise FaultError("the server sent a range without saying which")
+            size = self._known.get("size") if match[3] == "*" else int(match[3])
+            if size is None:
+                raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
+            asked, found = (begin, min(end, size)), (int(match[1]), int(match[2]) + 1, size)
+        first, stop, size = found
+        etag = headers.get("etag")
+        self._same(size=size, ETag=etag and etag.removeprefix("W/"))
+        self._known = {"etag": etag, "last_modified": headers.get("last-modified"), **self._known}
+        if (first, stop) != asked:
+            raise FaultError(f"the server sent bytes {first} to {stop - 1} when asked for {begin} to {end - 1}")
+        if length and int(length) != stop - first:
+            raise FaultError(f"the server announced {length} bytes for a range of {stop - first}")
+        return first, stop
+
+    def _accept_whole(self, kind: str, length: str) -> None:
+        """Take all of the file from a server without ranges, if that is wanted and can be checked."""
+        if kind.startswith("text/html"):
+            raise SourceError(f"{self.name}: expected a file, found an HTML page. Give the address of the file itself.")
+        if not self._take_whole:
             much = f" of {int(length) / 1e9:.1f} GB" if length.isdigit() else ""
             raise NoRangesError(
-                f"{self.name}: {escape_host(str(response.url))} does not serve byte ranges, so the whole "
-                f"file{much} would have to be downloaded. Allow that with --download, or give the path of "
-                "a copy."
+                f"{self.name}: expected a server of byte ranges, found one that sends whole files. Allow the download "
+                f"of the whole file{much}, or give the path of a copy."
             )
-        if status != 206:
-            raise SourceError(f"{self.name}: expected a byte range (status 206), the server answered {status}.")
-        if headers.get("content-encoding", "identity") != "identity":
-            raise SourceError(f"{self.name}: the server compresses byte ranges, which makes offsets meaningless.")
-        match = _CONTENT_RANGE.fullmatch(headers.get("content-range", "").strip())
-        if match is None:
-            raise FaultError("the server sent a range without saying which")
-        first, last = int(match[1]), int(match[2])
-        size = target.size if match[3] == "*" else int(match[3])
-        if size is None:
-            raise SourceError(f"{self.name}: the server does not say how large the file is.")
-        self._learn(headers, target, size)
-        if first != begin or last != min(end, size) - 1:
-            raise FaultError(f"the server sent bytes {first} to {last} when asked for {begin} to {end - 1}")
-        announced = headers.get("content-length")
-        if announced is not None and int(announced) != last - first + 1:
-            raise FaultError(f"the server announced {announced} bytes for a range of {last - first + 1}")
-        return last - first + 1
+        if not length.isdigit():
+            # A lost connection could not be told from the end of the file.
+            raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
+        self.whole = True
 
-    def _learn(self, headers: Any, target: Target, size: int) -> None:
-        if target.size is not None:
-            self._sized(target.size, size)
-        etag = headers.get("etag")
-        if etag is not None:
-            self._same({"ETag": etag.removeprefix("W/")})
-        if self._facts is None:
-            self._facts = Facts(size, etag, headers.get("last-modified"))
-        self._sized(self._facts.size, size)
-
-    def _same(self, identity: dict[str, str]) -> None:
-        for key, value in identity.items():
-            known = self._identity.setdefault(key, value)
+    def _same(self, **facts: Any) -> None:
+        for key, value in facts.items():
+            known = value if value is None else self._known.setdefault(key, value)
             if known != value:
-                raise SourceError(
-                    f"{self.name}: the file changed while it was being read (another {key}). Start again."
-                )
+                what = f"{known} bytes by one answer and {value} by another" if key == "size" else f"another {key}"
+                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
 
-    def _sized(self, known: int, size: int) -> None:
-        if known != size:
-            raise SourceError(
-                f"{self.name}: the file has {known} bytes by one answer and {size} by another. "
-                "It changed while it was being read, or the server is at fault: start again."
-            )
-
-    def _refused(self, response: Any, target: Target) -> None:
-        status = int(response.status_code)
-        if status in BUSY:
-            raise busy(response)
-        # What the Hub redirects to is signed for a while. Whether that is all that is wrong, the Hub knows.
-        if status in (401, 403, 410) and target.identity:
-            raise _ExpiredError(f"the storage behind the Hub refuses access ({status})")
-        if status in (401, 403):
-            raise SourceError(
-                f"{self.name}: the server refuses access ({status}). If it needs a login, download the "
-                "file and give its path."
-            )
-        if status in (404, 410):
-            raise SourceError(f"{self.name}: there is no such file on the server ({status}). Check the address.")
+    def _wait(self, fault: FaultError) -> None:
+        """Wait before the next attempt, unless there have been too many or the server asks for too long a wait."""
+        self._failures += 1
+        # Who has no network learns it soon.
+        few = fault.kind == "slow" or (fault.kind == "unreachable" and not self._answered)
+        if self._failures > (_FEW_FAILURES if few else _FAILURES):
+            raise SourceError(f"{self.name}: {fault} (attempt {self._failures}, the last). Try again later.") from fault
+        wait = min(_LONGEST_BACKOFF, _BACKOFF * 2.0 ** (self._failures - 1)) if fault.wait is None else fault.wait
+        if wait > _LONGEST_WAIT:
+            raise SourceError(f"{self.name}: {fault}. Try again in {wait:.0f} seconds, as it asks.") from fault
+        time.sleep(wait)
 
 
-_URL_QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
-_URL_LOGIN = re.compile(r"(https?://)[^\s/?@'\"]+@")
+def _headers(token: str | bool | None) -> dict[str, str]:
+    """Headers of a request, as huggingface_hub makes them. ``token=False`` leaves the token out."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
+
+    # A compressed answer would have other offsets.
+    return {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
+
+
+def http_library() -> ModuleType:
+    """The HTTP library under huggingface_hub's session: httpx, httpx2 or what comes after them."""
+    from huggingface_hub import get_session
+
+    client = next(kind for kind in type(get_session()).__mro__ if kind.__name__ == "Client")
+    return importlib.import_module(client.__module__.partition(".")[0])
+
+
+_URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 
 
 class _HideSecrets(logging.Filter):
     """Cuts queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "http" in message:
-            record.msg, record.args = _URL_LOGIN.sub(r"\1…@", _URL_QUERY.sub(r"\1?…", message)), ()
+        record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
         return True
 
 
@@ -270,6 +355,6 @@ def hide_queries() -> None:
     """Keep signed URLs out of the logs of the HTTP library, whatever level the application logs at."""
     library = http_library().__name__
     core = library.replace("httpx", "httpcore")
-    names = (library, *(f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy")))
-    for name in (*names, "huggingface_hub.utils._http"):
+    parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
+    for name in (library, *parts, "huggingface_hub.utils._http"):
         logging.getLogger(name).addFilter(_HIDE)  # adding it twice adds it once

@@ -3,116 +3,126 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from pathlib import Path
 
-from mtp_extract.errors import SourceError, escape
-from mtp_extract.io.address import HubAddress, WebAddress, parse_address
-from mtp_extract.io.http import Channel, NoRangesError, headers_for, hide_queries
-from mtp_extract.io.origin import HubOrigin, WebOrigin
-from mtp_extract.io.policy import Policy, Progress
-from mtp_extract.io.source import LocalSource, Source
-from mtp_extract.io.spans import PartialFile
-from mtp_extract.io.whole import cached_in_hub, download_from_hub, download_from_web
+from mtp_extract.errors import SourceError
+from mtp_extract.io.address import HubAddress, parse_address
+from mtp_extract.io.http import FaultError, Faults, NoRangesError, RangedFile, hide_queries
+from mtp_extract.io.source import FileSource, LocalSource, Source
 
 __all__ = ["RemoteSource", "open_remote"]
 
 _BLOCK = 1 << 16
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
+_Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
 
-class RemoteSource(Source):
+
+class RemoteSource(FileSource):
     """Byte ranges of a file behind HTTP.
 
-    A read fetches the blocks of 64 KiB around it, unless they are here: everything that was fetched stays in
-    a temporary file. Threads may read at the same time; they wait for each other only while something is
-    fetched.
+    A read fetches the blocks of 64 KiB around it, unless they are here: all that was fetched stays at its own offset of
+    a sparse, nameless temporary file, which takes disk space for what was written and no memory, and vanishes with the
+    process however that ends. Threads may read at the same time; they wait while one of them fetches.
     """
 
-    def __init__(self, channel: Channel, progress: Progress | None = None) -> None:
-        self.name = channel.name
-        self._progress = progress
-        self._channel = channel
+    def __init__(self, ranges: RangedFile, progress: _Progress | None = None) -> None:
+        self.name = ranges.name
+        self._ranges, self._progress = ranges, progress
         self._lock = threading.Lock()
-        self._kept = PartialFile()
+        # Where what is here begins and ends, in order; no two spans touch.
+        self._begins: list[int] = []
+        self._ends: list[int] = []
         try:
-            channel.fetch(0, _BLOCK, self._kept.write)
+            self._file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise self._no_room(error) from error
+        self._fd = self._file.fileno()
+        try:
+            self._fetch(0, _BLOCK)
         except BaseException:
-            self._kept.close()
+            self.close()
             raise
-        self.size = channel.facts.size
-        self.provenance = channel.provenance()
-
-    @property
-    def fetched(self) -> int:
-        """Bytes of content received so far, repeats after a lost connection included."""
-        return self._channel.received
+        self.size, self.provenance = ranges.size, ranges.provenance
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
-        end = offset + length
         with self._lock:
-            if self._kept.missing(offset, end):
-                for gap in self._kept.missing(*self._blocks(offset, end)):
-                    self._channel.fetch(*gap, self._kept.write)
-        return self._kept.read(offset, length)
-
-    def _blocks(self, begin: int, end: int) -> tuple[int, int]:
-        return begin // _BLOCK * _BLOCK, min(self.size, -(-end // _BLOCK) * _BLOCK)
+            if self._missing(offset, offset + length):
+                first, last = offset // _BLOCK * _BLOCK, -(-(offset + length) // _BLOCK) * _BLOCK
+                for gap in self._missing(first, min(self.size, last)):
+                    self._fetch(*gap)
+        return super().read(offset, length)
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Fetch a range and keep it, so that reading it costs no request. Exactly the range is fetched."""
+        """Fetch what is missing of a range, in one request, so that reading it costs none."""
         self.check(offset, length)
         with self._lock:
-            self._prefetch(offset, length)
-
-    def _prefetch(self, offset: int, length: int) -> None:
-        gaps = self._kept.missing(offset, offset + length)
-        done = length - sum(end - begin for begin, end in gaps)
-
-        def keep(at: int, piece: bytes) -> None:
-            nonlocal done
-            self._kept.write(at, piece)
-            done += len(piece)
-            if self._progress is not None:
-                self._progress(done, length)
-
-        for gap in gaps:
-            self._channel.fetch(*gap, keep)
+            gaps = self._missing(offset, offset + length)
+            if gaps:
+                # What is here in between is a few blocks, cheaper to fetch again than to ask around.
+                self._fetch(gaps[0][0], gaps[-1][1], (offset, offset + length))
 
     def close(self) -> None:
-        self._kept.close()
+        self._file.close()
 
+    def _fetch(self, begin: int, end: int, shown: tuple[int, int] | None = None) -> None:
+        """Fetch ``[begin, end)`` and keep it; ``shown`` is the range whose progress is told."""
+        for at, piece in self._ranges.fetch(begin, end):
+            try:
+                self._file.seek(at)
+                self._file.write(piece)
+                self._file.flush()
+            except OSError as error:
+                raise self._no_room(error) from error
+            self._add(at, at + len(piece))
+            if self._ranges.whole:
+                shown = 0, self._ranges.size
+            if self._progress is not None and shown is not None:
+                absent = sum(stop - start for start, stop in self._missing(*shown))
+                self._progress(shown[1] - shown[0] - absent, shown[1] - shown[0])
 
-class _CopySource(LocalSource):
-    """A whole copy on this machine of a remote file, known by the remote file's name."""
+    def _missing(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The parts of ``[begin, end)`` that are not here, in order."""
+        gaps = []
+        for at in range(bisect_right(self._ends, begin), bisect_left(self._begins, end)):
+            if self._begins[at] > begin:
+                gaps.append((begin, self._begins[at]))
+            begin = self._ends[at]
+        return [*gaps, (begin, end)] if begin < end else gaps
 
-    def __init__(self, path: Path, name: str, provenance: dict[str, str]) -> None:
-        super().__init__(path)
-        self.name = name
-        self.provenance = provenance
+    def _add(self, begin: int, end: int) -> None:
+        first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    def _no_room(self, error: OSError) -> SourceError:
+        return SourceError(
+            f"{self.name}: what is fetched is kept in {tempfile.gettempdir()}, which cannot be written: "
+            f"{error.strerror}. Set TMPDIR to a directory with more room."
+        )
 
 
 def open_remote(
-    url: str,
-    *,
-    download: bool = False,
-    token: str | bool | None = None,
-    progress: Progress | None = None,
-    policy: Policy | None = None,
+    url: str, *, download: bool = False, token: str | bool | None = None, progress: _Progress | None = None
 ) -> Source:
     """Open a remote file for random access.
 
-    A whole copy of it in the Hub's cache is used where there is one: then nothing is fetched, and
-    ``HF_HUB_OFFLINE`` works.
+    A whole copy of it in the Hub's cache is used where there is one: then nothing is fetched, and ``HF_HUB_OFFLINE``
+    works.
 
     Args:
         url: ``hf://org/repo/path[@revision]`` or an ``https://`` URL.
-        download: where the server has no byte ranges, download the whole file (from the Hub into the Hub's
-            cache, from elsewhere into this package's) instead of failing.
+        download: where the server has no byte ranges, download the whole file (from the Hub into the Hub's cache, from
+            elsewhere into a temporary file) instead of failing.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
-        progress: called with bytes done and bytes in all while a prefetched range arrives.
-        policy: time-outs and retries.
+        progress: called with bytes done and bytes in all while a prefetched range or a whole file arrives.
 
     Raises:
         SourceError: refused, gone, not reachable, or offline and not in the cache.
@@ -120,56 +130,56 @@ def open_remote(
     """
     from huggingface_hub import constants
 
-    policy = policy or Policy()
     address = parse_address(url, constants.ENDPOINT)
     hide_queries()
-    if isinstance(address, HubAddress):
-        return _open_hub(address, download, token, progress, policy)
-    return _open_web(address, download, progress, policy)
-
-
-def _open_hub(
-    address: HubAddress, download: bool, token: str | bool | None, progress: Progress | None, policy: Policy
-) -> Source:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
-
-    try:
-        validate_repo_id(address.repository)
-    except HFValidationError:
-        raise SourceError(f"{address.name}: {escape(address.repository)} is not a repository's name.") from None
+    if not isinstance(address, HubAddress):
+        return RemoteSource(RangedFile(address, take_whole=download), progress)
+    copy = None
     if constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(address.revision or ""):
         # A commit names the same bytes for ever, so the Hub need not be asked.
-        copy = cached_in_hub(address, address.revision)
-        if copy is not None:
-            return _CopySource(copy, address.name, _record_of(address, copy))
-    channel = Channel(HubOrigin(address, token, headers_for), policy)
-    found = channel.locate()
-    copy = cached_in_hub(address, found["commit"])
-    if copy is not None:
-        return _CopySource(copy, address.name, found)
+        copy = _cached(address, address.revision)
+    if copy is None:
+        ranges = RangedFile(address, token)
+        ranges.locate()
+        copy = _cached(address, ranges.provenance["commit"])
+    if copy is None:
+        try:
+            return RemoteSource(ranges, progress)
+        except NoRangesError:
+            if not download:
+                raise
+        copy = _download(address, token)
+    source = LocalSource(copy)
+    # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
+    commit, blob = copy.parts[-2 - address.path.count("/")], copy.resolve()
+    source.name = address.name
+    source.provenance = address.record(commit, blob.name if blob.parent.name == "blobs" else None)
+    return source
+
+
+def _cached(address: HubAddress, revision: str | None) -> Path | None:
+    """The copy in the Hub's cache, if there is one of that revision."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with Faults(address.name):
+        found = try_to_load_from_cache(address.repository, address.path, revision=revision, repo_type=address.kind)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _download(address: HubAddress, token: str | bool | None) -> Path:
+    """The whole file, in the Hub's cache. The revision is as the user wrote it, so that the cache knows it offline."""
+    from huggingface_hub import hf_hub_download
+
     try:
-        return RemoteSource(channel, progress)
-    except NoRangesError:
-        if not download:
-            raise
-    copy = download_from_hub(address, token)
-    return _CopySource(copy, address.name, _record_of(address, copy))
-
-
-def _record_of(address: HubAddress, path: Path) -> dict[str, str]:
-    """What identifies a file of the Hub's cache: its path names the commit, the blob is named by its ETag."""
-    commit = path.parts[path.parts.index("snapshots") + 1]
-    blob = path.resolve()
-    return address.record(commit, blob.name if blob.parent.name == "blobs" else None)
-
-
-def _open_web(address: WebAddress, download: bool, progress: Progress | None, policy: Policy) -> Source:
-    try:
-        return RemoteSource(Channel(WebOrigin(address, headers_for), policy), progress)
-    except NoRangesError:
-        if not download:
-            raise
-    path, record = download_from_web(address, headers_for(False), policy, progress)
-    return _CopySource(path, address.name, record)
+        with Faults(address.name):
+            return Path(
+                hf_hub_download(
+                    address.repository, address.path, revision=address.revision, repo_type=address.kind, token=token
+                )
+            )
+    except FaultError as fault:
+        raise SourceError(f"{address.name}: {fault}. Run it again to resume.") from fault
+    except OSError as error:
+        # Full disk, no permission, or a copy that fails the Hub's check of size.
+        reason = error.strerror or "the download is not complete"
+        raise SourceError(f"{address.name}: could not be downloaded into the Hub's cache: {reason}.") from None

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
 
-__all__ = ["LocalSource", "Region", "Source"]
+__all__ = ["FileSource", "LocalSource", "Region", "Source"]
 
 _PAGE = 1 << 15
 _PAGES_KEPT = 256
@@ -72,25 +72,10 @@ class Source(ABC):
             )
 
 
-class LocalSource(Source):
-    """A regular file on this machine, opened read-only."""
+class FileSource(Source):
+    """Bytes of an open file, whose descriptor a subclass sets as ``_fd``."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.name = escape(self.path, _LONGEST_PATH)
-        self.provenance = {}
-        try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise SourceError(f"{self.name}: expected a .litertlm or .tflite file, found {kind}.")
-        self.size = status.st_size
+    _fd = -1
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
@@ -113,6 +98,27 @@ class LocalSource(Source):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class LocalSource(FileSource):
+    """A regular file on this machine, opened read-only."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.name = escape(self.path, _LONGEST_PATH)
+        self.provenance = {}
+        try:
+            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+            raise SourceError(f"{self.name}: expected a .litertlm or .tflite file, found {kind}.")
+        self.size = status.st_size
 
 
 @dataclass(frozen=True)

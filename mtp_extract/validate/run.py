@@ -137,7 +137,9 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     source: SourceDrafter | None = None
     if plan.source is not None:
         windows = [layer.sliding_window for layer in drafter.config.layers if layer.sliding_window is not None]
-        source = stack.enter_context(open_bundle(plan.source)).drafter(windows[0] if windows else None)
+        opened = stack.enter_context(open_bundle(plan.source))
+        opened.prefetch()
+        source = opened.drafter(windows[0] if windows else None)
         check_geometry(drafter, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(

@@ -12,7 +12,6 @@ import huggingface_hub.constants
 import pytest
 
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer, hub_server
-from mtp_extract.io.policy import Policy
 
 __all__ = ["Patient", "hub", "no_secrets", "patience"]
 
@@ -23,7 +22,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("MTP_EXTRACT_CACHE", str(tmp_path / "web-cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -56,27 +55,26 @@ def no_secrets(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[st
 
 @dataclass
 class Patient:
-    """A policy that waits for nobody and writes down how long it would have waited."""
+    """A clock for the retries that waits for nobody and writes down how long it would have waited."""
 
     waits: list[float] = field(default_factory=list)
     now: float = 0.0
     per_look: float = 0.0
     """Seconds that pass between two looks at the clock."""
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         self.now += self.per_look
         return self.now
 
-    slow_bytes: int = 32 << 10
-
-    @property
-    def policy(self) -> Policy:
-        return Policy(read_timeout=5.0, sleep=self.waits.append, clock=self.clock, slow_bytes=self.slow_bytes)
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
 
 @pytest.fixture
-def patience() -> Patient:
-    return Patient()
+def patience(monkeypatch: pytest.MonkeyPatch) -> Patient:
+    patient = Patient()
+    monkeypatch.setattr("mtp_extract.io.http.time", patient)
+    return patient
 
 
 def text_of(error: BaseException) -> str:

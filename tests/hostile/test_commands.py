@@ -99,7 +99,7 @@ CLASSES: dict[str, tuple[Callable[[Path], object], str]] = {
     "TruncatedError": (lambda path: path.write_bytes(bundle([Part(3, b"x" * 99, DRAFTER)])[:-1]), "incomplete"),
     "FormatError": (lambda path: path.write_bytes(b"LITERTLM\1" + b"\0" * 99), "claims to end at byte 0"),
     "UnsupportedError": (lambda path: path.write_bytes(bundle([], version=(9, 9, 9))), r"version 9\.9\.9"),
-    "NoDrafterError": (lambda path: path.write_text("a text"), "begins with b'a text'"),
+    "NoDrafterError": (lambda path: path.write_text("a text"), "found a text"),
     "RoleError": (_no_q_norm, r"layers\.0\.q_norm"),
     "FormatError while writing": (_not_finite, "not finite"),
     "names": (_named, r"x1b\[2J.*no scale"),

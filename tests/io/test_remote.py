@@ -32,7 +32,7 @@ def bundle(hub: HubServer) -> HubServer:
 
 def fails(url: str, patience: Patient, **options: bool) -> str:
     """The message of the error that opening ``url`` and reading from it ends in."""
-    with pytest.raises(SourceError) as caught, open_remote(url, policy=patience.policy, **options) as source:
+    with pytest.raises(SourceError) as caught, open_remote(url, **options) as source:
         source.prefetch(1 << 20, 1 << 20)
         source.read(0, 2 << 20)
     for secret in (TOKEN, SIGNATURE):
@@ -41,7 +41,7 @@ def fails(url: str, patience: Patient, **options: bool) -> str:
 
 
 def whole(url: str, patience: Patient) -> bytes:
-    with open_remote(url, policy=patience.policy) as source:
+    with open_remote(url) as source:
         source.prefetch(0, source.size)
         return source.read(0, source.size)
 
@@ -50,7 +50,7 @@ def whole(url: str, patience: Patient) -> bytes:
 
 
 def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL, policy=patience.policy) as source:
+    with open_remote(URL) as source:
         assert source.size == len(DATA)
         for offset, length in [(0, 0), (0, 1), (65_530, 20), (len(DATA) - 3, 3), (100_000, 1_500_000), (7, 2 << 20)]:
             assert source.read(offset, length) == DATA[offset : offset + length]
@@ -60,19 +60,19 @@ def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
 
 
 def test_small_reads_fetch_each_block_once(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL, policy=patience.policy) as source:
+    with open_remote(URL) as source:
         assert isinstance(source, RemoteSource)
-        assert source.fetched == 64 * KIB
+        assert bundle.sent["storage"] == 64 * KIB
         for offset in range(0, 300 * KIB, 1000):
             assert source.read(offset, 16) == DATA[offset : offset + 16]
-        assert source.fetched == 5 * 64 * KIB
+    assert bundle.sent["storage"] == 5 * 64 * KIB
     ranges = [request.range for request in bundle.requests if request.server == "storage"]
     assert len(ranges) == len(set(ranges)) == 5
 
 
 def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Patient) -> None:
     seen: list[tuple[int, int]] = []
-    with open_remote(URL, policy=patience.policy, progress=lambda done, size: seen.append((done, size))) as source:
+    with open_remote(URL, progress=lambda done, size: seen.append((done, size))) as source:
         source.prefetch(1_000_001, 1_200_000)
         before = len(bundle.requests)
         for offset in range(1_000_001, 2_200_001 - 999, 997):
@@ -88,7 +88,7 @@ def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Pat
 
 
 def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(f"{URL}@main", policy=patience.policy) as source:
+    with open_remote(f"{URL}@main") as source:
         assert source.name == f"hf://{REPO}@main/{FILE}"
         digest = hashlib.sha256(DATA).hexdigest()
         assert source.provenance == {
@@ -103,7 +103,7 @@ def test_what_identifies_a_file_of_the_hub(bundle: HubServer, patience: Patient)
 
 def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
     content = hub.add("org/small", "a.tflite", DATA[:100_000], lfs=False)
-    with open_remote("hf://org/small/a.tflite", policy=patience.policy) as source:
+    with open_remote("hf://org/small/a.tflite") as source:
         assert source.read(0, source.size) == DATA[:100_000]
         assert source.provenance["etag"] == content.git
         assert "sha256" not in source.provenance
@@ -122,7 +122,7 @@ def test_a_plain_url(hub: HubServer, patience: Patient) -> None:
 
 def test_an_empty_file_is_empty(hub: HubServer, patience: Patient) -> None:
     hub.add("org/small", "a.tflite", b"")
-    with open_remote("hf://org/small/a.tflite", policy=patience.policy) as source:
+    with open_remote("hf://org/small/a.tflite") as source:
         assert source.size == 0
 
 
@@ -133,7 +133,7 @@ def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> N
 
 
 def test_no_token_when_none_is_wanted(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL, policy=patience.policy, token=False) as source:
+    with open_remote(URL, token=False) as source:
         assert source.read(0, 8) == DATA[:8]
     assert {request.authorization for request in bundle.requests} == {None}
 
@@ -220,9 +220,10 @@ def test_a_server_that_always_sends_the_wrong_length(bundle: HubServer, patience
     assert "announced" in fails(URL, patience)
 
 
-def test_a_trickle(bundle: HubServer, patience: Patient) -> None:
+def test_a_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     # However the pieces are packed on the way: none brings enough for the time that passes with it.
-    patience.per_look, patience.slow_bytes = 20.0, 1 << 20
+    patience.per_look = 20.0
+    monkeypatch.setattr("mtp_extract.io.http._SLOW_BYTES", 1 << 20)
     bundle.fault("storage", step=100, skip=1, times=99)
     message = fails(URL, patience)
     assert "too slow" in message
@@ -260,7 +261,7 @@ def test_another_size_of_a_plain_url(hub: HubServer, patience: Patient) -> None:
 
 
 def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patience: Patient) -> None:
-    with open_remote(URL, policy=patience.policy) as source:
+    with open_remote(URL) as source:
         bundle.add(REPO, FILE, DATA[::-1])
         bundle.repos[REPO].commit = "d" * 40
         assert source.read(1 << 20, 100) == DATA[1 << 20 : (1 << 20) + 100]
@@ -329,19 +330,19 @@ def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
 
 def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with pytest.raises(NoRangesError, match="--download"):
-        open_remote(URL, policy=patience.policy)
+    with pytest.raises(NoRangesError, match=r"whole file of 0\.0 GB"):
+        open_remote(URL)
 
 
 def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with open_remote(URL, policy=patience.policy, download=True) as source:
+    with open_remote(URL, download=True) as source:
         assert source.read(0, source.size) == DATA
         assert source.name == URL
         assert source.provenance["sha256"] == hashlib.sha256(DATA).hexdigest()
         first = source.provenance
     sent = bundle.sent["storage"]
-    with open_remote(URL, policy=patience.policy) as source:
+    with open_remote(URL) as source:
         assert isinstance(source, LocalSource)
         assert source.provenance == first
         assert source.read(5, 5) == DATA[5:10]
@@ -351,12 +352,12 @@ def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Pa
 
 def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with open_remote(URL, policy=patience.policy, download=True) as source:
+    with open_remote(URL, download=True) as source:
         online = source.provenance
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
     for url in (URL, f"{URL}@main", f"{URL}@{'c' * 40}"):
-        with open_remote(url, policy=patience.policy) as source:
+        with open_remote(url) as source:
             assert source.read(0, 100) == DATA[:100]
             assert {**source.provenance, "revision": "main"} == online
     assert "offline mode is on (HF_HUB_OFFLINE)" in fails(f"hf://{REPO}/other.litertlm", patience)
@@ -365,30 +366,57 @@ def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.Monke
 
 
 def test_the_whole_file_from_a_plain_server(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
-    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
+    content = hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
     url = hub.url() + "/a.litertlm"
     hub.fault("plain", ranges=False)
     with pytest.raises(NoRangesError):
-        open_remote(url, policy=patience.policy)
-    hub.fault("plain", ranges=False)
+        open_remote(url)
     hub.fault("plain", ranges=False, cut=1 << 20)
     hub.fault("plain", ranges=False, times=99)
-    with open_remote(url, policy=patience.policy, download=True) as source:
+    seen: list[tuple[int, int]] = []
+    with open_remote(url, download=True, progress=lambda done, size: seen.append((done, size))) as source:
+        before = hub.sent["hub"]
+        source.prefetch(1 << 20, 1 << 20)
         assert source.read(0, source.size) == DATA
+        assert hub.sent["hub"] == before
+        assert source.provenance == {"url": url, "etag": f'"{content.sha256}"'}
     assert len(patience.waits) == 1
-    kept = [path for path in (tmp_path / "web-cache").rglob("*") if path.is_file()]
-    assert [path.name for path in kept] == ["a.litertlm"]
-    before = kept[0].stat().st_mtime_ns
-    with open_remote(url, policy=patience.policy, download=True) as source:
-        assert source.read(0, 9) == DATA[:9]
-    assert kept[0].stat().st_mtime_ns == before
-    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA[::-1])
-    with open_remote(url, policy=patience.policy, download=True) as source:
-        assert source.read(0, 9) == DATA[::-1][:9]
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_file_that_changes_between_two_attempts(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
+    hub.fault("plain", ranges=False, cut=1 << 20)
+    hub.fault("plain", ranges=False, etag="other")
+    assert "changed while it was being read" in fails(hub.url() + "/a.litertlm", patience, download=True)
+
+
+def test_a_page_in_place_of_a_file(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/org/repo/tree/main"] = hub.add("x/y", "z", b"<!doctype html><title>Not found</title>")
+    hub.fault("plain", ranges=False, times=99, headers={"Content-Type": "text/html; charset=utf-8"})
+    assert "found an HTML page" in fails(hub.url() + "/org/repo/tree/main", patience, download=True)
 
 
 def test_a_whole_file_that_never_arrives_leaves_nothing(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
     hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
-    hub.fault("plain", ranges=False, cut=1 << 20, times=99)
+    hub.fault("plain", ranges=False, cut=2 << 20, times=99)
     assert "connection was lost" in fails(hub.url() + "/a.litertlm", patience, download=True)
-    assert [path for path in (tmp_path / "web-cache").rglob("*") if path.is_file()] == []
+    assert len(patience.waits) <= 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_for_what_is_fetched(
+    bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        assert "Set TMPDIR" in fails(URL, patience)
+    with monkeypatch.context() as context:
+        context.setattr("tempfile.TemporaryFile", lambda prefix: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+        assert "No space left on device. Set TMPDIR" in fails(URL, patience)
+
+
+def test_an_empty_file_at_a_plain_url(hub: HubServer, patience: Patient) -> None:
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", b"")
+    assert "the file is empty" in fails(hub.url() + "/a.litertlm", patience)

@@ -7,16 +7,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from ai_edge_litert import schema_py_generated as schema
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
+from helpers.make_bundle import DRAFTER as MODEL_TYPE
+from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 
 import mtp_extract
 from mtp_extract.checkpoint.check import verify_against
 from mtp_extract.data import sample_bundle
-from mtp_extract.errors import CheckpointError
+from mtp_extract.errors import CheckpointError, NoDrafterError
+from mtp_extract.inspection import inspect
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
@@ -26,6 +32,7 @@ URL = f"hf://{REPO}/{FILE}"
 BASE = 3_614_392_320
 DRAFTER = 45_137_920
 MIB = 1 << 20
+BLOCK = 1 << 16
 
 _PEAK = """
 import re, sys
@@ -42,7 +49,7 @@ with open_source(sys.argv[1]) as source:
         digest.update(source.read(at, min(1 << 20, section.end - at)))
 # Not getrusage: its peak begins with what the parent held when it forked.
 peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)
-print(digest.hexdigest(), source.fetched, peak)
+print(digest.hexdigest(), peak)
 """
 
 
@@ -82,10 +89,9 @@ def large(hub: HubServer, tmp_path: Path) -> tuple[HubServer, Path, str]:
 def test_only_the_drafter_is_fetched(large: tuple[HubServer, Path, str], patience: Patient, tmp_path: Path) -> None:
     hub, path, section = large
     assert path.stat().st_size > 3.6e9
-    with open_remote(URL, policy=patience.policy) as source:
+    with open_remote(URL) as source:
         assert isinstance(source, RemoteSource)
         remote = mtp_extract.extract(source, tmp_path / "remote")
-        assert source.fetched < DRAFTER + MIB
     assert hub.sent["storage"] < DRAFTER + MIB
     local = mtp_extract.extract(path, tmp_path / "local")
     names = {file.name for file in local.directory.iterdir()}
@@ -109,12 +115,78 @@ def test_only_the_drafter_is_fetched(large: tuple[HubServer, Path, str], patienc
     assert here == there
 
 
+def inline(count: int) -> tuple[bytes, int]:
+    """The sample's drafter with ``count`` buffers of 1 MiB more inside its flatbuffer, and what of it is structure."""
+    model = load(drafter_of(sample_bundle()))
+    structure = len(pack(model))
+    for _ in range(count):
+        buffer = schema.BufferT()
+        buffer.data = np.zeros(MIB, np.uint8)
+        model.buffers.append(buffer)
+    # A block around the length of each, and two where it crosses from one into the next.
+    return pack(model), structure + count * 2 * BLOCK
+
+
+def appended(count: int) -> tuple[bytes, int]:
+    """The sample's drafter with its weights after its flatbuffer, ``count`` MiB apart, and the flatbuffer's length."""
+    model = load(drafter_of(sample_bundle()))
+    moved = [buffer for buffer in model.buffers if buffer.data is not None and len(buffer.data) >= 1 << 12]
+    stored = [bytes(buffer.data) for buffer in moved]
+    for buffer, data in zip(moved, stored, strict=True):
+        buffer.data, buffer.offset, buffer.size = None, 1 << 40, len(data)
+    structure = len(pack(model))
+    begins = [-(-structure // BLOCK) * BLOCK + at * count * MIB // len(moved) for at in range(len(moved))]
+    for buffer, begin in zip(moved, begins, strict=True):
+        buffer.offset = begin
+    result = bytearray(begins[-1] + len(stored[-1]))
+    result[:structure] = pack(model)
+    for begin, data in zip(begins, stored, strict=True):
+        result[begin : begin + len(data)] = data
+    return bytes(result), structure
+
+
+@pytest.mark.parametrize("build", [inline, appended])
+@pytest.mark.parametrize("bare", [False, True])
+def test_looking_fetches_structure_and_extracting_fetches_once(
+    hub: HubServer, tmp_path: Path, build: Callable[[int], tuple[bytes, int]], bare: bool
+) -> None:
+    model, structure = build(12)
+    path = tmp_path / ("drafter.tflite" if bare else FILE)
+    path.write_bytes(model if bare else bundle([Part(1, bytes(9)), Part(3, model, MODEL_TYPE)]))
+    hub.add(REPO, path.name, path.read_bytes())
+    with mtp_extract.open(path) as here, mtp_extract.open(f"hf://{REPO}/{path.name}") as there:
+        local, remote = (inspect(opened, tensors=True, graph=True).as_json for opened in (here, there))
+        changed = {"name", "provenance"}
+        assert {k: v for k, v in local.items() if k not in changed} == {
+            k: v for k, v in remote.items() if k not in changed
+        }
+        assert remote["drafter"]["size"] == len(model) > 11 * MIB
+        # The header, and the one constant after the flatbuffer that the walk looks into.
+        assert hub.sent["storage"] <= structure + 2 * BLOCK
+    hub.requests.clear()
+    before = hub.sent["storage"]
+    result = mtp_extract.extract(f"hf://{REPO}/{path.name}", tmp_path / "remote")
+    assert hub.sent["storage"] - before <= len(model) + (structure if bare else 0) + 3 * BLOCK
+    asked = len([request for request in hub.requests if request.range])
+    assert asked <= (2 if not bare else 2 + structure // BLOCK)
+    local_result = mtp_extract.extract(path, tmp_path / "local")
+    weights = "model.safetensors"
+    assert (result.directory / weights).read_bytes() == (local_result.directory / weights).read_bytes()
+
+
+def test_what_holds_no_drafter_is_not_fetched(hub: HubServer) -> None:
+    hub.add(REPO, "model.gguf", b"GGUF" + bytes(4 * MIB))
+    with pytest.raises(NoDrafterError, match="found a GGUF file"):
+        mtp_extract.extract(f"hf://{REPO}/model.gguf")
+    assert hub.sent["storage"] == BLOCK
+
+
 def test_a_checkpoint_is_checked_against_a_remote_bundle(
     large: tuple[HubServer, Path, str], patience: Patient, tmp_path: Path
 ) -> None:
     hub, path, _ = large
     result = mtp_extract.extract(path, tmp_path / "local")
-    with mtp_extract.open(open_remote(URL, policy=patience.policy)) as opened:
+    with mtp_extract.open(open_remote(URL)) as opened:
         assert verify_against(result.directory, opened).tensors == len(result.record["tensors"])
     with path.open("r+b") as file:
         file.seek(result.record["tensors"]["post_projection.weight"]["source"]["offset"])
@@ -123,7 +195,7 @@ def test_a_checkpoint_is_checked_against_a_remote_bundle(
         file.write(bytes([byte ^ 1]))
     hub.repos[REPO].commit = "d" * 40
     with (
-        mtp_extract.open(open_remote(URL, policy=patience.policy)) as opened,
+        mtp_extract.open(open_remote(URL)) as opened,
         pytest.raises(CheckpointError, match=r"post_projection\.weight"),
     ):
         verify_against(result.directory, opened)
@@ -142,8 +214,8 @@ def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path
         [sys.executable, "-c", _PEAK, URL], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    digest, fetched, peak = done.stdout.split()
+    digest, peak = done.stdout.split()
     assert digest == section
-    assert int(fetched) < DRAFTER + MIB
+    assert hub.sent["storage"] < DRAFTER + MIB
     assert int(peak) * 1024 < 250_000_000
     assert TOKEN not in done.stdout + done.stderr

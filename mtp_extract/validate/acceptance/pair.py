@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape
-from mtp_extract.io.faults import FaultError, Faults
+from mtp_extract.io.http import FaultError, Faults
 from mtp_extract.validate.extras import require
 
 __all__ = ["Pair", "drafter_dtype", "load_pair", "memory_guard"]
