@@ -186,8 +186,8 @@ class Channel:
             much = f" of {int(length) / 1e9:.1f} GB" if length.isdigit() else ""
             raise NoRangesError(
                 f"{self.name}: {escape_host(str(response.url))} does not serve byte ranges, so the whole "
-                f"file{much} would have to be downloaded. Allow that with --download, or give the path of "
-                "a copy."
+                f"file{much} would have to be downloaded. Allow that, or give the path of a copy.",
+                remedies=("download",),
             )
         if status != 206:
             raise SourceError(f"{self.name}: expected a byte range (status 206), the server answered {status}.")

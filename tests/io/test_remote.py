@@ -329,8 +329,9 @@ def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
 
 def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with pytest.raises(NoRangesError, match="--download"):
+    with pytest.raises(NoRangesError, match="Allow that") as caught:
         open_remote(URL, policy=patience.policy)
+    assert caught.value.remedies == ("download",)
 
 
 def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:

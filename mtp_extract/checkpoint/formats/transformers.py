@@ -36,7 +36,8 @@ def config(geometry: Geometry, dtype: str, known: dict[str, Any] | None) -> dict
     if geometry.layer_types[-1] != FULL:
         raise UnsupportedError(
             "The last layer is a sliding one; transformers' Gemma 4 makes the last layer a full one whatever the "
-            "configuration says. --format litert can express it."
+            "configuration says. The litert layout can express it.",
+            remedies=("format=litert",),
         )
     positions = known["max_position_embeddings"] if known else MAX_POSITIONS
     ids = load_mapping("geometries")["vocabularies"].get(str(geometry.vocab_size), {}).get("token_ids", {})
