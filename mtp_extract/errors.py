@@ -17,11 +17,15 @@
 
 A message says what was expected, what was found, and what to do. Commands print it to stderr and exit with
 status 1; a traceback is a bug. Names read from files are escaped with :func:`escape` before they enter a message.
+
+What to do is often an argument of the function that was called. The message says it in words, ``remedies`` names the
+argument, and a command adds its own option for it: no message here knows how a command spells anything.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "LONGEST_NAME",
     "CheckpointError",
     "DrafterError",
     "FormatError",
@@ -37,11 +41,19 @@ __all__ = [
     "escape",
 ]
 
-_LONGEST_NAME = 200
+LONGEST_NAME = 200
 
 
 class MtpExtractError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of every error this package raises on purpose.
+
+    Attributes:
+        remedies: arguments that would help, each as ``name`` or ``name=value``, such as ``("overwrite", "out")``.
+    """
+
+    def __init__(self, message: str, *, remedies: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.remedies = remedies
 
 
 class SourceError(MtpExtractError):
@@ -88,7 +100,7 @@ class PairError(MtpExtractError):
     """A drafter and a base model do not belong together."""
 
 
-def escape(name: object, longest: int = _LONGEST_NAME) -> str:
+def escape(name: object, longest: int = LONGEST_NAME) -> str:
     """``name`` made safe for a terminal: control and undecodable characters escaped, very long names shortened."""
     text = str(name)
     if len(text) > longest:

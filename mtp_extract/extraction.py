@@ -18,7 +18,7 @@ from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
-from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, plan_codes
 from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
@@ -105,9 +105,10 @@ def extract(
         ValueError: an unknown ``format`` or ``dtype``.
     """
     chosen = format_named(format)
-    dtype = dtype or chosen.dtypes[0]
-    if dtype not in chosen.dtypes:
-        raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(chosen.dtypes)}.")
+    dtypes = FORMATS[format].dtypes
+    dtype = dtype or dtypes[0]
+    if dtype not in dtypes:
+        raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(dtypes)}.")
     if isinstance(source, Opened):
         return _extract(source, out, chosen, dtype, codes, overwrite, sliding_window, progress)
     with open_bundle(source) as opened:

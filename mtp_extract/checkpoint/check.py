@@ -69,7 +69,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     files, tensors = record["files"].values(), record["tensors"].values()
     if not all(isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict) for entry in (*files, *tensors)):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
-    if record.get("layout") not in FORMATS or record.get("dtype") not in format_named(record["layout"]).dtypes:
+    listed = FORMATS.get(str(record.get("layout")))
+    if listed is None or record.get("dtype") not in listed.dtypes:
         raise CheckpointError(
             f"{path}: names layout {escape(record.get('layout'))} and dtype {escape(record.get('dtype'))}, which this "
             "release does not write."

@@ -35,13 +35,11 @@ class Format(Protocol):
 
     Attributes:
         name: as users call it, and as the role table's column is called.
-        dtypes: the output types it has, the default first.
         marker: the file by which a directory of this format is known.
         weights_file: the file with the weights.
     """
 
     name: str
-    dtypes: tuple[str, ...]
     marker: str
     weights_file: str
 

@@ -33,7 +33,7 @@ def _to_bf16(values: Floats, name: str) -> Stored:
     rounded += bits
     result: npt.NDArray[np.uint16] = np.ascontiguousarray(rounded.view(np.uint16)[1::2])
     if ((result & np.uint16(0x7FFF)) == np.uint16(0x7F80)).any():
-        raise UnsupportedError(f"{name} holds values beyond bfloat16's range: use --dtype f32.")
+        raise UnsupportedError(f"{name} holds values beyond bfloat16's range. Choose f32.", remedies=("dtype=f32",))
     return result
 
 
@@ -41,7 +41,9 @@ def _to_f16(values: Floats, name: str) -> Stored:
     with np.errstate(over="ignore"):
         result = values.astype(np.float16)
     if not np.isfinite(result).all():
-        raise UnsupportedError(f"{name} holds values beyond float16's range: use --dtype bf16 or f32.")
+        raise UnsupportedError(
+            f"{name} holds values beyond float16's range. Choose bf16 or f32.", remedies=("dtype=bf16", "dtype=f32")
+        )
     return result
 
 

@@ -166,7 +166,8 @@ def write_safetensors(
     described = {name: (t.dtype, t.shape, t.length) for name, t in read_header(path).items()}
     if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
         raise _read_back_differently(path)
-    return sums
+    # In the order of the file, not in that in which threads came to an end.
+    return {tensor.name: sums[tensor.name] for tensor in tensors}
 
 
 def _read_back_differently(path: Path) -> OutputError:

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from mtp_extract.errors import OutputError
 
-__all__ = ["RECORD", "staged_directory"]
+__all__ = ["RECORD", "check_target", "staged_directory"]
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. It is what ``overwrite`` looks for before it replaces one."""
 
 
 @contextmanager
-def staged_directory(target: Path, overwrite: bool) -> Iterator[Path]:
+def staged_directory(target: Path, overwrite: bool, record: str = RECORD) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block ends without an error.
+
+    What it replaces must be one of its kind: a directory with the file ``record`` in it.
 
     Modes follow the umask. When the block fails the directory is removed; when the process is killed it stays
     behind as ``.NAME.partial-…``, which nothing takes for a checkpoint.
@@ -29,41 +31,47 @@ def staged_directory(target: Path, overwrite: bool) -> Iterator[Path]:
     target = Path(os.path.abspath(target))
     stage = target.parent / f".{target.name}.partial-{os.urandom(6).hex()}"
     try:
-        _check_target(target, overwrite)
+        check_target(target, overwrite, record)
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
     except OSError as error:
         raise OutputError(
-            f"{target}: cannot be created: {error.strerror or error}. Choose another place with -o."
+            f"{target}: cannot be created: {error.strerror or error}. Choose another place.", remedies=("out",)
         ) from error
     try:
         yield stage
-        _put_in_place(stage, target, overwrite)
+        _put_in_place(stage, target, overwrite, record)
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror or error}. Nothing was kept.") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool, record: str = RECORD) -> None:
+    """Check that :func:`staged_directory` may put its directory at ``target``, before any work is done.
+
+    Raises:
+        OutputError: it may not.
+    """
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
-        raise OutputError(f"{target}: exists and is not a directory. Choose another place with -o.")
+        raise OutputError(f"{target}: exists and is not a directory. Choose another place.", remedies=("out",))
     empty = not any(target.iterdir())
     if empty:
         return
-    if not overwrite:
-        raise OutputError(f"{target}: exists. Add --overwrite to replace it, or choose another place with -o.")
-    if not (target / RECORD).is_file():
+    if not (target / record).is_file():
         raise OutputError(
-            f"{target}: exists and is no checkpoint of mtp-extract (it has no {RECORD}), so it is not replaced. "
-            "Choose another place with -o."
+            f"{target}: exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is not "
+            "replaced. Choose another place.",
+            remedies=("out",),
         )
+    if not overwrite:
+        raise OutputError(f"{target}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))
 
 
-def _put_in_place(stage: Path, target: Path, overwrite: bool) -> None:
-    _check_target(target, overwrite)
+def _put_in_place(stage: Path, target: Path, overwrite: bool, record: str) -> None:
+    check_target(target, overwrite, record)
     if not target.is_dir() or not any(target.iterdir()):
         os.replace(stage, target)
         return

@@ -1,1 +1,1 @@
-"""The commands: one file each, and :mod:`mtp_extract.cli.render`, the one module that prints."""
+"""The commands: one file each, which prints its own result through :mod:`mtp_extract.cli.terminal`."""

@@ -1,4 +1,7 @@
-"""Running a command: errors become one message on stderr and an exit status, never a traceback."""
+"""What the commands share: how one is made and run, and the options that more than one has.
+
+Errors become one message on stderr and an exit status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,33 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import Annotated, NoReturn, Optional
 
-from mtp_extract.cli import render
+import typer
+from typer.main import get_command
+
+from mtp_extract.cli import terminal
 from mtp_extract.errors import MtpExtractError
 
-if TYPE_CHECKING:
-    import typer
+__all__ = ["AsJson", "Download", "SlidingWindow", "new_app", "run", "run_lean"]
 
-__all__ = ["run", "run_lean"]
+SlidingWindow = Annotated[
+    Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+    typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
+]
+
+Download = Annotated[
+    bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
+
+
+def new_app() -> typer.Typer:
+    """A program of one command."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 class _Stopped(BaseException):
@@ -36,26 +56,46 @@ def run(app: typer.Typer) -> None:
     try:
         app()
     except MtpExtractError as error:
-        render.error(str(error))
-        status = 1
+        status = _failed(_with_options(error, app))
     except _Stopped as stop:
-        render.error("interrupted; nothing was kept.")
-        status = 128 + int(stop.args[0])
+        status = _failed("interrupted; nothing was kept.", 128 + int(stop.args[0]))
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does: nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         status = 0
     except OSError as error:
         # Files have been dealt with where they are opened: this is stdout, on a full disk.
-        render.error(f"the result cannot be printed: {error.strerror}.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        status = _failed(f"the result cannot be printed: {error.strerror}.")
+        _give_up_stdout()
     except MemoryError:
-        render.error("out of memory. Close other programs, or use a machine with more.")
-        status = 1
+        status = _failed("out of memory. Close other programs, or use a machine with more.")
     else:
         status = 0
     sys.exit(status)
+
+
+def _failed(message: str, status: int = 1) -> int:
+    if os.environ.get("MTP_EXTRACT_DEBUG", "0") not in ("", "0"):
+        traceback.print_exc()
+    terminal.error(message)
+    return status
+
+
+def _give_up_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _with_options(error: MtpExtractError, app: typer.Typer) -> str:
+    """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
+    options = {parameter.name: max(parameter.opts, key=len) for parameter in get_command(app).params}
+    named = []
+    for name, _, value in (remedy.partition("=") for remedy in error.remedies):
+        if options.get(name, "").startswith("--"):
+            named.append(f"{options[name]} {value}".rstrip())
+    text = str(error)
+    if not named:
+        return text
+    return f"{text.removesuffix('.')} ({', '.join(named)}){'.' * text.endswith('.')}"
 
 
 def run_lean(app: typer.Typer) -> None:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from mtp_extract.cli._options import Download, SlidingWindow
-from mtp_extract.cli._run import run_lean
+from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.cli._drafter import found_in, say_geometry
+from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
+from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.extraction import ExtractionResult
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 
-class Format(str, Enum):
-    """Layouts."""
-
-    transformers = "transformers"
-    litert = "litert"
-
-
-class Dtype(str, Enum):
-    """Types of the numbers written."""
-
-    bf16 = "bf16"
-    f16 = "f16"
-    f32 = "f32"
+# What the option may be is what the registry lists.
+Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]  # not a literal
+Dtype = Enum("Dtype", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
+_DEFAULT = next(iter(Format))
+_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
 
 
 @app.command()
-def extract(
+def command(
     source: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Argument(
@@ -46,11 +46,11 @@ def extract(
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         Format,
-        typer.Option(help="transformers: what engines load. litert: one F32 tensor per stored constant."),
-    ] = Format.transformers,
+        typer.Option(help=_ABOUT),
+    ] = _DEFAULT,
     dtype: Annotated[
         Optional[Dtype],  # noqa: UP045
-        typer.Option(help="Type of the numbers: bf16 (default; f32 for litert), f16, or f32 (exact)."),
+        typer.Option(help="Type of the numbers; f32 is exact. By default the first that the format has."),
     ] = None,
     codes: Annotated[
         bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
@@ -59,26 +59,25 @@ def extract(
     sliding_window: SlidingWindow = None,
     download: Download = False,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    print_json: AsJson = False,
 ) -> None:
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    if format is Format.litert and dtype not in (None, Dtype.f32):
-        raise typer.BadParameter("the litert layout is F32; leave --dtype out.")
+    dtypes = FORMATS[format.value].dtypes
+    if dtype is not None and dtype.value not in dtypes:
+        raise typer.BadParameter(f"the {format.value} format is written in {' or '.join(dtypes)}.")
 
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.cli import render
     from mtp_extract.data import sample_bundle
-    from mtp_extract.extraction import default_directory
-    from mtp_extract.extraction import extract as run_extraction
+    from mtp_extract.extraction import default_directory, extract
 
     path = str(sample_bundle()) if source is None else source
     with (
-        render.progress(quiet=as_json) as progress,
-        open_bundle(path, download=download, progress=progress) as opened,
+        progress(quiet=print_json) as tick,
+        open_bundle(path, download=download, progress=tick) as opened,
     ):
-        result = run_extraction(
+        result = extract(
             opened,
             out or default_directory(path),
             format=format.value,
@@ -86,9 +85,42 @@ def extract(
             codes=codes,
             overwrite=overwrite,
             sliding_window=sliding_window,
-            progress=progress,
+            progress=tick,
         )
-    render.extraction(result, as_json)
+    if print_json:
+        write_json(
+            {
+                "directory": str(result.directory),
+                "files": result.files,
+                "notes": result.notes,
+                "extraction": result.record,
+            }
+        )
+    else:
+        _show(result)
+
+
+def _show(result: ExtractionResult) -> None:
+    record = result.record
+    tensors = record["tensors"].values()
+    source, section = record["source"], record["source"]["section"]
+    name = record["known_as"] or "MTP"
+    say(f"{name} drafter of {escape(source['name'])} ({found_in(section['index'], section['found_by'])})")
+    say_geometry(record["geometry"], sum(math.prod(entry["shape"]) for entry in tensors))
+    kinds = Counter(entry["source"]["dtype"] if entry["source"] else "implied" for entry in tensors)
+    stored = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    confirmed = sum(entry["name_confirms"] for entry in tensors)
+    say(
+        f"  {len(tensors)} tensors from the graph ({stored}), {confirmed} confirmed by published names; "
+        f"{len(record['set_aside'])} other constants set aside, each with its reason"
+    )
+    written = f"{record['layout']} layout, {record['dtype'].upper()}"
+    say(f"Wrote {escape(result.directory)}/ ({written}), read back and compared")
+    table([[file, size(length)] for file, length in result.files.items()])
+    for note in result.notes:
+        say(f"Note: {note}")
+    if record["layout"] == "transformers":
+        say(f"Load it: AutoModelForCausalLM.from_pretrained({str(result.directory)!r}). Its README.md shows engines.")
 
 
 def main() -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Optional
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from mtp_extract.cli._options import Download, SlidingWindow
-from mtp_extract.cli._run import run_lean
+from mtp_extract.cli._drafter import found_in, say_geometry
+from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
+from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.checkpoint.check import Verification
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 
 @app.command()
-def inspect(
+def command(
     source: Annotated[
         str,
         typer.Argument(
@@ -39,45 +45,170 @@ def inspect(
     ] = None,
     sliding_window: SlidingWindow = None,
     download: Download = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""
-    from mtp_extract.cli import render
-
     if os.path.isdir(source):
-        _verify(source, against, download, as_json)
+        given = {
+            "--tensors": tensors,
+            "--graph": graph,
+            "--section": section is not None,
+            "--sliding-window": sliding_window is not None,
+        }
+        if wrong := [option for option, is_given in given.items() if is_given]:
+            raise typer.BadParameter(
+                f"{', '.join(wrong)}: for a bundle or a model, and {escape(source)} is a directory. Name the file, or "
+                "leave it out."
+            )
+        _verify(source, against, download, print_json)
         return
     if against is not None:
         raise typer.BadParameter("--against goes with a directory that mtp-extract wrote.")
+    if section is not None and graph:
+        raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.inspection import inspect as look
+    from mtp_extract.inspection import inspect
 
     with (
-        render.progress(quiet=as_json) as progress,
-        open_bundle(source, download=download, progress=progress) as opened,
+        progress(quiet=print_json) as tick,
+        open_bundle(source, download=download, progress=tick) as opened,
     ):
-        found = look(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
-    render.inspection(found.as_json, as_json)
+        found = inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
+    (write_json if print_json else _show)(found.as_json)
     if found.problem is not None:
         raise found.problem
 
 
-def _verify(directory: str, against: str | None, download: bool, as_json: bool) -> None:
+def _verify(directory: str, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify
-    from mtp_extract.cli import render
     from mtp_extract.extraction import verify_against_source
 
     if against is None:
-        render.verification(verify(directory), as_json)
-        return
-    with (
-        render.progress(quiet=as_json) as progress,
-        open_bundle(against, download=download, progress=progress) as opened,
-    ):
-        result = verify_against_source(directory, opened)
-    render.verification(result, as_json)
+        result = verify(directory)
+    else:
+        with (
+            progress(quiet=print_json) as tick,
+            open_bundle(against, download=download, progress=tick) as opened,
+        ):
+            result = verify_against_source(directory, opened)
+    if print_json:
+        write_json(
+            {
+                "directory": str(result.directory),
+                "files": result.files,
+                "tensors": result.tensors,
+                "against": result.against,
+                "ok": True,
+                "extraction": result.record,
+            }
+        )
+    else:
+        _show_verified(result)
+
+
+def _show_verified(result: Verification) -> None:
+    record = result.record
+    say(f"{escape(result.directory)}: {result.files} files and {result.tensors} tensors match extraction.json")
+    tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
+    say(f"  extracted from {escape(record['source'].get('name'))} by {tool}")
+    if result.against is not None:
+        say(f"  every tensor derived again from {result.against}: equal, bit for bit")
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    version = f" {report['version']}" if report["version"] else ""
+    known = f", {report['known_bundle']}" if report["known_bundle"] else ""
+    say(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}")
+    table([[k, v] for k, v in report["items"].items()])
+    if report["sections"]:
+        say(f"{len(report['sections'])} sections")
+        rows = [
+            [s["index"], s["type"], s["model_type"] or "", s["begin"], s["size"], _items(s["items"])]
+            for s in report["sections"]
+        ]
+        table(rows, ["#", "type", "model type", "begin", "bytes", "items"])
+    if "model" in report:
+        _show_model(report["model"])
+    elif report["drafter"] is not None:
+        _show_drafter(report["drafter"])
+    elif "no_drafter" in report:
+        say(f"No drafter: {report['no_drafter']}")
+
+
+def _items(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in items.items() if k != "model_type")
+
+
+def _show_drafter(drafter: Mapping[str, Any]) -> None:
+    name = drafter["known_as"] or "MTP"
+    say(f"{name} drafter: {found_in(drafter['section'], drafter['found_by'])}, {size(drafter['size'])}")
+    say_geometry(drafter["geometry"], drafter["parameters"])
+    stored = ", ".join(f"{n} {kind}" for kind, n in drafter["stored_types"].items())
+    say(
+        f"  {drafter['roles_found']} roles ({stored}), {drafter['names_confirmed']} confirmed by published names; "
+        f"{drafter['set_aside_count']} other constants, each with its reason"
+    )
+    _show_model(drafter["model"])
+    if "roles" in drafter:
+        say("Roles")
+        rows = [
+            [r["role"], r["type"] or "implied", r["shape"], "yes" if r["name_confirms"] else "-", r["why"]]
+            for r in drafter["roles"]
+        ]
+        table(rows, ["role", "stored", "shape", "name", "evidence"])
+        say("Caches of the base model")
+        caches = drafter["kv_inputs"].items()
+        rows = [
+            [n, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
+            for n, c in caches
+        ]
+        table(rows, ["input", "type", "shape", "scale", "read by"])
+        say("Set aside")
+        table(
+            [
+                [f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]]
+                for a in drafter["set_aside"]
+            ],
+            ["tensor", "type", "shape", "reason", "read by"],
+        )
+
+
+def _show_model(model: Mapping[str, Any]) -> None:
+    say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
+    for signature in model["signatures"]:
+        say(f"  signature {escape(signature['key'])}")
+        table([[n, t["type"], t["shape"]] for n, t in signature["inputs"].items()], indent="    in   ")
+        table([[n, t["type"], t["shape"]] for n, t in signature["outputs"].items()], indent="    out  ")
+    if "tensors" in model:
+        say("Tensors")
+        rows = [
+            [
+                f"{t['subgraph']}/{t['index']}",
+                t["type"],
+                t["shape"],
+                _bytes(t["data"]),
+                _quantization(t["quantization"]),
+                t["name"],
+            ]
+            for t in model["tensors"]
+        ]
+        table(rows, ["tensor", "type", "shape", "bytes", "quantization", "name"])
+
+
+def _bytes(data: Mapping[str, Any] | None) -> str:
+    if not data:
+        return ""
+    return "unreadable" if "problem" in data else f"{data['length']} {data['place']}"
+
+
+def _quantization(quantization: Mapping[str, Any] | None) -> str:
+    if not quantization:
+        return ""
+    if quantization["block_size"]:
+        return f"blocks of {quantization['block_size']}"
+    return f"{quantization['scales']} scales, axis {quantization['axis']}" if quantization["scales"] else ""
 
 
 def main() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._run import run
+from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli.terminal import say, size, table, write_json
+from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.hub.upload import UploadResult
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
 
 
 @app.command()
-def upload(
+def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What mtp-extract wrote.")],
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")],
     private: Annotated[
@@ -33,19 +38,50 @@ def upload(
         bool,
         typer.Option("--dry-run", help="Check and list what would go, with sizes and hashes; send nothing."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    print_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
-    The directory is checked against its extraction.json first. With a report.json in it, the model card states the
-    figures. An upload that was interrupted is resumed by running it again. The token is the one that 'hf auth login'
-    or HF_TOKEN left.
+    The directory is checked against its extraction.json first, and stays as it is. With a report.json in it, the model
+    card that is sent states the figures. An upload that was interrupted is resumed by running it again. The token is
+    the one that 'hf auth login' or HF_TOKEN left.
     """
-    from mtp_extract.cli import render
-    from mtp_extract.hub.upload import upload as publish
+    from mtp_extract.hub.upload import upload
 
-    result = publish(directory, repository, private=private, force=force, dry_run=dry_run, progress=not as_json)
-    render.upload(result, as_json)
+    result = upload(directory, repository, private=private, force=force, dry_run=dry_run, progress=not print_json)
+    if print_json:
+        write_json(
+            {
+                "repository": result.repository,
+                "url": result.url,
+                "commit": result.commit,
+                "private": result.private if result.created or result.dry_run else None,
+                "dry_run": result.dry_run,
+                "created": result.created,
+                "sent": result.sent,
+                "files": {file.path: {"size": file.size, "sha256": file.sha256} for file in result.files},
+            }
+        )
+    else:
+        _show(result)
+
+
+def _show(result: UploadResult) -> None:
+    total = size(sum(file.size for file in result.files))
+    visibility = "private" if result.private else "public"
+    if result.dry_run:
+        say(f"Would go to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
+    elif result.sent:
+        created = f", a new {visibility} repository" if result.created else ""
+        say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
+    else:
+        say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
+    table([[file.path, size(file.size), file.sha256] for file in result.files], ["file", "size", "SHA-256"])
+    if result.dry_run:
+        say("Nothing was sent.")
+    else:
+        say(f"What the Hub holds matches by hash (commit {escape(result.commit)}).")
+        say(result.url)
 
 
 def main() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
-from mtp_extract.cli._run import run
+from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli.terminal import doing, error, say, table, write_json
+from mtp_extract.errors import escape
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = new_app()
+
+# What a control means is said in a sentence.
+_LONGEST_TEXT = 1000
 
 
 def _steps(text: str) -> list[int]:
@@ -25,7 +31,7 @@ def _steps(text: str) -> list[int]:
 
 
 @app.command()
-def validate(
+def command(
     directory: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Argument(metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant."),
@@ -53,13 +59,13 @@ def validate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
     ] = True,
-    report: Annotated[
+    out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Write report.json, report.md and figures there."),
+        typer.Option("--report", metavar="DIR", help="Write report.json, report.md and figures there."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    print_json: AsJson = False,
 ) -> None:
     """Validate a drafter: parity with Google's interpreter (--source), agreement with the base (--base).
 
@@ -73,19 +79,20 @@ def validate(
     if not sample and base is None and source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 
-    from mtp_extract.cli import render
     from mtp_extract.validate.extras import require
 
     require("torch", "safetensors")
-    if report is not None:
+    if out is not None:
         require("matplotlib")
 
-    from mtp_extract.validate.report.pages import check_report_place, write_report
-    from mtp_extract.validate.result import as_json as report_json
+    from mtp_extract.checkpoint.staging import check_target
+    from mtp_extract.validate.report.document import as_json
+    from mtp_extract.validate.report.pages import write_report
+    from mtp_extract.validate.report.tables import REPORT
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
-    if report is not None:
-        check_report_place(report, overwrite)
+    if out is not None:
+        check_target(out, overwrite, REPORT)
     plan = Plan(
         directory,
         base=base,
@@ -99,13 +106,41 @@ def validate(
         seed=seed,
         chat_template=chat_template,
     )
-    with render.steps(quiet=as_json) as say:
-        found = run_validation(sample_plan(plan) if sample else plan, say)
-    files = write_report(found, report, overwrite=overwrite) if report is not None else []
-    render.validation(report_json(found), as_json, report, files)
+    found = run_validation(sample_plan(plan) if sample else plan, (lambda what: None) if print_json else doing)
+    files = write_report(found, out, overwrite=overwrite) if out is not None else []
+    report = as_json(found)
+    if print_json:
+        write_json(report)
+    else:
+        _show(report)
+        if files:
+            say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:
-        render.error("the validation shows that something is wrong; the verdict says what.")
+        error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    from mtp_extract.validate.report.tables import measurements
+
+    _say_all(report["verdict"])
+    for part in measurements(report):
+        if not part.detail:
+            say(part.title)
+            table(part.rows, part.columns, longest=_LONGEST_TEXT)
+            if part.after:
+                _say_all(f"  {part.after}")
+    for note in report["notes"]:
+        _say_all(f"Note: {note}")
+    if report["parity"] is None:
+        say("With --source FILE.litertlm it is compared with the file it came from.")
+    if report["agreement"] is None:
+        say("With --base MODEL it is run beside the model it drafts for.")
+
+
+def _say_all(text: str) -> None:
+    """Of a long text nothing is left out, as it would be of a long name."""
+    say(escape(text, longest=len(text)))
 
 
 def main() -> None:

@@ -85,7 +85,8 @@ def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
     if known is None:
         raise UnsupportedError(
             "The sliding window is applied by the runtime (an input mask_local), so the file does not say how long it "
-            "is, and its geometry is not a known one. Say it: --sliding-window N."
+            "is, and its geometry is not a known one. Say how long it is.",
+            remedies=("sliding_window=N",),
         )
     return int(known["sliding_window"])
 

@@ -294,7 +294,8 @@ class RangedFile:
             much = f" of {int(length) / 1e9:.1f} GB" if length.isdigit() else ""
             raise NoRangesError(
                 f"{self.name}: expected a server of byte ranges, found one that sends whole files. Allow the download "
-                f"of the whole file{much}, or give the path of a copy."
+                f"of the whole file{much}, or give the path of a copy.",
+                remedies=("download",),
             )
         if not length.isdigit():
             # A lost connection could not be told from the end of the file.

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_extract.validate.acceptance.controls import CONTROLS
     from mtp_extract.validate.parity.compare import measure_parity
+    from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import markdown, write_report
-    from mtp_extract.validate.result import Validation, as_json
+    from mtp_extract.validate.result import Validation
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
 __all__ = [
@@ -43,7 +44,7 @@ _HOMES = {
     "CONTROLS": "acceptance.controls",
     "Plan": "run",
     "Validation": "result",
-    "as_json": "result",
+    "as_json": "report.document",
     "markdown": "report.pages",
     "measure_parity": "parity.compare",
     "run_validation": "run",

@@ -87,7 +87,10 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     if plan.base is None and plan.source is None:
-        raise MtpExtractError("expected --base, --source or both, found neither; there is nothing to validate against")
+        raise MtpExtractError(
+            "expected a base, a source or both, found neither; there is nothing to validate against",
+            remedies=("base", "source"),
+        )
     require("torch", "safetensors")
     if plan.source is not None:
         require("ai_edge_litert")

@@ -168,8 +168,9 @@ def test_existing_output(sample: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     extract(sample, out)  # an empty directory is as good as none
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="Replace it") as caught:
         extract(sample, out)
+    assert caught.value.remedies == ("overwrite", "out")
     extract(sample, out, dtype="f32", overwrite=True)
     assert json.loads((out / "extraction.json").read_text())["dtype"] == "f32"
     mine = tmp_path / "mine"

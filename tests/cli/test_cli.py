@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
+import mtp_extract
 from mtp_extract import Opened
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import extract, inspect
@@ -56,7 +59,7 @@ def test_sample_is_one_command(tmp_path: Path) -> None:
     assert again.returncode == 1
     assert again.stdout == ""
     assert again.stderr.count("error: ") == 1
-    assert "--overwrite" in again.stderr
+    assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
 
 
 def test_json(sample: Path, tmp_path: Path) -> None:
@@ -127,6 +130,54 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
     assert RUNNER.invoke(inspect.app, [str(sample), "--against", str(sample)]).exit_code == 2
     document = json.loads(RUNNER.invoke(inspect.app, [str(extracted), "--json"]).stdout)
     assert document["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--graph", "--tensors", "--section", "2"], "--tensors, --graph, --section"),
+        (["--section", "0"], "--section"),
+        (["--sliding-window", "16"], "--sliding-window"),
+    ],
+)
+def test_inspect_refuses_what_does_not_go_with_a_directory(extracted: Path, options: list[str], named: str) -> None:
+    result = run("inspect", extracted, *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{named}: for a bundle or a model" in " ".join(result.stderr.split())
+
+
+def test_inspect_refuses_the_graph_of_another_section(sample: Path) -> None:
+    result = RUNNER.invoke(inspect.app, [str(sample), "--section", "3", "--graph"])
+    assert result.exit_code == 2
+    assert "Leave one of them out" in result.output
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
+def test_debug_shows_the_traceback_of_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, shown: bool
+) -> None:
+    monkeypatch.setenv("MTP_EXTRACT_DEBUG", value)
+    result = run("inspect", tmp_path / "absent")
+    assert result.returncode == 1
+    assert ("Traceback" in result.stderr) == shown
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_the_library_names_no_option() -> None:
+    """Messages say what helps in words; the command adds its option for it."""
+    package = Path(mtp_extract.__file__).parent
+    named = [
+        f"{path.relative_to(package)}:{node.lineno}: {found.group()}"
+        for path in sorted(package.rglob("*.py"))
+        if path.parent.name != "cli"
+        for raised in ast.walk(ast.parse(path.read_text()))
+        if isinstance(raised, ast.Raise)
+        for node in ast.walk(raised)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for found in [re.search(r"(?<!\S)--?[a-z][a-z-]*\b", node.value)]
+        if found
+    ]
+    assert named == []
 
 
 def test_inspect_reads_headers_only(sample: Path, tmp_path: Path) -> None:

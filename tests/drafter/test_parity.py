@@ -166,7 +166,7 @@ def test_controls_are_configs_and_weights() -> None:
     config = drafter.config
     for changed in (
         dataclasses.replace(config, attention_scale=0.5),
-        config.with_rope("full_attention", rotary_fraction=1.0),
+        config.with_rope("full_attention", partial_rotary_factor=1.0),
         config.with_rope("sliding_attention", theta=1e6),
     ):
         assert not torch.allclose(ours(drafter.with_config(changed), x).logits, before, atol=1e-4)

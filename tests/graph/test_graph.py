@@ -106,8 +106,9 @@ def test_rotated_weights_are_refused_by_name() -> None:
 
 def test_a_window_left_to_the_runtime_must_be_said() -> None:
     with open_bundle(variant("jax_published_mask_local")) as opened:
-        with pytest.raises(UnsupportedError, match="--sliding-window"):
+        with pytest.raises(UnsupportedError, match="Say how long it is") as caught:
             opened.drafter()
+        assert caught.value.remedies == ("sliding_window=N",)
         assert opened.drafter(sliding_window=16).config == read("jax_published").config
 
 

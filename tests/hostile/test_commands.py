@@ -293,8 +293,9 @@ def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
 def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify, verify_against
+    from mtp_extract.checkpoint.check import verify
     from mtp_extract.errors import CheckpointError
+    from mtp_extract.extraction import verify_against_source
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())
@@ -302,10 +303,10 @@ def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: by
     (folder / "extraction.json").write_text(json.dumps(record))
     (folder / "config.json").write_bytes(content)
     with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=r"config\.json"):
-        verify_against(folder, opened)
+        verify_against_source(folder, opened)
     (folder / "config.json").unlink()
     with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=r"config\.json"):
-        verify_against(folder, opened)
+        verify_against_source(folder, opened)
     (folder / "extraction.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="not valid JSON"):
         verify(folder)

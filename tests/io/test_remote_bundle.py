@@ -19,9 +19,9 @@ from helpers.make_bundle import DRAFTER as MODEL_TYPE
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 
 import mtp_extract
-from mtp_extract.checkpoint.check import verify_against
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, NoDrafterError
+from mtp_extract.extraction import verify_against_source
 from mtp_extract.inspection import inspect
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_checked_against_a_remote_bundle(
     hub, path, _ = large
     result = mtp_extract.extract(path, tmp_path / "local")
     with mtp_extract.open(open_remote(URL)) as opened:
-        assert verify_against(result.directory, opened).tensors == len(result.record["tensors"])
+        assert verify_against_source(result.directory, opened).tensors == len(result.record["tensors"])
     with path.open("r+b") as file:
         file.seek(result.record["tensors"]["post_projection.weight"]["source"]["offset"])
         byte = file.read(1)[0]
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_checked_against_a_remote_bundle(
         mtp_extract.open(open_remote(URL)) as opened,
         pytest.raises(CheckpointError, match=r"post_projection\.weight"),
     ):
-        verify_against(result.directory, opened)
+        verify_against_source(result.directory, opened)
 
 
 def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path) -> None:

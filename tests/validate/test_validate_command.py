@@ -83,10 +83,11 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
         (("/absent", "--source", str(sample_bundle())), "expected config.json or mtp_drafter_config.json in /absent"),
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
-        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as --base"),
+        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
         (("CHECKPOINT", "--base", str(sample_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
-        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "use --device auto"),
-        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "is no report"),
+        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
+        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "is no report of mtp-extract"),
+        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
     ],
 )
 def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:

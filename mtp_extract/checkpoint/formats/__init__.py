@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "format_named", "format_of", "read_checkpoint"]
 
-# Imported when chosen: --help lists the names and loads nothing.
+
+@dataclass(frozen=True)
+class Listed:
+    """A format as the list of choices has it. Its module is imported when it is chosen, so that a list costs nothing.
+
+    Attributes:
+        module: whose ``FORMAT`` it is.
+        dtypes: the output types it has, the default first.
+        about: one line for users.
+    """
+
+    module: str
+    dtypes: tuple[str, ...]
+    about: str
+
+
 FORMATS = {
-    "transformers": "mtp_extract.checkpoint.formats.transformers",
-    "litert": "mtp_extract.checkpoint.formats.litert",
+    "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
+    "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
 }
-"""Name → the module whose ``FORMAT`` it is."""
+"""Every format by name."""
 
 
 def format_named(name: str) -> Format:
@@ -29,7 +45,7 @@ def format_named(name: str) -> Format:
     """
     if name not in FORMATS:
         raise ValueError(f"format {name!r}: expected {' or '.join(FORMATS)}.")
-    found: Format = import_module(FORMATS[name]).FORMAT
+    found: Format = import_module(FORMATS[name].module).FORMAT
     return found
 
 

@@ -34,12 +34,11 @@ class LitertFormat:
     """``mtp_drafter_config.json`` and ``mtp_drafter.safetensors``."""
 
     name = "litert"
-    dtypes = ("f32",)
     marker = "mtp_drafter_config.json"
     weights_file = "mtp_drafter.safetensors"
 
     def refuses(self, scheme: Scheme | None) -> str | None:
-        return "floats only; --codes keeps the integers beside them" if scheme is not None else None
+        return "it holds floats only; codes can be kept beside them" if scheme is not None else None
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         if checkpoint.config.ordered_head is not None:
@@ -77,7 +76,7 @@ class LitertFormat:
         }
         types = {stored[name].dtype for name in names.values()}
         dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "")
-        if dtype not in self.dtypes:
+        if dtype != "f32":
             raise DrafterError(f"{escape(path)}: expected tensors in F32, found {', '.join(sorted(types))}")
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 

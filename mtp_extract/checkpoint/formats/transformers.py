@@ -44,12 +44,11 @@ class TransformersFormat:
     """``config.json``, ``generation_config.json`` and ``model.safetensors``."""
 
     name = "transformers"
-    dtypes = ("bf16", "f16", "f32")
     marker = "config.json"
     weights_file = "model.safetensors"
 
     def refuses(self, scheme: Scheme | None) -> str | None:
-        return "floats only; --codes keeps the integers beside them" if scheme is not None else None
+        return "it holds floats only; codes can be kept beside them" if scheme is not None else None
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
@@ -116,7 +115,8 @@ def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     if config.layer_types[-1] != FULL:
         raise UnsupportedError(
             "The last layer is a sliding one; transformers' Gemma 4 makes the last layer a full one whatever the "
-            "configuration says. --format litert can express it."
+            "configuration says. The litert layout can express it.",
+            remedies=("format=litert",),
         )
     ids = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
     text_config = {

@@ -160,7 +160,7 @@ CONTROLS: tuple[Control, ...] = (
         "every dimension of the full layers' heads rotated",
         "the share of the full layer's head that is rotated",
         drafter=_full_rope,
-        mild="the dimensions it adds turn slowest, by little over short contexts; --source would settle it",
+        mild="the dimensions it adds turn slowest, by little over short contexts; parity with its file would settle it",
     ),
     Control(
         "unit_layer_scalars",

@@ -138,7 +138,9 @@ def _reach(repository: str, revision: str | None) -> dict[str, Any]:
             return {**found, "local_files_only": True}
         where = "" if str(error).startswith(repository) else f"{repository} is no directory here, and "
         what = str(error).rstrip(".")
-        raise HubError(f"{where}{what}. To do without the Hub, give a local directory as --base") from error
+        raise HubError(
+            f"{where}{what}. To do without the Hub, give a local directory as the base", remedies=("base",)
+        ) from error
     return found
 
 
@@ -149,19 +151,23 @@ def _placement(device: str) -> torch.device | None:
         device = "balanced" if count > 1 else "cuda:0" if count else "cpu"
     if device == "balanced":
         if not count:
-            raise MtpExtractError("expected a GPU for --device balanced, found none; use --device cpu")
+            raise MtpExtractError(
+                "expected GPUs to balance the base over, found none; use the CPU", remedies=("device=cpu",)
+            )
         require("accelerate")
         return None
     try:
         kind = torch.device(device)
     except RuntimeError as error:
         raise MtpExtractError(
-            f"expected a device such as auto, cpu, cuda or cuda:0, found {escape(device)}; use --device auto"
+            f"expected a device such as auto, cpu, cuda or cuda:0, found {escape(device)}; let it be chosen",
+            remedies=("device=auto",),
         ) from error
     available = {"cpu": True, "cuda": (kind.index or 0) < count, "mps": torch.backends.mps.is_available()}
     if not available.get(kind.type, False):
         raise MtpExtractError(
-            f"expected the device {escape(device)} to be there, but torch finds {count} CUDA GPUs; use --device auto"
+            f"expected the device {escape(device)} to be there, but torch finds {count} CUDA GPUs; let it be chosen",
+            remedies=("device=auto",),
         )
     return kind
 
@@ -205,8 +211,9 @@ def memory_guard(doing: str) -> Iterator[None]:
         ):
             raise
         raise MtpExtractError(
-            f"too little memory while {doing}. Use a smaller --batch, fewer prompts or --new-tokens, --device cpu, or "
-            "a machine with more"
+            f"too little memory while {doing}. Use a smaller batch, fewer prompts or new tokens, the CPU, or a machine "
+            "with more",
+            remedies=("batch", "prompts", "new_tokens", "device=cpu"),
         ) from error
 
 
@@ -224,7 +231,8 @@ def _check_memory(directory: Path, device: torch.device | None) -> None:
     if needed > available:
         raise MtpExtractError(
             f"too little memory on {place}: the base needs about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
-            "free. Close other programs, use another --device, or a machine with more"
+            "free. Close other programs, use another device, or a machine with more",
+            remedies=("device",),
         )
 
 

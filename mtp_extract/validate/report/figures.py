@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.validate.report.tables import FIGURES
 from mtp_extract.validate.result import Validation
 
 __all__ = ["draw_figures"]
@@ -43,11 +44,7 @@ def draw_figures(validation: Validation, folder: Path) -> list[str]:
 
     drawn = []
     with matplotlib.rc_context(_STYLE):
-        for name, draw in (
-            ("acceptance_by_step", _acceptance),
-            ("agreement_by_workload", _workloads),
-            ("generation_by_drafts", _generation),
-        ):
+        for name, draw in zip(FIGURES, (_acceptance, _workloads, _generation), strict=True):
             figure = draw(validation, pyplot)
             if figure is None:
                 continue

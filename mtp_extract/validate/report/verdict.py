@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from mtp_extract.speculate import Proportion
+import dataclasses
+
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.parity.compare import Parity
+from mtp_extract.validate.report.tables import share
 from mtp_extract.validate.result import Validation
 
-__all__ = ["findings", "percent", "verdict", "why"]
+__all__ = ["findings", "verdict", "why"]
 
 _REACHED = ("same", "above")
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def verdict(found: Validation) -> str:
@@ -19,7 +22,7 @@ def verdict(found: Validation) -> str:
     measured: list[str] = []
     missing: list[str] = []
     if found.parity is None:
-        missing.append("that this is the function of a .litertlm file (give --source)")
+        missing.append("that this is the function of a .litertlm file (it was compared with none)")
     elif found.parity.proven:
         proven.append(
             f"the checkpoint computes what Google's interpreter does with {found.source} ({_parity(found.parity)})"
@@ -31,29 +34,34 @@ def verdict(found: Validation) -> str:
             f"({_parity(found.parity)}{where})"
         )
     if found.agreement is None:
-        missing.append("how well it drafts for a base (give --base)")
+        missing.append("how well it drafts for a base (it was run beside none)")
     else:
-        first = found.agreement.steps[0].top1
+        first, most = found.agreement.steps[0].top1, 1 + len(found.agreement.steps)
         measured.append(
-            f"its first draft is the base's own token at {percent(first)} of {first.trials} positions, mean accepted "
-            f"length {found.agreement.mean_accepted_length:.2f} of at most {1 + len(found.agreement.steps)}"
+            f"its first draft is the base's own token at {share(first.value, dataclasses.astuple(first.interval))} % "
+            f"of {first.trials} positions, mean accepted length {found.agreement.mean_accepted_length:.2f} of at most "
+            f"{most}"
         )
     if found.generation is not None:
         lengths = found.generation.lengths
         ks = ", ".join(str(result.drafts) for result in lengths)
         worst = min(lengths, key=lambda result: result.identical_prompts)
         differing = worst.prompts - worst.identical_prompts
+        # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
+        dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
         if not differing:
-            proven.append(f"greedy text is the base's own for all {worst.prompts} prompts with {ks} drafts a round")
+            proven.append(
+                f"greedy text is the base's own for all {worst.prompts} prompts with {ks} drafts a round{dtype}"
+            )
         elif all(divergence.tie for result in lengths for divergence in result.divergences):
             measured.append(
                 f"greedy text is the base's own for all but {differing} of {worst.prompts} prompts with {worst.drafts} "
-                "drafts a round, and these leave it only where two tokens of the base tie"
+                f"drafts a round{dtype}, and these leave it only where two tokens of the base tie"
             )
         else:
             refuted.append(
                 f"greedy text differs from the base's for {differing} of {worst.prompts} prompts with {worst.drafts} "
-                "drafts a round"
+                f"drafts a round{dtype}"
             )
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
@@ -144,9 +152,3 @@ def findings(found: Validation) -> list[str]:
                 f"token {divergence.token + 1}{apart}"
             )
     return listed
-
-
-def percent(proportion: Proportion) -> str:
-    """A proportion with its interval: ``81.5 % (80.4–82.6)``; a dash where nothing was tried."""
-    low, high = proportion.interval.low, proportion.interval.high
-    return f"{100 * proportion.value:.1f} % ({100 * low:.1f}–{100 * high:.1f})" if proportion.trials else "–"

@@ -69,7 +69,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubError, match=r"google/gemma-nope: offline mode is on.*give a local directory as --base"):
+    with pytest.raises(HubError, match=r"google/gemma-nope: offline mode is on.*give a local directory as the base"):
         load_pair("google/gemma-nope", "cpu")
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from mtp_extract.checkpoint.staging import check_target
 from mtp_extract.errors import OutputError
 from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report import pages as report_module
-from mtp_extract.validate.report.pages import check_report_place, markdown, write_report
+from mtp_extract.validate.report.document import as_json
+from mtp_extract.validate.report.pages import markdown, write_report
+from mtp_extract.validate.report.tables import REPORT
 from mtp_extract.validate.report.verdict import verdict
-from mtp_extract.validate.result import Validation, as_json
+from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 
 TIMES = {
@@ -27,7 +30,7 @@ TIMES = {
     "best_draft_steps",
     "predicted_speedup",
 }
-FIGURES = {
+DRAWN = {
     f"{name}.{ending}"
     for name in ("acceptance_by_step", "agreement_by_workload", "generation_by_drafts")
     for ending in ("png", "svg")
@@ -72,10 +75,10 @@ def test_schema(written: Path) -> None:
 
 def test_files(written: Path) -> None:
     names = {path.name for path in written.iterdir()}
-    assert names == {"report.json", "report.md", *FIGURES}
+    assert names == {"report.json", "report.md", *DRAWN}
     page = (written / "report.md").read_text()
     assert json.loads((written / "report.json").read_text())["verdict"] in page
-    for name in FIGURES:
+    for name in DRAWN:
         assert (written / name).stat().st_size > 5_000
         assert name.endswith("svg") or f"({name})" in page
     for heading in ("Parity with", "Agreement with", "By workload", "Controls", "Speculative decoding"):
@@ -113,12 +116,12 @@ def test_no_number_that_json_has_not(validation: Validation) -> None:
 
 def test_parts_that_were_not_asked_for(plan: Plan, validation: Validation) -> None:
     only_source = run_validation(dataclasses.replace(plan, base=None))
-    assert "not proven: how well it drafts for a base (give --base)" in verdict(only_source)
+    assert "not proven: how well it drafts for a base (it was run beside none)" in verdict(only_source)
     report = as_json(only_source)
     assert report["agreement"] is report["controls"] is report["generation"] is None
     assert "Agreement" not in markdown(only_source)
     no_source = dataclasses.replace(validation, parity=None, source=None)
-    assert "not proven: that this is the function of a .litertlm file (give --source)" in verdict(no_source)
+    assert "not proven: that this is the function of a .litertlm file (it was compared with none)" in verdict(no_source)
     assert "Parity" not in markdown(no_source)
 
 
@@ -163,14 +166,15 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
     target = tmp_path / "report"
     write_report(validation, target)
     (target / "older").write_text("")
-    with pytest.raises(OutputError, match="Add --overwrite"):
+    with pytest.raises(OutputError, match="Replace it") as caught:
         write_report(validation, target)
+    assert caught.value.remedies == ("overwrite", "out")
     write_report(validation, target, overwrite=True)
     assert {path.name for path in target.iterdir()} == {"report.json", "report.md"}
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="is no report"):
-        check_report_place(tmp_path / "other", overwrite=True)
+        check_target(tmp_path / "other", True, REPORT)
     with pytest.raises(OutputError, match="not a directory"):
-        check_report_place(tmp_path / "other" / "thesis.txt", overwrite=True)
+        check_target(tmp_path / "other" / "thesis.txt", True, REPORT)

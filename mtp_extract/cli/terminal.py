@@ -1,0 +1,103 @@
+"""How the commands print: lines, tables, sizes and progress.
+
+Results go to stdout, errors and progress to stderr. Names read from files are escaped before they reach a terminal;
+in JSON they are strings like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from mtp_extract.errors import LONGEST_NAME, escape
+
+__all__ = ["doing", "error", "progress", "say", "size", "table", "write_json"]
+
+_FASTEST_REDRAW = 0.1
+_WORTH_SHOWING = 1 << 26
+
+
+def _line(stream: TextIO, text: str) -> None:
+    """``text`` on ``stream``, with "?" for what its encoding lacks."""
+    encoding = stream.encoding or "utf-8"
+    stream.write((text + "\n").encode(encoding, "replace").decode(encoding))
+
+
+def say(text: str) -> None:
+    """A line on stdout."""
+    _line(sys.stdout, text)
+
+
+def write_json(value: Any) -> None:
+    """``value`` as JSON on stdout."""
+    say(json.dumps(value, indent=2, ensure_ascii=True, default=str))
+
+
+def error(message: str) -> None:
+    """An error on stderr."""
+    sys.stdout.flush()
+    _line(sys.stderr, f"error: {message}")
+    sys.stderr.flush()
+
+
+def doing(what: str) -> None:
+    """On stderr, what a long run is at."""
+    _line(sys.stderr, f"{escape(what)} …")
+    sys.stderr.flush()
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: 45.1 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def table(
+    rows: Sequence[Sequence[object]], head: Sequence[str] = (), indent: str = "  ", longest: int = LONGEST_NAME
+) -> None:
+    """``rows`` in columns; numbers to the right. Cells are cut after ``longest`` characters."""
+    if not rows:
+        return
+    cells = [[escape(c, longest) for c in row] for row in rows]
+    shown = [list(head), *cells] if head else cells
+    widths = [max(len(row[i]) for row in shown) for i in range(len(cells[0]))]
+    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(rows[0]))]
+    for row in shown:
+        columns = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+        say((indent + "  ".join(columns)).rstrip())
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress line on stderr, on a terminal and for work worth showing."""
+    shown = False
+    last = 0.0
+    lock = threading.Lock()
+    active = not quiet and sys.stderr.isatty()
+
+    def update(done: int, total: int) -> None:
+        nonlocal shown, last
+        if not active or total < _WORTH_SHOWING:
+            return
+        with lock:
+            now = time.monotonic()
+            if now - last < _FASTEST_REDRAW and done < total:
+                return
+            last, shown = now, True
+            sys.stderr.write(f"\r  {size(done)} of {size(total)} ({100 * done // total} %) ")
+            sys.stderr.flush()
+
+    try:
+        yield update
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,165 @@
+"""A validation as the dictionary that ``report.json`` holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtp_extract._version import __version__
+from mtp_extract.speculate import Interval, Proportion
+from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult
+from mtp_extract.validate.parity.compare import Comparison, Parity
+from mtp_extract.validate.report.verdict import findings, verdict, why
+from mtp_extract.validate.result import Validation
+
+__all__ = ["as_json"]
+
+_REPORT_VERSION = 1
+
+
+def as_json(validation: Validation) -> dict[str, Any]:
+    """``report.json``: only JSON's own types, None where a number does not exist."""
+    found = validation
+    parity, generation = found.parity, found.generation
+    report = {
+        "version": _REPORT_VERSION,
+        "tool": {"name": "mtp-extract", "version": __version__},
+        "verdict": verdict(found),
+        "refuted": found.refuted,
+        "findings": findings(found),
+        "drafter": found.directory,
+        "source": found.source,
+        "base": dataclasses.asdict(found.base) if found.base else None,
+        "settings": dict(found.settings),
+        "notes": list(found.notes),
+        "parity": _parity(parity) if parity else None,
+        "agreement": {
+            **_workload(found.agreement),
+            "workloads": {name: _workload(figures) for name, figures in found.workloads.items()},
+        }
+        if found.agreement
+        else None,
+        "controls": {result.control.name: {**_control(result), "why": why(result, found)} for result in found.controls}
+        if found.controls
+        else None,
+        "generation": {str(result.drafts): _length(result) for result in generation.lengths} if generation else None,
+        "arithmetic": {
+            "base_ms": generation.base_ms,
+            "best_draft_steps": generation.best_drafts,
+            "predicted_speedup": generation.predicted_speedup,
+            "timed_prompts": generation.timed,
+        }
+        if generation
+        else None,
+    }
+    plain: dict[str, Any] = _plain(report)
+    return plain
+
+
+def _parity(parity: Parity) -> dict[str, Any]:
+    return {
+        "proven": parity.proven,
+        "kernels": parity.kernels,
+        "float": {**_comparison(parity.float), "projected": _comparison(parity.float_projected)},
+        "emulated": {**_comparison(parity.emulated), "projected": _comparison(parity.emulated_projected)},
+        "emulated_alone": _comparison(parity.emulated_alone),
+        "followed_roundings": dataclasses.asdict(parity.followed),
+        "matrices": dict(parity.kinds),
+        "rounded_attention": parity.rounded_attention,
+        "weights": {
+            "exact": len(parity.weights.exact),
+            "rounded": len(parity.weights.rounded),
+            "different": list(parity.weights.different),
+        },
+        "first_apart": parity.first_apart,
+        "roles": {
+            role.role: {"float": _comparison(role.float), "emulated": _comparison(role.emulated)}
+            for role in parity.roles
+        },
+        "cases": list(parity.cases),
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return dataclasses.asdict(comparison)
+
+
+def _workload(figures: WorkloadFigures) -> dict[str, Any]:
+    return {
+        "texts": figures.texts,
+        "n": figures.anchors,
+        "mean_accepted_length": figures.mean_accepted_length,
+        "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval),
+        "steps": _steps(figures),
+    }
+
+
+def _steps(figures: WorkloadFigures) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": index + 1,
+            **{name: proportion.value for name, proportion in named.items()},
+            "n": step.top1.trials,
+            "n_conditional": step.conditional.trials,
+            "ci95": {name: _interval(proportion.interval) for name, proportion in named.items()},
+        }
+        for index, step in enumerate(figures.steps)
+        for named in [_named(step)]
+    ]
+
+
+def _named(step: Any) -> dict[str, Proportion]:
+    return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+
+
+def _interval(interval: Interval | None) -> list[float] | None:
+    return [interval.low, interval.high] if interval else None
+
+
+def _control(result: ControlResult) -> dict[str, Any]:
+    figures = result.figures
+    return {
+        "what": result.control.what,
+        "suspect": result.control.suspect,
+        "skipped": result.skipped,
+        "standing": result.standing,
+        "difference": result.difference,
+        "difference_ci95": _interval(result.interval),
+        "changed": result.changed,
+        "mean_accepted_length": figures.mean_accepted_length if figures else None,
+        "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval) if figures else None,
+        "steps": _steps(figures) if figures else [],
+    }
+
+
+def _length(result: DraftLengthResult) -> dict[str, Any]:
+    return {
+        "accepted": result.accepted,
+        "drafted": result.drafted,
+        "rounds": result.rounds,
+        "acceptance": result.acceptance,
+        "mean_accepted_length": result.mean_accepted_length,
+        "identical": result.identical,
+        "identical_prompts": result.identical_prompts,
+        "prompts": result.prompts,
+        "divergences": [dataclasses.asdict(divergence) for divergence in result.divergences],
+        "base_tokens_per_s": result.base_tokens_per_s,
+        "speculative_tokens_per_s": result.speculative_tokens_per_s,
+        "verify_ms": result.verify_ms,
+        "draft_ms": result.draft_ms,
+        "buffers": [dataclasses.asdict(buffer) for buffer in result.buffers],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
