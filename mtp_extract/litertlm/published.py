@@ -14,10 +14,24 @@ from typing import Any
 from mtp_extract.data import load_mapping
 from mtp_extract.io.source import Source
 
-__all__ = ["KnownBundle", "base_model_of", "bundle_of", "known_bundle", "known_without_drafter", "license_of"]
+__all__ = [
+    "KnownBundle",
+    "License",
+    "base_model_of",
+    "bundle_of",
+    "known_bundle",
+    "known_without_drafter",
+    "license_of",
+]
 
-DEFAULT_LICENSE = "gemma"
-"""Every bundle known to hold an MTP drafter is of the Gemma family."""
+
+@dataclass(frozen=True)
+class License:
+    """A licence: its id on the Hub, its name, where its text is."""
+
+    id: str
+    name: str
+    url: str
 
 
 @dataclass(frozen=True)
@@ -81,11 +95,16 @@ def known_without_drafter(source: Source) -> str | None:
     return None
 
 
+def _exactly(extraction: Mapping[str, Any]) -> KnownBundle | None:
+    """The published file that an ``extraction.json`` was made from."""
+    source = extraction["source"]
+    sha256 = (source.get("provenance") or {}).get("sha256")
+    return _identify(source["size"], sha256, (source.get("section") or {}).get("begin"))
+
+
 def bundle_of(extraction: Mapping[str, Any]) -> KnownBundle | None:
     """The published file that an ``extraction.json`` was made from; failing that, one of its name."""
-    source = extraction["source"]
-    section = source.get("section") or {}
-    exact = _identify(source["size"], (source.get("provenance") or {}).get("sha256"), section.get("begin"))
+    exact = _exactly(extraction)
     if exact is not None:
         return exact
     known_as = str(extraction.get("known_as") or "").casefold()
@@ -104,9 +123,13 @@ def base_model_of(extraction: Mapping[str, Any]) -> str | None:
     return str(repository) if repository else None
 
 
-def license_of(extraction: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Licence of the weights: its Hub id, its name, the URL of its text."""
-    bundle = bundle_of(extraction)
-    key = bundle.license if bundle else DEFAULT_LICENSE
-    entry = load_mapping("bundles")["licenses"][key]
-    return key, entry["name"], entry["url"]
+def license_of(extraction: Mapping[str, Any]) -> License | None:
+    """Licence of the weights; None unless the bundle is a published file, or comes from the repository of one.
+
+    A drafter of known geometry alone says nothing: a tuned one has it too.
+    """
+    bundle = _exactly(extraction)
+    if bundle is None:
+        repository = (extraction["source"].get("provenance") or {}).get("repository")
+        bundle = next((known for known in _all() if known.repository == repository), None)
+    return License(bundle.license, **load_mapping("bundles")["licenses"][bundle.license]) if bundle else None

@@ -63,7 +63,7 @@ def card(**changes: Any) -> str:
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     read = ModelCard(card()).data.to_dict()
     assert read == card_metadata(EXTRACTION)
-    assert read["license"] == "gemma"
+    assert read["license"] == "apache-2.0"
     assert read["base_model"] == ["google/gemma-4-E4B-it"]
     assert read["library_name"] == "transformers"
 
@@ -71,7 +71,7 @@ def test_the_metadata_is_what_huggingface_hub_reads() -> None:
 def test_what_the_card_states() -> None:
     text = card()
     for stated in (
-        "https://ai.google.dev/gemma/terms",
+        "[Apache License 2.0](https://www.apache.org/licenses/LICENSE-2.0)",
         "c" * 40,
         "5" * 64,
         "3,614,392,320 to 3,659,530,240",
@@ -95,6 +95,31 @@ def test_an_unknown_bundle() -> None:
     assert "base_model" not in ModelCard(text).data.to_dict()
     assert "BASE_MODEL" in text
     assert "--against BUNDLE.litertlm" in text
+
+
+def test_the_licence_of_a_known_bundle_only() -> None:
+    source = {**EXTRACTION["source"], "size": 1, "provenance": {}}
+    # A drafter of a known geometry may be anybody's.
+    for known_as in (None, "Gemma 4 E4B"):
+        text = card(known_as=known_as, source=source)
+        assert ModelCard(text).data.license == "other"
+        assert "terms of whoever made the bundle hold" in text
+        assert "Apache" not in text
+    newer = {**source, "provenance": {"repository": "litert-community/gemma-4-E4B-it-litert-lm"}}
+    assert ModelCard(card(source=newer)).data.license == "apache-2.0"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_llama_cpp_is_given_the_tokenizer_and_told_not_to_round(dtype: str) -> None:
+    text = card(dtype=dtype)
+    assert "hf download google/gemma-4-E4B-it tokenizer.json tokenizer_config.json --local-dir drafter-gguf" in text
+    assert f"convert_hf_to_gguf.py drafter-gguf --outtype {dtype} " in text
+
+
+def test_the_card_has_no_mark_of_its_template() -> None:
+    for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[])):
+        assert "<!--" not in text
+        assert "$" not in text
 
 
 def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
@@ -123,7 +148,7 @@ def test_hostile_names_stay_names(name: str) -> None:
     tensors = {name: {"role": name, "source": {"dtype": name, "shape": []}}}
     text = model_card({**EXTRACTION, "known_as": None, "source": source, "tensors": tensors})
     plain = card(known_as=None)
-    assert ModelCard(text).data.license == "gemma"
+    assert ModelCard(text).data.license == "apache-2.0"
     assert sum(line == "---" for line in text.splitlines()) == 2
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         line for line in plain.splitlines() if line.startswith("#")

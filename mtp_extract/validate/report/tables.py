@@ -55,7 +55,12 @@ class Table:
         cells = markdown.table(self.columns, ([markdown.plain(cell) for cell in row] for row in self.rows))
         if self.detail:
             return f"<details><summary>{markdown.plain(self.title)}</summary>\n\n{cells}\n\n</details>"
-        parts = (f"{'#' * level} {markdown.plain(self.title)}", self.about, cells, markdown.plain(self.after))
+        parts = (
+            f"{'#' * level} {markdown.plain(self.title)}",
+            markdown.plain(self.about),
+            cells,
+            markdown.plain(self.after),
+        )
         return "\n\n".join(part for part in parts if part)
 
 
@@ -179,7 +184,8 @@ def _rate(figures: Mapping[str, Any], name: str, step: int = 0) -> str:
 
 
 def _mean(figures: Mapping[str, Any]) -> str:
-    value, interval = figures["mean_accepted_length"], figures["mean_accepted_length_ci95"]
+    # The first reports had no interval for a control.
+    value, interval = figures["mean_accepted_length"], figures.get("mean_accepted_length_ci95")
     return _number(value, ".2f") + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else "")
 
 
