@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.bounds import HANG
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 
@@ -139,7 +140,7 @@ def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _PEAK, URL], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _PEAK, URL], env=environment, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 0, done.stderr
     digest, fetched, peak = done.stdout.split()
