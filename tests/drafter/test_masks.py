@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from helpers.random_assistants import GEOMETRIES
+from helpers.signature import signature_masks
+from helpers.trailing_masks import trailing_masks
 
-from mtp_extract.drafter import DrafterConfig, position_masks, signature_masks, trailing_masks
+from mtp_extract.drafter import DrafterConfig, position_masks
 
 CONFIG = DrafterConfig.from_transformers(GEOMETRIES["dense"].config())
 WINDOW = 5

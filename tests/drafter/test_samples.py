@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.signature import kv_names, signature_arguments
 
-from mtp_extract.drafter import DrafterConfig, kv_names, load_drafter, signature_arguments
+from mtp_extract.drafter import DrafterConfig, load_drafter
 from mtp_extract.errors import DrafterError
 
 TRUTH = Path(__file__).parent.parent / "truth"

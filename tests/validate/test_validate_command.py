@@ -83,9 +83,9 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
         (("/absent", "--source", str(sample_bundle())), "expected config.json or mtp_drafter_config.json in /absent"),
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
-        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as --base"),
+        (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory"),
         (("CHECKPOINT", "--base", str(sample_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
-        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "use --device auto"),
+        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "use the device auto"),
         (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "is no report"),
     ],
 )

@@ -16,7 +16,7 @@ from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError
 from mtp_extract.io.faults import FaultError, Faults
 from mtp_extract.validate.extras import require
 
-__all__ = ["Pair", "drafter_dtype", "load_pair", "memory_guard"]
+__all__ = ["LoadedBase", "load_base", "memory_guard"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -27,7 +27,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoadedBase:
     """A loaded base.
 
     Attributes:
@@ -47,8 +47,13 @@ class Pair:
     dtype: str
     notes: tuple[str, ...]
 
+    @property
+    def drafter_dtype(self) -> torch.dtype:
+        """What the drafter computes in beside this base: float32 where the base does, else bfloat16."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
-def load_pair(name: str, device: str = "auto") -> Pair:
+
+def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
@@ -97,12 +102,7 @@ def load_pair(name: str, device: str = "auto") -> Pair:
         model = (model if placement is None else model.to(placement)).eval()
     weights = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    return Pair(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
-
-
-def drafter_dtype(pair: Pair) -> torch.dtype:
-    """What the drafter computes in beside this base: float32 where the base does, else bfloat16."""
-    return torch.float32 if pair.dtype == "float32" else torch.bfloat16
+    return LoadedBase(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
 
 
 def _locate(name: str) -> tuple[str, str | None]:
@@ -138,7 +138,7 @@ def _reach(repository: str, revision: str | None) -> dict[str, Any]:
             return {**found, "local_files_only": True}
         where = "" if str(error).startswith(repository) else f"{repository} is no directory here, and "
         what = str(error).rstrip(".")
-        raise HubError(f"{where}{what}. To do without the Hub, give a local directory as --base") from error
+        raise HubError(f"{where}{what}. To do without the Hub, give a local directory") from error
     return found
 
 
@@ -149,19 +149,19 @@ def _placement(device: str) -> torch.device | None:
         device = "balanced" if count > 1 else "cuda:0" if count else "cpu"
     if device == "balanced":
         if not count:
-            raise MtpExtractError("expected a GPU for --device balanced, found none; use --device cpu")
+            raise MtpExtractError("expected a GPU for the device balanced, found none; use the device cpu")
         require("accelerate")
         return None
     try:
         kind = torch.device(device)
     except RuntimeError as error:
         raise MtpExtractError(
-            f"expected a device such as auto, cpu, cuda or cuda:0, found {escape(device)}; use --device auto"
+            f"expected a device such as auto, cpu, cuda or cuda:0, found {escape(device)}; use the device auto"
         ) from error
     available = {"cpu": True, "cuda": (kind.index or 0) < count, "mps": torch.backends.mps.is_available()}
     if not available.get(kind.type, False):
         raise MtpExtractError(
-            f"expected the device {escape(device)} to be there, but torch finds {count} CUDA GPUs; use --device auto"
+            f"expected the device {escape(device)} to be there, but torch finds {count} CUDA GPUs; use the device auto"
         )
     return kind
 
@@ -205,8 +205,8 @@ def memory_guard(doing: str) -> Iterator[None]:
         ):
             raise
         raise MtpExtractError(
-            f"too little memory while {doing}. Use a smaller --batch, fewer prompts or --new-tokens, --device cpu, or "
-            "a machine with more"
+            f"too little memory while {doing}. Use smaller batches, fewer prompts or new tokens, the device cpu, or a "
+            "machine with more"
         ) from error
 
 
@@ -224,7 +224,7 @@ def _check_memory(directory: Path, device: torch.device | None) -> None:
     if needed > available:
         raise MtpExtractError(
             f"too little memory on {place}: the base needs about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
-            "free. Close other programs, use another --device, or a machine with more"
+            "free. Close other programs, use another device, or a machine with more"
         )
 
 
