@@ -3,32 +3,38 @@
 >>> drafter = load_drafter("DIR")                                     # doctest: +SKIP
 >>> logits, projected = drafter(inputs, shared_kv, position_ids)      # doctest: +SKIP
 
-``config`` reads the geometry (no torch needed), ``model`` is the network, ``masks`` says what a query may
-see, ``load`` reads checkpoints strictly, ``signature`` translates the inputs of LiteRT's ``mtp_drafter``.
+``protocol`` says what any drafter is to the loop, ``mtp`` is the network, ``config`` reads its geometry (no torch
+needed), ``masks`` says what a query may see, ``heads`` has the centroid head, ``load`` reads checkpoints strictly.
 """
 
 from __future__ import annotations
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.arguments import DraftArguments, Transform
 from mtp_extract.drafter.load import build_drafter, load_drafter
-from mtp_extract.drafter.masks import position_masks, signature_masks, trailing_masks
-from mtp_extract.drafter.mtp import Drafter, DrafterOutput
-from mtp_extract.drafter.signature import kv_names, signature_arguments
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention, position_masks
+from mtp_extract.drafter.mtp import Altered, DrafterOutput, MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
 
 __all__ = [
+    "LITERT",
+    "TRANSFORMERS",
+    "Altered",
+    "BaseState",
+    "Convention",
     "DraftArguments",
+    "DraftState",
     "Drafter",
     "DrafterConfig",
     "DrafterOutput",
+    "Fed",
     "LayerConfig",
+    "MtpDrafter",
+    "Needs",
     "OrderedHeadConfig",
     "RopeConfig",
+    "Transform",
     "build_drafter",
-    "kv_names",
     "load_drafter",
     "position_masks",
-    "signature_arguments",
-    "signature_masks",
-    "trailing_masks",
 ]

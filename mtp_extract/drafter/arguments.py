@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["DraftArguments"]
+__all__ = ["DraftArguments", "Transform"]
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,6 @@ class DraftArguments:
     def __iter__(self) -> Iterator[object]:
         return iter((self.embedding_and_hidden, self.shared_kv, self.position_ids, self.masks))
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> DraftArguments:
-        """On ``device``; embedding and hidden state also in ``dtype``. Attention widens K and V itself."""
-        return dataclasses.replace(
-            self,
-            embedding=self.embedding.to(device, dtype),
-            hidden=self.hidden.to(device, dtype),
-            shared_kv={kind: (k.to(device), v.to(device)) for kind, (k, v) in self.shared_kv.items()},
-            position_ids=self.position_ids.to(device),
-            masks=None if self.masks is None else {kind: mask.to(device) for kind, mask in self.masks.items()},
-        )
+
+Transform = Callable[[DraftArguments, int], DraftArguments]
+"""Changes the arguments of a draft step; gets them and the step, counted from 0. For controls."""

@@ -15,7 +15,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import read_checkpoint, reading
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.safetensors_file import StoredWeight
-from mtp_extract.drafter.mtp import Drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 
 __all__ = ["build_drafter", "load_drafter"]
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def load_drafter(
     directory: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Drafter:
+) -> MtpDrafter:
     """The drafter in ``directory``, of whichever format, in evaluation mode.
 
     Args:
@@ -63,7 +63,7 @@ def build_drafter(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-) -> Drafter:
+) -> MtpDrafter:
     """A drafter from tensors in memory, under the names of the transformers format.
 
     Raises:
@@ -88,9 +88,9 @@ def build_drafter(
     )
 
 
-def _assemble(config: DrafterConfig, state: Mapping[str, Tensor]) -> Drafter:
+def _assemble(config: DrafterConfig, state: Mapping[str, Tensor]) -> MtpDrafter:
     with torch.device("meta"):
-        drafter = Drafter(config)
+        drafter = MtpDrafter(config)
     drafter.load_state_dict(dict(state), strict=True, assign=True)
     return drafter.eval().requires_grad_(False)
 

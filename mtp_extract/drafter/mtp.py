@@ -15,18 +15,22 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.drafter.arguments import DraftArguments, Transform
+from mtp_extract.drafter.heads import OrderedHead
+from mtp_extract.drafter.masks import LITERT, Convention, position_masks
+from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
-__all__ = ["Drafter", "DrafterOutput", "Layer", "OrderedHead", "RMSNorm", "rotate"]
-
-KV = tuple[Tensor, Tensor]
+__all__ = ["Altered", "DrafterOutput", "Layer", "MtpDrafter", "MtpState", "RMSNorm", "rotate"]
 
 
 class DrafterOutput(NamedTuple):
@@ -108,31 +112,35 @@ class Layer(nn.Module):
         return h * self.layer_scalar
 
 
-class OrderedHead(nn.Module):
-    """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
+@dataclass(frozen=True)
+class MtpState:
+    """Where a round stands. Position, K, V and what of them is visible are the same in every step of it.
 
-    ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken
-    over the whole call, so the value of the *unselected* logits depends on what else is in the batch; the
-    argmax does not.
+    Attributes:
+        embed: tokens → the base's scaled embedding.
+        hidden: [batch, queries, base width], the base's state in the first step, the drafter's projected one later.
+        shared_kv, position_ids, masks: as in :class:`~mtp_extract.drafter.arguments.DraftArguments`.
+        step: steps done.
     """
 
-    def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
-        super().__init__()
-        self.head, self.vocab_size = head, config.vocab_size
-        self.centroids = nn.Linear(config.hidden_size, head.num_centroids, bias=False)
-        self.register_buffer("token_ordering", torch.zeros(config.vocab_size, dtype=torch.long))
-        self.token_ordering: Tensor
+    embed: Callable[[Tensor], Tensor]
+    hidden: Tensor
+    shared_kv: Mapping[str, KV]
+    position_ids: Tensor
+    masks: Mapping[str, Tensor]
+    step: int = 0
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        nearest = self.centroids(x).topk(self.head.top_k, dim=-1).indices  # [B, L, k]
-        tokens = self.token_ordering.view(self.head.num_centroids, -1)[nearest].flatten(-2)  # [B, L, k · V/C]
-        selected = (weight[tokens] @ x[..., None]).squeeze(-1)
-        rest = (selected.min() - 1.0).expand(*x.shape[:-1], self.vocab_size)
-        return rest.scatter(-1, tokens, selected)
+    def arguments(self, token: Tensor) -> DraftArguments:
+        """What the network reads when ``token`` [batch, queries] was chosen last."""
+        embedding = self.embed(token).to(self.hidden)
+        return DraftArguments(embedding, self.hidden, self.shared_kv, self.position_ids, self.masks)
 
 
-class Drafter(nn.Module):
-    """The reference drafter. Build it with :func:`mtp_extract.drafter.load_drafter`."""
+class MtpDrafter(nn.Module):
+    """The MTP drafter: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
+
+    Made by :func:`mtp_extract.drafter.load_drafter`.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -171,9 +179,95 @@ class Drafter(nn.Module):
             logits = (torch.tanh(logits.float() / cap) * cap).type_as(logits)
         return DrafterOutput(logits, self.post_projection(h))
 
-    def with_config(self, config: DrafterConfig) -> Drafter:
+    @property
+    def needs(self) -> Needs:
+        """Embedding, final hidden state, and the K and V of the layer types it has."""
+        config = self.config
+        return Needs(
+            vocab_size=config.vocab_size,
+            width=config.backbone_hidden_size,
+            shared_kv={kind: (layer.num_kv_heads, layer.head_dim) for kind, layer in config.kv_layers.items()},
+        )
+
+    def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
+        """Begin a round. K and V are widened by attention itself; embedding and hidden state take the weights' dtype.
+
+        Args:
+            base: what the base knows.
+            convention: where queries stand and how far they see.
+        """
+        weight = self.pre_projection.weight
+        newest = base.positions - 1
+        masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
+        return MtpState(
+            embed=base.embed,
+            hidden=base.hidden.to(weight),
+            shared_kv={
+                kind: (k.to(weight.device), v.to(weight.device))
+                for kind, (k, v) in base.shared_kv.items()
+                if kind in masks
+            },
+            position_ids=(base.positions + convention.position_offset).to(weight.device),
+            masks={kind: mask.to(weight.device) for kind, mask in masks.items()},
+        )
+
+    def step(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
+        """One draft step: only the hidden state moves on, to the drafter's own projection.
+
+        Args:
+            state: from :meth:`start`, or from the step before.
+            token: int64 [batch, queries].
+            transform: changes what the network reads in this step, and nothing of the next.
+
+        Returns:
+            Logits [batch, queries, vocabulary] and the next state.
+        """
+        arguments = state.arguments(token)
+        logits, projected = self(*(transform(arguments, state.step) if transform else arguments))
+        return logits, dataclasses.replace(state, hidden=projected, step=state.step + 1)
+
+    def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
+        return self._twin(config, {})
+
+    def with_tensors(self, changes: Mapping[str, Tensor]) -> MtpDrafter:
+        """A drafter with some tensors replaced, by the name of their module, and the others shared."""
+        return self._twin(self.config, changes)
+
+    def _twin(self, config: DrafterConfig, changes: Mapping[str, Tensor]) -> MtpDrafter:
         with torch.device("meta"):
-            twin = Drafter(config)
-        twin.load_state_dict(self.state_dict(keep_vars=True), strict=True, assign=True)
-        return twin.eval()
+            twin = MtpDrafter(config)
+        twin.load_state_dict({**self.state_dict(), **changes}, strict=True, assign=True)
+        return twin.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Altered:
+    """An MTP drafter that is fed otherwise: by another runtime's convention, or wrongly on purpose.
+
+    Attributes:
+        drafter: does the work.
+        convention: where queries stand and how far they see.
+        transform: changes what each step reads.
+    """
+
+    drafter: MtpDrafter
+    convention: Convention = LITERT
+    transform: Transform | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """The drafter's."""
+        return self.drafter.needs
+
+    def start(self, base: BaseState) -> MtpState:
+        """As the drafter, by the convention."""
+        return self.drafter.start(base, self.convention)
+
+    def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
+        """As the drafter, after the transform."""
+        return self.drafter.step(state, token, self.transform)
+
+
+Drafter = MtpDrafter
+"""The name that the loader still imports."""

@@ -2,6 +2,7 @@
 
 >>> generator = SpeculativeGenerator(base, drafter, tokenizer)                 # doctest: +SKIP
 >>> generator.generate("def main():", drafts=4).text                           # doctest: +SKIP
+>>> generator.generate([{"role": "user", "content": "Hello"}], stop="\\n\\n")    # doctest: +SKIP
 >>> generator.generate("def main():", drafts=AdaptiveDrafts(), temperature=1)  # doctest: +SKIP
 >>> for chunk in generator.stream("def main():"): ...                          # doctest: +SKIP
 >>> generator.generate_batch(["import", "class"], Options(max_new_tokens=64))  # doctest: +SKIP
@@ -20,14 +21,14 @@ from mtp_extract.speculate.arithmetic import (
     Interval,
     Proportion,
     best_draft_length,
-    chi_square,
     expected_tokens,
-    expected_tokens_by_step,
+    ratio_interval,
     speedup,
     wilson,
 )
 from mtp_extract.speculate.base import Base, check_pair
-from mtp_extract.speculate.draft import LITERT, TRANSFORMERS, Convention, Transform
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.codec import Codec, Encoded, Prompt
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.result import (
     Buffer,
@@ -38,37 +39,35 @@ from mtp_extract.speculate.result import (
     unconditional_by_step,
 )
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
-from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced, teacher_forced_by_stepping
+from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 
 __all__ = [
-    "LITERT",
-    "TRANSFORMERS",
     "AdaptiveDrafts",
     "Agreement",
     "Base",
     "Buffer",
     "Chunk",
-    "Convention",
+    "Codec",
+    "Encoded",
     "Generation",
     "Interval",
     "Options",
+    "Prompt",
     "Proportion",
     "Round",
     "Sampling",
     "SpeculativeGenerator",
     "Text",
-    "Transform",
     "Verdict",
     "best_draft_length",
     "check_pair",
-    "chi_square",
     "conditional_by_step",
     "draw",
     "expected_tokens",
-    "expected_tokens_by_step",
+    "groups",
+    "ratio_interval",
     "speedup",
     "teacher_forced",
-    "teacher_forced_by_stepping",
     "unconditional_by_step",
     "verify_greedy",
     "verify_sampled",

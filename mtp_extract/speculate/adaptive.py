@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.arithmetic import best_draft_length
+from mtp_extract.speculate.numbers import count
 
 __all__ = ["AdaptiveDrafts", "DraftLength"]
 
@@ -37,7 +38,7 @@ class AdaptiveDrafts:
     memory: float = 0.95
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not count("least", self.least, least=1) <= count("most", self.most, least=1):
             raise MtpExtractError(f"expected 1 <= least <= most, found least {self.least} and most {self.most}")
         if not 0 < self.memory <= 1:
             raise MtpExtractError(f"expected memory in (0, 1], found {self.memory}")
@@ -53,12 +54,12 @@ class DraftLength:
     """
 
     def __init__(self, drafts: int | AdaptiveDrafts) -> None:
-        if isinstance(drafts, int) and drafts < 0:
-            raise MtpExtractError(
-                f"expected a number of drafts of at least 0, found {drafts}; 0 decodes without a drafter"
-            )
         self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
-        self.most = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+        self.most = (
+            drafts.most
+            if isinstance(drafts, AdaptiveDrafts)
+            else count("drafts", drafts, least=0, advice="0 decodes without a drafter")
+        )
         self.value = self.most if self.policy is None else max(self.policy.least, min(_FIRST, self.most))
         self._tried = [0.0] * self.most
         self._held = [0.0] * self.most

@@ -11,37 +11,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtp_extract.errors import MtpExtractError
+
 __all__ = [
     "Interval",
     "Proportion",
     "best_draft_length",
-    "chi_square",
     "expected_tokens",
-    "expected_tokens_by_step",
+    "ratio_interval",
     "speedup",
     "wilson",
 ]
 
-_Z95 = 1.959963984540054
+Z95 = 1.959963984540054
+"""Quantile of the normal distribution that leaves 2.5 % on each side."""
 
 
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Mean tokens a round, (1 - p^(K+1)) / (1 - p), when every draft is accepted with the same probability.
-
-    The accepted count is geometric, cut at K: 1 + p + p² + … + p^K. 1 when nothing is accepted, K + 1 when
-    all is.
-
-    >>> round(expected_tokens(0.8, 3), 3)
-    2.952
-    """
-    return expected_tokens_by_step([acceptance] * drafts)
-
-
-def expected_tokens_by_step(conditional: Sequence[float]) -> float:
+def expected_tokens(conditional: Sequence[float]) -> float:
     """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.
 
-    >>> expected_tokens_by_step([0.5, 0.5])
+    With the same p at every step that is (1 - p^(K+1)) / (1 - p).
+
+    >>> expected_tokens([0.5, 0.5])
     1.75
+    >>> round(expected_tokens([0.8] * 3), 3)
+    2.952
     """
     total = reached = 1.0
     for rate in conditional:
@@ -70,7 +64,7 @@ def speedup(
             is the limit).
     """
     cost = verify_cost + len(conditional) * (draft_cost + verify_cost_per_draft)
-    return expected_tokens_by_step(conditional) * verify_cost / cost
+    return expected_tokens(conditional) * verify_cost / cost
 
 
 def best_draft_length(
@@ -109,13 +103,15 @@ class Interval:
     high: float
 
 
-def wilson(successes: int, trials: int, z: float = _Z95) -> Interval:
+def wilson(successes: int, trials: int, z: float = Z95) -> Interval:
     """The Wilson score interval of a proportion; 95 % by default. [0, 1] when nothing was tried.
 
     Unlike the normal interval it stays inside [0, 1] and keeps its coverage near the ends. It takes the
     trials as independent; draft steps of one text are not quite, so read it as a lower bound on the
     uncertainty.
     """
+    if not 0 <= successes <= trials:
+        raise MtpExtractError(f"expected successes of 0 to {trials} trials, found {successes}; count them again")
     if trials == 0:
         return Interval(0.0, 1.0)
     rate, shrink = successes / trials, 1 + z * z / trials
@@ -126,6 +122,28 @@ def wilson(successes: int, trials: int, z: float = _Z95) -> Interval:
         0.0 if successes == 0 else max(0.0, centre - half),
         1.0 if successes == trials else min(1.0, centre + half),
     )
+
+
+def ratio_interval(sums: Sequence[float], sizes: Sequence[float], z: float = Z95) -> Interval | None:
+    """The interval of a mean over draws that come in clusters, such as the positions of a text; 95 % by default.
+
+    Only clusters are independent. The mean is a ratio of sums over them, and its variance that of their residuals.
+
+    Args:
+        sums: the values of each cluster, added up.
+        sizes: how many these were.
+        z: quantile of the normal distribution.
+
+    Returns:
+        None with fewer than two clusters.
+    """
+    clusters, size = len(sums), math.fsum(sizes)
+    if clusters < 2:
+        return None
+    mean = math.fsum(sums) / size
+    squares = math.fsum((total - mean * count) ** 2 for total, count in zip(sums, sizes, strict=True))
+    half = z * math.sqrt(squares * clusters / (clusters - 1)) / size
+    return Interval(mean - half, mean + half)
 
 
 @dataclass(frozen=True)
@@ -144,55 +162,3 @@ class Proportion:
     def interval(self) -> Interval:
         """The 95 % Wilson interval."""
         return wilson(self.successes, self.trials)
-
-
-def chi_square(observed: Sequence[int], expected: Sequence[float]) -> tuple[float, float]:
-    """Pearson's test of counts against probabilities.
-
-    Outcomes of probability 0 must not have been observed, and count for nothing.
-
-    Args:
-        observed: how often each outcome was seen.
-        expected: probability of each outcome; sums to 1.
-
-    Returns:
-        The statistic and the p-value: the chance of one at least as great when the probabilities are
-        right. An outcome that cannot happen but did gives (inf, 0.0), no counts at all (0.0, 1.0).
-    """
-    total = sum(observed)
-    if not total:
-        return 0.0, 1.0
-    if any(count and not share for count, share in zip(observed, expected, strict=True)):
-        return math.inf, 0.0
-    cells = [(count, share * total) for count, share in zip(observed, expected, strict=True) if share]
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    return statistic, _upper_gamma((len(cells) - 1) / 2, statistic / 2)
-
-
-def _upper_gamma(a: float, x: float) -> float:
-    """The regularized upper incomplete gamma function Q(a, x): a series below a + 1, a fraction above."""
-    if a <= 0 or x <= 0:
-        return 1.0
-    scale = math.exp(a * math.log(x) - x - math.lgamma(a))
-    tiny, rounding = 1e-300, 1e-15
-    if x < a + 1:
-        term = total = 1 / a
-        n = a
-        while abs(term) > abs(total) * rounding:
-            n += 1
-            term *= x / n
-            total += term
-        return 1 - total * scale
-    # Modified Lentz evaluation of the continued fraction.
-    b = x + 1 - a
-    c, d = 1 / tiny, 1 / b
-    value = d
-    for i in range(1, 10_000):
-        b += 2
-        an = -i * (i - a)
-        d = 1 / ((an * d + b) or tiny)
-        c = (b + an / c) or tiny
-        value *= d * c
-        if abs(d * c - 1) < rounding:
-            break
-    return value * scale

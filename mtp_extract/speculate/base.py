@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import Drafter
+from mtp_extract.drafter.protocol import KV, Drafter, Fed
 from mtp_extract.errors import PairError, escape
 from mtp_extract.speculate.cache import SlotCache
 
@@ -20,16 +20,14 @@ _MASK_FORMS = {"sdpa": False, "eager": True}
 
 
 @dataclass(frozen=True)
-class FullPass:
+class FullPass(Fed):
     """One forward over whole sequences, without a cache.
 
     Attributes:
-        hidden: [batch, length, width], after the final norm.
         shared_kv: layer type → K and V, each [batch, KV heads, length, head_dim].
     """
 
-    hidden: Tensor
-    shared_kv: Mapping[str, tuple[Tensor, Tensor]]
+    shared_kv: Mapping[str, KV]
 
 
 class Base:
@@ -65,6 +63,7 @@ class Base:
         self.config = config
         self.vocab_size = int(config.vocab_size)
         self.width = int(config.hidden_size)
+        self.num_layers = len(layer_types)
         self._additive = _MASK_FORMS[attention]
         own = len(layer_types) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
@@ -85,7 +84,7 @@ class Base:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., width]: the embedding of ``tokens`` [...], times sqrt(width), by Gemma 4's own module."""
-        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        embedded: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,8 +104,13 @@ class Base:
         return SlotCache(self._layer_windows, batch=batch, capacity=capacity, queries=queries, device=self.device)
 
     def forward(
-        self, tokens: Tensor, starts: Sequence[int], cache: SlotCache, lengths: Sequence[int] | None = None
-    ) -> Tensor:
+        self,
+        tokens: Tensor,
+        starts: Sequence[int],
+        cache: SlotCache,
+        lengths: Sequence[int] | None = None,
+        layers: Sequence[int] = (),
+    ) -> Fed:
         """Feed ``tokens`` [batch, queries] at positions ``starts[b]`` on, and store their K and V.
 
         Args:
@@ -114,9 +118,7 @@ class Base:
             starts: position of each sequence's first token. Everything before it must be in the cache.
             cache: written to; entries at later positions count as absent.
             lengths: in the first forward, each prompt's true length.
-
-        Returns:
-            [batch, queries, width], after the final norm.
+            layers: those whose incoming hidden states are wanted too.
         """
         positions = cache.begin(starts, tokens.shape[1], lengths)
         masks = {}
@@ -132,12 +134,12 @@ class Base:
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
+            output_hidden_states=bool(layers),
         )
         cache.end()
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return Fed(tokens, positions, output.last_hidden_state, _states(output, layers))
 
-    def read_kv(self, cache: SlotCache) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    def read_kv(self, cache: SlotCache) -> tuple[dict[str, KV], dict[str, Tensor]]:
         """The shared KV pairs, and the position in each of their slots; layer type → value."""
         kv, positions = {}, {}
         for kind, layer in self.kv_providers.items():
@@ -145,15 +147,21 @@ class Base:
             kv[kind] = (keys, values)
         return kv, positions
 
-    def full_pass(self, tokens: Tensor) -> FullPass:
+    def full_pass(self, tokens: Tensor, layers: Sequence[int] = ()) -> FullPass:
         """One forward over ``tokens`` [batch, length], right-padded with anything: no token sees the padding.
+
+        ``layers`` are those whose incoming hidden states are wanted too.
 
         Raises:
             PairError: the base does not return its shared K and V.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         output = self.model.model(
-            input_ids=tokens, position_ids=positions, use_cache=False, return_shared_kv_states=True
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            return_shared_kv_states=True,
+            output_hidden_states=bool(layers),
         )
         kv = getattr(output, "shared_kv_states", None)
         if kv is None:
@@ -161,7 +169,7 @@ class Base:
                 f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
                 "transformers 5.16.1 or newer"
             )
-        return FullPass(output.last_hidden_state, dict(kv))
+        return FullPass(tokens, positions, output.last_hidden_state, _states(output, layers), dict(kv))
 
     def _mask(self, visible: Tensor) -> Tensor:
         if not self._additive:
@@ -172,43 +180,44 @@ class Base:
         )
 
 
+def _states(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+    return {layer: output.hidden_states[layer] for layer in layers}
+
+
 @torch.inference_mode()
 def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
-    """Check that ``drafter`` was made for a base of this shape.
+    """Check that ``base`` can give what ``drafter`` needs.
 
     The base's K and V are looked at in a forward of one token, not taken from its config.
 
     Raises:
-        PairError: vocabulary, width, or the K and V of a layer type differ; or the tokenizer has more
-            tokens than the base.
+        PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
+            tokenizer has more tokens than the base.
     """
     advice = "give the base model this drafter was extracted for"
-    config = drafter.config
-    if config.vocab_size != base.vocab_size:
+    needs = drafter.needs
+    if needs.vocab_size != base.vocab_size:
         raise PairError(
-            f"expected a base with the drafter's vocabulary of {config.vocab_size}, found {base.vocab_size}; {advice}"
+            f"expected a base with the drafter's vocabulary of {needs.vocab_size}, found {base.vocab_size}; {advice}"
         )
-    if config.backbone_hidden_size != base.width:
-        raise PairError(
-            f"expected a base of the drafter's backbone width {config.backbone_hidden_size}, found "
-            f"{base.width}; {advice}"
-        )
-    if absent := sorted(set(config.kv_layers) - set(base.kv_providers)):
+    if needs.width != base.width:
+        raise PairError(f"expected a base of the drafter's backbone width {needs.width}, found {base.width}; {advice}")
+    if absent := sorted(set(needs.shared_kv) - set(base.kv_providers)):
         raise PairError(
             f"expected the base to compute K and V for {', '.join(absent)}, found only "
             f"{', '.join(base.kv_providers) or 'none'}; {advice}"
         )
-    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
-    for kind, layer in config.kv_layers.items():
-        expected, found = (
-            (layer.num_kv_heads, layer.head_dim),
-            tuple(shared[kind][0].shape[i] for i in (1, 3)),
+    if absent_layers := [layer for layer in needs.layers if not 0 <= layer < base.num_layers]:
+        raise PairError(
+            f"expected the base to have a layer {absent_layers[0]}, found layers 0 to {base.num_layers - 1}; {advice}"
         )
+    shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
+    for kind, expected in needs.shared_kv.items():
+        found = tuple(shared[kind][0].shape[i] for i in (1, 3))
         if expected != found:
             raise PairError(
-                f"{kind}: expected K and V of {expected[0]} heads of {expected[1]}, found {found[0]} heads "
-                f"of {found[1]} in the base; "
-                f"{advice}"
+                f"{kind}: expected K and V of {expected[0]} heads of {expected[1]}, found {found[0]} heads of "
+                f"{found[1]} in the base; {advice}"
             )
     if tokenizer is not None and len(tokenizer) > base.vocab_size:
         raise PairError(

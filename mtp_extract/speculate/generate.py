@@ -3,7 +3,7 @@
 A sequence is always in this state: the base has seen all its tokens but the last, the *pending* one; their
 K and V are in the cache, and ``hidden`` is the base's state that predicted the pending token. A round
 
-1. drafts K tokens from the pending one (:mod:`~mtp_extract.speculate.draft`),
+1. drafts K tokens from the pending one,
 2. feeds the pending token and the drafts to the base, in one forward,
 3. keeps the drafts the base agrees with, and the base's own token after them, which is the new pending one.
 
@@ -12,27 +12,25 @@ Greedy text is the base's own, token for token. Sampled text has the base's dist
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import Drafter
-from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed
+from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
 from mtp_extract.speculate.base import Base, check_pair
 from mtp_extract.speculate.cache import SlotCache
-from mtp_extract.speculate.draft import LITERT, Convention, Transform, draft_step, round_arguments
+from mtp_extract.speculate.codec import Codec, Encoded, Prompt
+from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.result import Buffer, Chunk, Generation, Round
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
 from mtp_extract.speculate.timing import Marks
 
 __all__ = ["Options", "SpeculativeGenerator"]
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,10 @@ class Options:
         drafts: K, or how to adapt it. 0 decodes with the base alone, in this same loop.
         sampling: greedy by default.
         stop_token_ids: tokens that end the text; None takes the base's ``generation_config.eos_token_id``.
-        seed: of the random numbers. A sequence's numbers depend on the seed and its place in the batch alone.
+        seed: of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the
+            batch alone.
+        stop: texts that end the text, and are not part of it; they need a tokenizer.
+        chat_template: take a prompt that is text as what a user says in a chat.
     """
 
     max_new_tokens: int = 256
@@ -52,10 +53,25 @@ class Options:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: Sequence[int] | None = None
     seed: int = 0
+    stop: str | Sequence[str] = ()
+    chat_template: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise MtpExtractError(f"expected max_new_tokens of at least 1, found {self.max_new_tokens}")
+        count("max_new_tokens", self.max_new_tokens, least=1)
+        count("seed", self.seed, least=-(1 << 63))
+        DraftLength(self.drafts)
+        ids = self.stop_token_ids
+        if ids is not None and (isinstance(ids, str) or not isinstance(ids, Iterable)):
+            raise MtpExtractError(f"expected a list of stop_token_ids, found {escape(ids)}; put it in a list")
+        for token in ids or ():
+            count("a stop token", token, least=0)
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise MtpExtractError(f"expected stop strings of at least one character, found {escape(self.stop)}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop``, also when it is one."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass
@@ -63,7 +79,7 @@ class _Sequence:
     """A sequence under way. ``generator`` lives on the CPU: its numbers are the same on every device."""
 
     row: int
-    prompt: tuple[int, ...]
+    prompt: Encoded
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -71,15 +87,19 @@ class _Sequence:
 
     @property
     def pending_position(self) -> int:
-        return len(self.prompt) + len(self.tokens) - 1
+        return len(self.prompt.tokens) + len(self.tokens) - 1
 
-    def add(self, tokens: Sequence[int], stops: frozenset[int], most: int) -> list[int]:
-        """Append up to the first stop token, and notice the end. Returns what was appended."""
-        ends = [i for i, token in enumerate(tokens) if token in stops]
-        added = list(tokens[: ends[0] + 1] if ends else tokens)
-        self.tokens += added
-        self.finish_reason = "stop" if ends else "length" if len(self.tokens) >= most else ""
-        return added
+    def add(self, tokens: Sequence[int], ends: Callable[[list[int]], bool], most: int) -> list[int]:
+        """Append up to the first token that ends the text, and notice the end. Returns what was appended."""
+        before = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            if ends(self.tokens):
+                self.finish_reason = "stop"
+                break
+        else:
+            self.finish_reason = "length" if len(self.tokens) >= most else ""
+        return self.tokens[before:]
 
 
 @dataclass(frozen=True)
@@ -92,37 +112,26 @@ class _Event:
 
 
 class SpeculativeGenerator:
-    """A base model and its drafter, ready to generate.
+    """A base model and a drafter, ready to generate.
 
     >>> generator = SpeculativeGenerator(base, load_drafter("DIR"), tokenizer)      # doctest: +SKIP
-    >>> result = generator.generate("class Foo(object):", drafts=3)                 # doctest: +SKIP
+    >>> result = generator.generate([{"role": "user", "content": "Hi"}], drafts=3)  # doctest: +SKIP
     >>> result.text, result.acceptance, result.mean_accepted_length                 # doctest: +SKIP
 
     Args:
         base: a Gemma 4 model of transformers, on one or several devices.
-        drafter: from :func:`mtp_extract.drafter.load_drafter`, on any device.
+        drafter: from :func:`mtp_extract.drafter.load_drafter`, on any device; or any other
+            :class:`~mtp_extract.drafter.protocol.Drafter`.
         tokenizer: the base's; only needed for prompts and results as text.
-        convention: where drafting queries stand.
-        transform: changes the arguments of every draft step, for controls.
 
     Raises:
         PairError: the two do not belong together.
     """
 
-    def __init__(
-        self,
-        base: Any,
-        drafter: Drafter,
-        tokenizer: Any = None,
-        *,
-        convention: Convention = LITERT,
-        transform: Transform | None = None,
-    ) -> None:
+    def __init__(self, base: Any, drafter: Drafter, tokenizer: Any = None) -> None:
         self.base = base if isinstance(base, Base) else Base(base)
         self.drafter = drafter
-        self.tokenizer = tokenizer
-        self.convention = convention
-        self.transform = transform
+        self.codec = Codec(tokenizer, self.base.vocab_size)
         check_pair(self.base, drafter, tokenizer)
 
     def generate(
@@ -134,17 +143,21 @@ class SpeculativeGenerator:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] | None = None,
         seed: int = 0,
+        chat_template: bool = False,
     ) -> Generation:
-        """Continue one prompt, text or token ids; see :class:`Options` and :class:`~.sampling.Sampling`.
+        """Continue one prompt: text, token ids, or messages; see :class:`Options` and :class:`~.sampling.Sampling`.
 
         Raises:
-            PairError: a text prompt without a tokenizer, an empty prompt, or a token the base does not have.
+            PairError: text or messages that cannot be encoded, a stop string without a tokenizer, an empty prompt,
+                or a token the base does not have.
             MtpExtractError: an option out of range.
         """
         sampling = Sampling(temperature, top_k, top_p)
-        return self.generate_batch([prompt], Options(max_new_tokens, drafts, sampling, stop_token_ids, seed))[0]
+        options = Options(max_new_tokens, drafts, sampling, stop_token_ids, seed, stop, chat_template)
+        return self.generate_batch([prompt], options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], options: Options | None = None) -> list[Generation]:
         """Continue several prompts at once; results in their order. Sequences leave the batch as they finish.
@@ -152,7 +165,7 @@ class SpeculativeGenerator:
         Raises:
             PairError: as :meth:`generate`.
         """
-        run = _Run(self, [self.encode(prompt) for prompt in prompts], options or Options())
+        run = _Run(self, prompts, options or Options())
         for _ in run.events():
             pass
         return [run.result(row) for row in range(len(prompts))]
@@ -165,78 +178,62 @@ class SpeculativeGenerator:
         Raises:
             PairError: as :meth:`generate`.
         """
-        run = _Run(self, [self.encode(prompt)], options or Options())
-        tokens: list[int] = []
-        given = ""
+        run = _Run(self, [prompt], options or Options())
+        given = 0
         for event in run.events():
-            tokens += event.tokens
-            text = self.decode(tokens) or ""
-            # A character split over tokens decodes to U+FFFD until its last byte is there.
-            if text.endswith("\ufffd") and not run.done:
-                text = given
-            yield Chunk(text[len(given) :], event.tokens, event.account)
-            given = text
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt: as the tokenizer makes them, or as given.
-
-        Raises:
-            PairError: text without a tokenizer, an empty prompt, or a token outside the base's vocabulary.
-        """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise PairError(
-                    "expected a tokenizer for a text prompt, found none; pass the base's tokenizer, or token ids"
-                )
-            ids = tuple(int(token) for token in self.tokenizer(prompt)["input_ids"])
-        else:
-            ids = tuple(int(token) for token in prompt)
-        if not ids:
-            raise PairError("expected a prompt of at least one token, found an empty one; begin with the BOS token")
-        if outside := [token for token in ids if not 0 <= token < self.base.vocab_size]:
-            raise PairError(
-                f"expected tokens below {self.base.vocab_size}, found {outside[0]}; tokenize with the "
-                "base's own tokenizer"
-            )
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str | None:
-        """Text of generated tokens, special tokens left out; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+            text = run.text_so_far(0)
+            yield Chunk(text[given:], event.tokens, event.account)
+            given = max(given, len(text))
 
 
 class _Run:
     """One call's state."""
 
-    def __init__(self, owner: SpeculativeGenerator, prompts: Sequence[tuple[int, ...]], options: Options) -> None:
-        self.owner, self.options = owner, options
-        self.base, self.drafter = owner.base, owner.drafter
+    def __init__(self, owner: SpeculativeGenerator, prompts: Sequence[Prompt], options: Options) -> None:
+        self.base, self.drafter, self.codec, self.options = owner.base, owner.drafter, owner.codec, options
         self.length = DraftLength(options.drafts)
+        self.stop = options.stop_strings
+        if self.stop:
+            self.codec.require("stop strings")
         stops = options.stop_token_ids
         if stops is None:
             configured = getattr(getattr(self.base.model, "generation_config", None), "eos_token_id", None)
             stops = [configured] if isinstance(configured, int) else configured or []
-        self.stops = frozenset(stops)
+        # A stop string that is a special token never shows in the text.
+        special = [token for token in map(self.codec.special, self.stop) if token is not None]
+        self.stop_tokens = frozenset((*stops, *special))
         self.sequences = [
-            _Sequence(row, prompt, torch.Generator().manual_seed(options.seed * 1_000_003 + row))
+            _Sequence(
+                row,
+                self.codec.encode(prompt, chat_template=options.chat_template),
+                torch.Generator().manual_seed((options.seed * 1_000_003 + row) % (1 << 64)),
+            )
             for row, prompt in enumerate(prompts)
         ]
         self.active = list(self.sequences)
         self.prefill_ms = 0.0
         self.buffers: dict[str, Buffer] = {}
+        self._previous: DraftState = None
+        self._rows: list[int] | None = None
 
-    @property
-    def done(self) -> bool:
-        return all(sequence.finish_reason for sequence in self.sequences)
+    def ends(self, tokens: list[int]) -> bool:
+        """Whether the last of ``tokens`` ends the text."""
+        return tokens[-1] in self.stop_tokens or self.codec.ended(tokens, self.stop)
+
+    def text_so_far(self, row: int) -> str:
+        """What can be shown of a sequence: all of it when it has ended."""
+        sequence = self.sequences[row]
+        if sequence.finish_reason:
+            return self.codec.decode(sequence.tokens, self.stop) or ""
+        return self.codec.settled(sequence.tokens, self.stop)
 
     def result(self, row: int) -> Generation:
         sequence = self.sequences[row]
         return Generation(
-            prompt_tokens=sequence.prompt,
+            prompt_tokens=sequence.prompt.tokens,
+            bos=sequence.prompt.bos,
             tokens=tuple(sequence.tokens),
-            text=self.owner.decode(sequence.tokens),
+            text=self.codec.decode(sequence.tokens, self.stop),
             finish_reason=sequence.finish_reason,
             rounds=tuple(sequence.rounds),
             prefill_ms=self.prefill_ms,
@@ -248,9 +245,9 @@ class _Run:
         """Run to the end, yielding each sequence's tokens round by round."""
         if not self.active:
             return
-        cache, hidden, first = self._prefill()
+        cache, fed, hidden, first = self._prefill()
         for sequence, token in zip(self.active, first.tolist(), strict=True):
-            added = sequence.add([token], self.stops, self.options.max_new_tokens)
+            added = sequence.add([token], self.ends, self.options.max_new_tokens)
             yield _Event(sequence.row, tuple(added), None)
         pending = first
         while True:
@@ -260,27 +257,27 @@ class _Run:
                 if not self.active:
                     return
                 cache.keep(rows)
-                hidden, pending = hidden[rows], pending[rows]
-            hidden, pending, emitted = self._round(cache, hidden, pending)
+                fed, hidden, pending = fed.keep(rows), hidden[rows], pending[rows]
+                self._rows = rows
+            fed, hidden, pending, emitted = self._round(cache, fed, hidden, pending)
             for sequence, added, account in emitted:
                 yield _Event(sequence.row, tuple(added), account)
 
-    def _prefill(self) -> tuple[SlotCache, Tensor, Tensor]:
-        """Feed the prompts: cache, states [batch, width] at their ends, first new tokens [batch]."""
-        lengths = [len(sequence.prompt) for sequence in self.active]
+    def _prefill(self) -> tuple[SlotCache, Fed, Tensor, Tensor]:
+        """Feed the prompts: cache, states, states [batch, width] at their ends, first new tokens [batch]."""
+        lengths = [len(sequence.prompt.tokens) for sequence in self.active]
         tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self.base.device)
         for row, sequence in enumerate(self.active):
-            tokens[row, : lengths[row]] = torch.tensor(sequence.prompt)
+            tokens[row, : lengths[row]] = torch.tensor(sequence.prompt.tokens)
         queries = self.length.most + 1
         cache = self.base.new_cache(
             batch=len(lengths), capacity=max(lengths) + self.options.max_new_tokens + queries, queries=queries
         )
         marks = Marks(self.base.device)
         marks.mark()
-        states = self.base.forward(tokens, [0] * len(lengths), cache, lengths)
-        hidden = states[
-            torch.arange(len(lengths), device=states.device), torch.tensor(lengths, device=states.device) - 1
-        ]
+        fed = self.base.forward(tokens, [0] * len(lengths), cache, lengths, self.drafter.needs.layers)
+        device = fed.hidden.device
+        hidden = fed.hidden[torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1]
         logits = self.base.logits(hidden)
         if self.options.sampling.greedy:
             first = logits.argmax(-1)
@@ -289,12 +286,12 @@ class _Run:
         marks.mark()
         self.prefill_ms = sum(marks.milliseconds())
         for shape in dict.fromkeys(cache.shapes):
-            self._note(f"base_kv_cache{list(shape[1:])}", shape, states.dtype, 2 * cache.shapes.count(shape))
-        return cache, hidden, first
+            self._note(f"base_kv_cache{list(shape[1:])}", shape, hidden.dtype, 2 * cache.shapes.count(shape))
+        return cache, fed, hidden, first
 
     def _round(
-        self, cache: SlotCache, hidden: Tensor, pending: Tensor
-    ) -> tuple[Tensor, Tensor, list[tuple[_Sequence, list[int], Round]]]:
+        self, cache: SlotCache, fed: Fed, hidden: Tensor, pending: Tensor
+    ) -> tuple[Fed, Tensor, Tensor, list[tuple[_Sequence, list[int], Round]]]:
         """One round of all active sequences. ``hidden`` [batch, width], ``pending`` [batch], in and out."""
         sampling, most = self.options.sampling, self.options.max_new_tokens
         limits = [min(self.length.value, most - len(sequence.tokens) - 1) for sequence in self.active]
@@ -304,10 +301,11 @@ class _Run:
 
         marks = Marks(self.base.device)
         marks.mark()
-        drafts, q = self._draft(cache, hidden, pending, starts, drafted, uniform)
+        drafts, q = self._draft(cache, fed, hidden, pending, starts, drafted, uniform)
         marks.mark()
-        states = self.base.forward(torch.cat((pending[:, None], drafts), dim=1), starts, cache)
-        logits = self.base.logits(states)
+        tokens = torch.cat((pending[:, None], drafts), dim=1)
+        fed = self.base.forward(tokens, starts, cache, layers=self.drafter.needs.layers)
+        logits = self.base.logits(fed.hidden)
         limit = torch.tensor(limits, device=logits.device)
         if uniform is None:
             verdict = verify_greedy(logits.argmax(-1), drafts, limit)
@@ -315,17 +313,17 @@ class _Run:
             judge = uniform[:, self.length.most :]
             judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
             verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
-        accepted, tokens = self._to_host(verdict, drafts)
+        accepted, emitted_tokens = self._to_host(verdict, drafts)
         marks.mark()
         draft_ms, verify_ms = marks.milliseconds()
-        self._note("target_hidden", states.shape, states.dtype)
+        self._note("target_hidden", fed.hidden.shape, fed.hidden.dtype)
         self._note("target_logits", logits.shape, logits.dtype)
         self._note("candidate_tokens", drafts.shape, drafts.dtype)
 
         emitted = []
-        for sequence, limit_, count, new in zip(self.active, limits, accepted, tokens, strict=True):
-            added = sequence.add(new, self.stops, most)
-            account = Round(limit_, min(count, len(added)), len(added), draft_ms if limit_ else 0.0, verify_ms)
+        for sequence, limit_, held, new in zip(self.active, limits, accepted, emitted_tokens, strict=True):
+            added = sequence.add(new, self.ends, most)
+            account = Round(limit_, min(held, len(added)), len(added), draft_ms if limit_ else 0.0, verify_ms)
             sequence.rounds.append(account)
             emitted.append((sequence, added, account))
         self.length.observe(
@@ -333,12 +331,13 @@ class _Run:
             draft_ms_per_step=draft_ms / drafted if drafted else 0.0,
             verify_ms=verify_ms,
         )
-        row = torch.arange(len(starts), device=states.device)
-        return states[row, verdict.accepted.to(states.device)], verdict.following, emitted
+        row = torch.arange(len(starts), device=fed.hidden.device)
+        return fed, fed.hidden[row, verdict.accepted.to(row.device)], verdict.following, emitted
 
     def _draft(
         self,
         cache: SlotCache,
+        fed: Fed,
         hidden: Tensor,
         pending: Tensor,
         starts: Sequence[int],
@@ -351,21 +350,18 @@ class _Run:
         nothing = torch.empty(len(starts), 0, self.base.vocab_size, device=device)
         if not drafted:
             return torch.empty(len(starts), 0, dtype=torch.long, device=device), nothing
-        shared_kv, slots = self.base.read_kv(cache)
+        needs = self.drafter.needs
         position = torch.tensor(starts, device=device)[:, None]
-        arguments = round_arguments(
-            self.base,
-            self.drafter,
-            self.owner.convention,
-            pending[:, None],
-            position,
-            hidden[:, None],
-            shared_kv,
-            slots,
+        known = BaseState(
+            position, hidden[:, None], self.base.embed, *self.base.read_kv(cache), fed, self._previous, self._rows
         )
-        self._note("drafter_input", (*arguments.hidden.shape[:2], 2 * self.base.width), arguments.hidden.dtype)
+        state = self.drafter.start(known)
+        if needs.own_cache:
+            self._previous, self._rows = state, None
+        token = pending
         for step in range(drafted):
-            logits, arguments = draft_step(self.drafter, arguments, step, self.owner.transform)
+            logits, state = self.drafter.step(state, token[:, None])
+            self._note("drafter_input", (*position.shape, needs.input_width), logits.dtype)
             self._note("draft_logits", logits.shape, logits.dtype)
             last = logits[:, -1].to(device)
             if uniform is None:
@@ -374,9 +370,6 @@ class _Run:
                 distributions.append(self.options.sampling.probabilities(last))
                 token = draw(distributions[-1], uniform[:, step])
             tokens.append(token)
-            if step + 1 < drafted:
-                embedding = self.base.embed(token[:, None]).to(arguments.hidden)
-                arguments = dataclasses.replace(arguments, embedding=embedding)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
     def _to_host(self, verdict: Verdict, drafts: Tensor) -> tuple[list[int], list[list[int]]]:

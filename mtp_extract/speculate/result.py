@@ -47,7 +47,7 @@ class Chunk:
     """One step of a stream.
 
     Attributes:
-        text: what to append; may be empty while a character is incomplete.
+        text: what to append; may be empty while a character is incomplete, or a stop string may have begun.
         tokens: the tokens of this round.
         round: its account, or None for the first token, which comes from the prompt's own forward.
     """
@@ -63,9 +63,11 @@ class Generation:
 
     Attributes:
         prompt_tokens: as fed to the base.
-        tokens: generated, the stop token included.
-        text: ``tokens`` decoded without special tokens; None without a tokenizer.
-        finish_reason: ``stop`` at a stop token, ``length`` at ``max_new_tokens``.
+        bos: who opened the prompt with a BOS token: ``template``, ``tokenizer`` or ``prompt`` (the caller's own text or
+            ids); None when it does not begin with one.
+        tokens: generated, the stop token or those that spell a stop string included.
+        text: ``tokens`` decoded without special tokens, up to the stop string; None without a tokenizer.
+        finish_reason: ``stop`` at a stop token or stop string, ``length`` at ``max_new_tokens``.
         rounds: the account of each round. The first token comes from the prompt's forward and belongs to
             none.
         prefill_ms: wall time of the prompt's forward.
@@ -73,6 +75,7 @@ class Generation:
     """
 
     prompt_tokens: tuple[int, ...]
+    bos: str | None
     tokens: tuple[int, ...]
     text: str | None
     finish_reason: str

@@ -10,13 +10,18 @@ skews the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.speculate.numbers import count
 
 __all__ = ["Sampling", "Verdict", "draw", "verify_greedy", "verify_sampled"]
+
+_COLD = 1e-3
+"""Below it, a logit over the temperature may leave the range of F32; above it, it does not."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,16 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise MtpExtractError(f"expected a finite temperature of at least 0, found {self.temperature}; 0 is greedy")
-        if self.top_k is not None and self.top_k < 1:
-            raise MtpExtractError(f"expected top_k of at least 1, found {self.top_k}; leave it out to keep every token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise MtpExtractError(f"expected top_p in (0, 1], found {self.top_p}; leave it out to keep every token")
+        if not (isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")):
+            raise MtpExtractError(
+                f"expected a finite temperature of at least 0, found {escape(self.temperature)}; 0 is greedy"
+            )
+        if self.top_k is not None:
+            count("top_k", self.top_k, least=1, advice="leave it out to keep every token")
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise MtpExtractError(
+                f"expected top_p in (0, 1], found {escape(self.top_p)}; leave it out to keep every token"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -51,7 +60,12 @@ class Sampling:
 
         Temperature, then top-k, then top-p, as transformers' logits warpers do.
         """
-        scores = logits.float() / self.temperature
+        scores = logits.float()
+        if self.temperature < _COLD:
+            # So little leaves one token, or those that tie: only the division would not survive it.
+            scores = (scores - scores.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(scores.dtype).tiny)
+        else:
+            scores = scores / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             least = scores.topk(self.top_k, dim=-1).values[..., -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)

@@ -15,19 +15,19 @@ also those whose draft had left the text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import DraftArguments, Drafter
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.base import Base
-from mtp_extract.speculate.draft import LITERT, Convention, Transform, draft_step, round_arguments
+from mtp_extract.speculate.numbers import count
 
-__all__ = ["Agreement", "Text", "teacher_forced", "teacher_forced_by_stepping"]
+__all__ = ["Agreement", "Text", "draft", "targets", "teacher_forced"]
 
 _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
@@ -121,8 +121,6 @@ def teacher_forced(
     texts: Sequence[Text],
     steps: int,
     *,
-    convention: Convention = LITERT,
-    transform: Transform | None = None,
     logits_at_once: int = _LOGITS_AT_ONCE,
 ) -> Agreement:
     """Draft ``steps`` tokens after every anchor of every text.
@@ -132,8 +130,6 @@ def teacher_forced(
         drafter: must fit the base (:func:`~mtp_extract.speculate.base.check_pair`).
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.
-        convention: where drafting queries stand.
-        transform: changes the arguments of every step, for controls.
         logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are
             taken in turns.
 
@@ -142,7 +138,10 @@ def teacher_forced(
 
     Raises:
         PairError: no text has an anchor.
+        MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
     """
+    count("steps", steps, least=1)
+    count("logits_at_once", logits_at_once, least=1)
     lengths = [len(text.anchors) for text in texts]
     if not any(lengths):
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
@@ -151,26 +150,18 @@ def teacher_forced(
     for row, text in enumerate(texts):
         tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
         anchors[row, : lengths[row]] = torch.tensor(text.anchors)
-    targets = _targets(texts, anchors, steps)  # [B, L, K]
+    aims = targets(texts, anchors, steps)  # [B, L, K]
     tokens, anchors = tokens.to(base.device), anchors.to(base.device)
 
-    full = base.full_pass(tokens)
+    full = base.full_pass(tokens, drafter.needs.layers)
     slots = torch.arange(tokens.shape[1], device=base.device).expand_as(tokens)
     width = max(1, logits_at_once // (len(texts) * base.vocab_size))
     drafts, top5 = [], []
-    for part, aim in zip(torch.split(anchors, width, dim=1), torch.split(targets, width, dim=1), strict=True):
+    for part, aim in zip(torch.split(anchors, width, dim=1), torch.split(aims, width, dim=1), strict=True):
         seen = (part - 1)[..., None].expand(-1, -1, base.width).to(full.hidden.device)
-        arguments = round_arguments(
-            base,
-            drafter,
-            convention,
-            tokens.gather(1, part),
-            part,
-            full.hidden.gather(1, seen),
-            full.shared_kv,
-            dict.fromkeys(full.shared_kv, slots),
-        )
-        drafted, held = _draft(base, drafter, arguments, aim, steps, transform)
+        hidden, positions = full.hidden.gather(1, seen), dict.fromkeys(full.shared_kv, slots)
+        state = drafter.start(BaseState(part, hidden, base.embed, full.shared_kv, positions, full))
+        drafted, held = draft(drafter, state, tokens.gather(1, part), aim, steps)
         drafts.append(drafted)
         top5.append(held)
     real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
@@ -179,62 +170,12 @@ def teacher_forced(
         index[real],
         anchors.cpu()[real],
         torch.cat(drafts, dim=1)[real],
-        targets[real],
+        aims[real],
         torch.cat(top5, dim=1)[real],
     )
 
 
-@torch.inference_mode()
-def teacher_forced_by_stepping(
-    base: Base,
-    drafter: Drafter,
-    texts: Sequence[Text],
-    steps: int,
-    *,
-    convention: Convention = LITERT,
-    transform: Transform | None = None,
-) -> Agreement:
-    """The same, the slow way: one token of the base and ``steps`` of the drafter at a time, with a cache.
-
-    It shares no mask and no batching with :func:`teacher_forced`, so it is what that is checked against
-    and timed against.
-    """
-    parts = [
-        part
-        for index, text in enumerate(texts)
-        for part in _stepping(base, drafter, index, text, steps, convention, transform)
-    ]
-    return Agreement(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Agreement)))
-
-
-def _stepping(
-    base: Base,
-    drafter: Drafter,
-    index: int,
-    text: Text,
-    steps: int,
-    convention: Convention,
-    transform: Transform | None,
-) -> Iterator[Agreement]:
-    if not text.anchors:
-        return
-    first = text.anchors[0]
-    cache = base.new_cache(batch=1, capacity=len(text.tokens), queries=1)
-    tokens = torch.tensor([text.tokens], device=base.device)
-    hidden = base.forward(tokens[:, :first], [0], cache, [first])[:, -1:]
-    for anchor in text.anchors:
-        position = torch.tensor([[anchor]])
-        aim = _targets([text], position, steps)
-        pending = tokens[:, anchor : anchor + 1]
-        arguments = round_arguments(
-            base, drafter, convention, pending, position.to(base.device), hidden, *base.read_kv(cache)
-        )
-        drafts, top5 = _draft(base, drafter, arguments, aim, steps, transform)
-        yield Agreement(torch.tensor([index]), position[0], drafts[0], aim[0], top5[0])
-        hidden = base.forward(pending, [anchor], cache)
-
-
-def _targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
+def targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """int64 [texts, anchors, steps]: the tokens after each anchor, -1 past the end."""
     longest = max(len(text.tokens) for text in texts)
     padded = torch.full((len(texts), longest + steps), _NO_TARGET, dtype=torch.long)
@@ -243,24 +184,21 @@ def _targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)
 
 
-def _draft(
-    base: Base,
-    drafter: Drafter,
-    arguments: DraftArguments,
-    targets: Tensor,
-    steps: int,
-    transform: Transform | None,
-) -> tuple[Tensor, Tensor]:
-    """Drafts int64 and top-5 membership bool, each [batch, queries, steps], on the CPU."""
+def draft(drafter: Drafter, state: DraftState, token: Tensor, aims: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Drafts int64 and top-5 membership bool, each [batch, queries, steps], on the CPU.
+
+    Args:
+        drafter: from ``state`` on.
+        state: the start of a round.
+        token: int64 [batch, queries], the pending tokens.
+        aims: int64 [batch, queries, steps].
+        steps: K.
+    """
     drafts, top5 = [], []
     for step in range(steps):
-        logits, arguments = draft_step(drafter, arguments, step, transform)
+        logits, state = drafter.step(state, token)
         token = logits.argmax(-1)
         best = logits.topk(min(_TOP, logits.shape[-1]), dim=-1).indices
-        aim = targets[..., step, None].to(best.device)
         drafts.append(token.cpu())
-        top5.append((best == aim).any(-1).cpu())
-        if step + 1 < steps:
-            embedding = base.embed(token.to(base.device)).to(arguments.hidden)
-            arguments = dataclasses.replace(arguments, embedding=embedding)
+        top5.append((best == aims[..., step, None].to(best.device)).any(-1).cpu())
     return torch.stack(drafts, dim=-1), torch.stack(top5, dim=-1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
+
+if TYPE_CHECKING:
+    from mtp_extract.speculate import Codec, Encoded
 
 __all__ = ["Prompt", "encode_prompts", "read_prompts", "shipped_prompts"]
 
@@ -52,27 +55,21 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     return prompts
 
 
-def encode_prompts(prompts: Iterable[Prompt], tokenizer: Any, *, chat_template: bool) -> list[tuple[int, ...]]:
+def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[Encoded]:
     """Token ids of each prompt, in the base's chat format where asked for and defined.
 
     Args:
         prompts: texts.
-        tokenizer: the base's.
-        chat_template: apply the tokenizer's chat template, if it has one.
+        codec: the base's tokenizer.
+        chat_template: apply the base's chat template, if it has one.
     """
-    templated = chat_template and bool(getattr(tokenizer, "chat_template", None))
+    templated = chat_template and codec.has_template
+    bos = getattr(codec.tokenizer, "bos_token_id", None)
     encoded = []
     for prompt in prompts:
-        if templated:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False
-            )
-            # The template writes the special tokens itself.
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = tokenizer(prompt.text)["input_ids"]
-            # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
-            bos = getattr(tokenizer, "bos_token_id", None)
-            ids = ids if bos is None or ids[:1] == [bos] else [bos, *ids]
-        encoded.append(tuple(int(token) for token in ids))
+        found = codec.encode(prompt.text, chat_template=templated)
+        # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
+        if found.bos is None and bos is not None and not templated:
+            found = replace(found, tokens=(bos, *found.tokens), bos="prompt")
+        encoded.append(found)
     return encoded

@@ -34,7 +34,7 @@ class Plan:
         source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
         prompts: file of prompts; None for the shipped ones.
         draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
-        device: see :func:`~mtp_extract.validate.acceptance.pair.load_pair`.
+        device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
         new_tokens: most tokens of each continuation.
         batch: prompts at a time.
         samples: random inputs for parity.
@@ -131,7 +131,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.drafter import load_drafter
-    from mtp_extract.validate.acceptance.pair import memory_guard
+    from mtp_extract.validate.acceptance.base_model import memory_guard
     from mtp_extract.validate.parity.compare import check_geometry, measure_parity
     from mtp_extract.validate.result import Validation
 
@@ -173,26 +173,26 @@ def _against_base(
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.drafter import load_drafter
+    from mtp_extract.engines import LocalEngine
     from mtp_extract.speculate import SpeculativeGenerator
     from mtp_extract.validate.acceptance.agreement import continue_greedily, figures, measure_agreement
+    from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.controls import run_controls
     from mtp_extract.validate.acceptance.generation import measure_generation
-    from mtp_extract.validate.acceptance.pair import drafter_dtype, load_pair, memory_guard
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
 
     prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
     say(f"loading the base {base}")
-    pair = load_pair(base, plan.device)
-    dtype = drafter_dtype(pair)
-    drafter = load_drafter(directory, dtype=dtype, device=pair.device)
-    generator = SpeculativeGenerator(pair.model, drafter, pair.tokenizer)
-    templated = plan.chat_template and bool(getattr(pair.tokenizer, "chat_template", None))
-    encoded = encode_prompts(prompts, pair.tokenizer, chat_template=plan.chat_template)
+    loaded = load_base(base, plan.device)
+    drafter = load_drafter(directory, dtype=loaded.drafter_dtype, device=loaded.device)
+    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    engine = LocalEngine(generator, plan.batch)
+    encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
-        written = continue_greedily(generator, prompts, encoded, new_tokens=plan.new_tokens, batch=plan.batch)
+        written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
         say("drafting after every token of them")
         agreement = measure_agreement(generator.base, drafter, written, steps[-1], batch=plan.batch)
         overall = figures(agreement)
@@ -200,22 +200,22 @@ def _against_base(
         controls = run_controls(generator.base, drafter, written, agreement, batch=plan.batch)
         say(f"generating with {', '.join(map(str, steps))} drafts a round")
         generation = measure_generation(
-            generator,
+            engine,
+            generator.base,
             written,
             steps,
             [step.conditional.value for step in overall.steps],
             new_tokens=plan.new_tokens,
-            batch=plan.batch,
             timed=plan.timed,
         )
     found = replace(
         result,
         base=BaseFacts(
             "the sample's base" if plan.directory is None else base,
-            pair.dtype,
-            pair.devices,
-            str(dtype).removeprefix("torch."),
-            templated,
+            loaded.dtype,
+            loaded.devices,
+            str(loaded.drafter_dtype).removeprefix("torch."),
+            plan.chat_template and generator.codec.has_template,
         ),
         settings={
             "prompts": dict(Counter(prompt.workload for prompt in prompts)),
@@ -228,6 +228,6 @@ def _against_base(
         workloads={name: figures(agreement, written.of_workload(name)) for name in written.workloads},
         controls=tuple(controls),
         generation=generation,
-        notes=(*result.notes, *pair.notes),
+        notes=(*result.notes, *loaded.notes),
     )
     return found, lambda interface: base_cases(generator.base, drafter.config, interface, written.texts, plan.samples)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from helpers.random_assistants import GEOMETRIES
+from helpers.signature import signature_masks
+from helpers.trailing_masks import trailing_masks
 
 from mtp_extract.checkpoint.formats.transformers import parse_config
-from mtp_extract.drafter import position_masks, signature_masks, trailing_masks
+from mtp_extract.drafter import position_masks
 
 CONFIG = parse_config(GEOMETRIES["dense"].config())
 WINDOW = 5

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
+from helpers.trailing_masks import trailing_masks
 from transformers import AutoConfig
 
 from mtp_extract.checkpoint.formats.transformers import parse_config
-from mtp_extract.drafter import Drafter, DrafterConfig, build_drafter, trailing_masks
+from mtp_extract.drafter import DrafterConfig, MtpDrafter, build_drafter
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)
 """Context lengths around the windows used, 1 and 5 (transformers sees window + 1 slots), and well beyond them."""
 
 
-def both(geometry: Geometry) -> tuple[Any, Drafter]:
+def both(geometry: Geometry) -> tuple[Any, MtpDrafter]:
     theirs = random_assistant(geometry)
     config = parse_config(geometry.config())
     return theirs, build_drafter(config, theirs.state_dict())
@@ -35,7 +36,7 @@ def random_inputs(config: DrafterConfig, slots: int, queries: int = 1, batch: in
     }
 
 
-def ours(drafter: Drafter, x: dict[str, Any], padding: torch.Tensor | None = None) -> Any:
+def ours(drafter: MtpDrafter, x: dict[str, Any], padding: torch.Tensor | None = None) -> Any:
     slots = {kind: k.shape[2] for kind, (k, _) in x["shared_kv_states"].items()}
     masks = trailing_masks(drafter.config, slots, x["inputs_embeds"].shape[1], padding)
     return drafter(x["inputs_embeds"], x["shared_kv_states"], x["position_ids"], masks)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.signature import kv_names, signature_arguments
 
 from mtp_extract.checkpoint.formats import read_checkpoint
-from mtp_extract.drafter import kv_names, load_drafter, signature_arguments
+from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import DrafterError
 
 TRUTH = Path(__file__).parent.parent / "truth"

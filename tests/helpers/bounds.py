@@ -1,17 +1,22 @@
-"""Limits on time and memory, so that a hang or a bomb is a failure and not a stuck machine."""
+"""Limits on work and memory, so that a hang or a bomb is a failure and not a stuck machine.
+
+Work is counted in CPU time, of all threads of the process: a busy machine makes a test wait, and waiting is free.
+"""
 
 from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["bounded"]
+__all__ = ["HANG", "TooLongError", "bounded", "cpu_limit"]
 
 _MEMORY = 1 << 30
+HANG = 1800
+"""Seconds after which another process that neither works nor ends is given up. Work is never what takes so long."""
 
 
 class TooLongError(BaseException):
@@ -23,16 +28,36 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def bounded(seconds: int, memory: int = _MEMORY) -> Iterator[None]:
-    """Run with at most ``seconds`` of wall time and ``memory`` bytes of address space beyond what is mapped already."""
+def bounded(cpu_seconds: float, memory: int = _MEMORY) -> Iterator[None]:
+    """Run with at most so much CPU time, and ``memory`` bytes of address space beyond what is mapped already.
+
+    For the main thread of any process, a pool's workers included. Bounds nest; what an inner one spends does not count
+    against the outer one.
+
+    Raises:
+        TooLongError: the CPU time is spent.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    previous = signal.signal(signal.SIGALRM, _too_long)
+    previous = signal.signal(signal.SIGPROF, _too_long)
+    outer = signal.setitimer(signal.ITIMER_PROF, 0)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, before[1]))
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGPROF, previous)
+        signal.setitimer(signal.ITIMER_PROF, *outer)
+
+
+def cpu_limit(seconds: int, also: Callable[[], None] | None = None) -> Callable[[], None]:
+    """For ``preexec_fn``: the new process is killed when it has spent so much CPU time. ``also`` sets other limits."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        if also is not None:
+            also()
+
+    return limit

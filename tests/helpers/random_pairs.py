@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from mtp_extract.drafter import Drafter, DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.drafter import DrafterConfig, LayerConfig, MtpDrafter, RopeConfig
 from mtp_extract.speculate import SpeculativeGenerator
 
 PROMPTS = (
@@ -26,7 +26,7 @@ class Pair:
     """A base, its drafter and its tokenizer."""
 
     base: Any
-    drafter: Drafter
+    drafter: MtpDrafter
     tokenizer: Any
 
     @property
@@ -83,7 +83,7 @@ def random_base(seed: int = 0, *, attention: str = "sdpa", **changes: Any) -> An
     return model
 
 
-def random_drafter(base: Any, seed: int = 1, **changes: Any) -> Drafter:
+def random_drafter(base: Any, seed: int = 1, **changes: Any) -> MtpDrafter:
     """A random drafter that fits ``base``."""
     text = base.config.get_text_config()
     rope = {"sliding_attention": RopeConfig(1e4), "full_attention": RopeConfig(1e6, partial_rotary_factor=0.25)}
@@ -103,4 +103,4 @@ def random_drafter(base: Any, seed: int = 1, **changes: Any) -> Drafter:
         "layers": tuple(layer(kind) for kind in dict.fromkeys(text.layer_types)),
     }
     torch.manual_seed(seed)
-    return Drafter(DrafterConfig(**(settings | changes))).eval().requires_grad_(False)
+    return MtpDrafter(DrafterConfig(**(settings | changes))).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Bounds under which every hostile file must end: a test that needs more time or memory than these has failed."""
+"""Bounds under which every hostile file must end: a test that needs more CPU time or memory than these has failed."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from helpers.bounds import bounded
 
 @pytest.fixture(autouse=True)
 def _bounds() -> Iterator[None]:
-    with bounded(seconds=60):
+    with bounded(cpu_seconds=60):
         yield

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.bounds import HANG, cpu_limit
 from helpers.make_bundle import DRAFTER, Part, bundle, pack, set_buffer
 from helpers.make_drafter import plain_model
 
@@ -27,15 +28,15 @@ INSPECT = "from mtp_extract.cli.inspect import main; main()"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
 # Ctrl-C reaches a program in a terminal; one started in the background ignores it unless told otherwise.
 LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-# Says when writing has begun, and then takes its time over every chunk.
+# Says when writing has begun, and then goes on with no chunk until its input ends: after the signal was sent.
 SLOW = """
-import sys, time
+import os
 from mtp_extract.checkpoint import safetensors_file
 write = safetensors_file._write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
-    time.sleep(0.5)
+    os.read(0, 1)
 safetensors_file._write_all = slow
 """
 
@@ -48,8 +49,8 @@ def command(
         capture_output=True,
         text=True,
         errors="surrogateescape",
-        timeout=60,
-        preexec_fn=limit,
+        timeout=HANG,
+        preexec_fn=cpu_limit(60, limit),
         cwd=cwd,
         env=ENVIRONMENT,
         check=False,
@@ -206,6 +207,7 @@ def interrupted(place: Path, number: int, *more: str) -> tuple[int, str]:
     """Status and stderr of an extraction to ``place`` that gets the signal ``number`` while it writes."""
     with subprocess.Popen(
         [sys.executable, "-c", LISTEN + SLOW + EXTRACT, "--sample", "-o", str(place), *more],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -214,7 +216,7 @@ def interrupted(place: Path, number: int, *more: str) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=HANG)
     return process.returncode, errors
 
 

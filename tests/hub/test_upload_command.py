@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.bounds import HANG
 from helpers.hub_server import TOKEN, HubServer
 
 import mtp_extract
@@ -36,7 +37,7 @@ def run(hub: HubServer, home: Path, *arguments: str) -> subprocess.CompletedProc
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=False,
     )
     assert TOKEN not in done.stdout + done.stderr

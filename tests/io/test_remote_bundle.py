@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
+from helpers.bounds import HANG
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
@@ -211,7 +212,7 @@ def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _PEAK, URL], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _PEAK, URL], env=environment, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 0, done.stderr
     digest, peak = done.stdout.split()

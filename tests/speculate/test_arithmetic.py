@@ -7,15 +7,14 @@ import math
 import random
 
 import pytest
-import torch
+from helpers.chi_square import chi_square
 
+from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import (
     Proportion,
     arithmetic,
     best_draft_length,
-    chi_square,
     expected_tokens,
-    expected_tokens_by_step,
     speedup,
     wilson,
 )
@@ -30,14 +29,14 @@ def test_examples() -> None:
     [(1, 0.8, 1.80), (2, 0.8, 2.44), (3, 0.8, 2.95), (4, 0.8, 3.36), (3, 0.5, 1.88), (3, 0.9, 3.44)],
 )
 def test_table_of_expected_tokens(drafts: int, acceptance: float, tokens: float) -> None:
-    assert expected_tokens(acceptance, drafts) == pytest.approx(tokens, abs=0.006)
-    assert expected_tokens(acceptance, drafts) == pytest.approx((1 - acceptance ** (drafts + 1)) / (1 - acceptance))
+    assert expected_tokens([acceptance] * drafts) == pytest.approx(tokens, abs=0.006)
+    assert expected_tokens([acceptance] * drafts) == pytest.approx((1 - acceptance ** (drafts + 1)) / (1 - acceptance))
 
 
 def test_ends() -> None:
-    assert expected_tokens(0.0, 5) == 1
-    assert expected_tokens(1.0, 5) == 6
-    assert expected_tokens(0.5, 0) == 1
+    assert expected_tokens([0.0] * 5) == 1
+    assert expected_tokens([1.0] * 5) == 6
+    assert expected_tokens([]) == 1
 
 
 def test_conditional_rates_by_simulation() -> None:
@@ -47,7 +46,7 @@ def test_conditional_rates_by_simulation() -> None:
     for _ in range(200_000):
         accepted = next((i for i, rate in enumerate(rates) if numbers.random() >= rate), len(rates))
         total += accepted + 1
-    assert total / 200_000 == pytest.approx(expected_tokens_by_step(rates), abs=0.01)
+    assert total / 200_000 == pytest.approx(expected_tokens(rates), abs=0.01)
 
 
 def test_best_draft_length_is_the_best() -> None:
@@ -75,6 +74,9 @@ def test_wilson_against_the_quadratic_it_solves() -> None:
             assert gap * gap == pytest.approx(z * z * bound * (1 - bound) / trials, abs=1e-12)
         assert 0 <= interval.low <= successes / trials <= interval.high <= 1
     assert (wilson(0, 0).low, wilson(0, 0).high) == (0, 1)
+    for successes, trials in ((5, 3), (-1, 3), (0, -1)):
+        with pytest.raises(MtpExtractError, match="expected successes"):
+            wilson(successes, trials)
 
 
 def test_wilson_covers() -> None:
@@ -93,16 +95,12 @@ def test_proportion() -> None:
     assert math.isnan(Proportion(0, 0).value)
 
 
-@pytest.mark.parametrize("cells", [2, 3, 10, 60])
-def test_chi_square_p_value(cells: int) -> None:
-    """Against torch's incomplete gamma function, on both sides of the switch between series and fraction."""
-    for scale in (0.2, 1.0, 4.0):
-        observed = [100 + int(scale * 10 * (-1) ** i) for i in range(cells)]
-        statistic, p = chi_square(observed, [1 / cells] * cells)
-        expected = torch.special.gammaincc(
-            torch.tensor((cells - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)
-        )
-        assert p == pytest.approx(float(expected), rel=1e-6, abs=1e-15)
+@pytest.mark.parametrize(
+    ("observed", "p"), [([60, 40], 0.0455), ([50, 50], 1.0), ([30, 20, 10], 0.0067), ([12, 8, 10, 10], 0.8495)]
+)
+def test_chi_square_of_the_tests(observed: list[int], p: float) -> None:
+    """The yardstick of the sampling tests, against printed values."""
+    assert chi_square(observed, [1 / len(observed)] * len(observed))[1] == pytest.approx(p, abs=5e-5)
 
 
 def test_chi_square_impossible_outcome() -> None:

@@ -36,7 +36,7 @@ def test_ragged_rounds_with_rollback(attention: str, changes: dict[str, Any]) ->
     for row, length in enumerate(lengths):
         prompts[row, :length] = texts[row, :length]
     cache = base.new_cache(batch=3, capacity=60, queries=queries)
-    states = base.forward(prompts, [0, 0, 0], cache, lengths)
+    states = base.forward(prompts, [0, 0, 0], cache, lengths).hidden
     for row, length in enumerate(lengths):
         torch.testing.assert_close(states[row, :length], plain[row].hidden[0, :length], atol=2e-5, rtol=2e-5)
     starts, rows = list(lengths), [0, 1, 2]
@@ -49,7 +49,7 @@ def test_ragged_rounds_with_rollback(attention: str, changes: dict[str, Any]) ->
         fed = torch.stack([texts[row, start : start + width] for row, start in zip(rows, starts, strict=True)])
         for i, count in enumerate(right):
             fed[i, count:] = (fed[i, count:] + 1) % 40  # rejected drafts: other tokens than the text's
-        states = base.forward(fed, starts, cache)
+        states = base.forward(fed, starts, cache).hidden
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             expected = plain[row].hidden[0, start : start + right[i]]
             torch.testing.assert_close(states[i, : right[i]], expected, atol=2e-5, rtol=2e-5)

@@ -7,9 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.chi_square import chi_square
 from helpers.random_pairs import Pair
 
-from mtp_extract.speculate import Options, Sampling, chi_square, generate
+from mtp_extract.speculate import Options, Sampling, generate
 
 SAMPLES, BATCH, LENGTH = 6000, 1000, 3
 SAMPLING = Sampling(temperature=1.1, top_k=4, top_p=0.95)

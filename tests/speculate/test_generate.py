@@ -14,11 +14,9 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter import OrderedHeadConfig, build_drafter
+from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, OrderedHeadConfig, build_drafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import (
-    LITERT,
-    TRANSFORMERS,
     AdaptiveDrafts,
     Generation,
     Options,
@@ -56,7 +54,7 @@ def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
 
     Its base is quantized and its text differs a little; transformers' own loop over this base gives 0.675.
     """
-    generator = SpeculativeGenerator(pair.base, pair.drafter, pair.tokenizer, convention=convention)
+    generator = SpeculativeGenerator(pair.base, Altered(pair.drafter, convention), pair.tokenizer)
     prompt = pair.prompts()[0]
     assert pair.tokenizer.decode(prompt[1:]) == "class Foo(object):"
     result = generator.generate(prompt, max_new_tokens=256 - len(prompt), drafts=3)
@@ -97,7 +95,7 @@ def _first_drafts(pair: Pair, prompt: tuple[int, ...], drafts: int) -> list[int]
 
     handle = pair.drafter.lm_head.register_forward_hook(note)
     try:
-        generator = SpeculativeGenerator(pair.base, pair.drafter, convention=TRANSFORMERS)
+        generator = SpeculativeGenerator(pair.base, Altered(pair.drafter, TRANSFORMERS))
         generator.generate(prompt, max_new_tokens=drafts + 2, drafts=drafts)
     finally:
         handle.remove()
@@ -254,7 +252,7 @@ def test_a_stream_holds_back_half_a_character() -> None:
     """A character split over two tokens appears once, when its last byte is there."""
 
     class Bytes:
-        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        def decode(self, tokens: list[int], **_: bool) -> str:
             return bytes([(0xC3, 0xA4)[token % 2] for token in tokens]).decode(errors="replace")
 
         def __len__(self) -> int:
@@ -263,7 +261,7 @@ def test_a_stream_holds_back_half_a_character() -> None:
     base = random_base()
     generator = SpeculativeGenerator(base, random_drafter(base), Bytes())
     chunks = list(generator.stream((1, 2), Options(max_new_tokens=20, drafts=1)))
-    text = Bytes().decode([t for c in chunks for t in c.tokens], True)
+    text = Bytes().decode([t for c in chunks for t in c.tokens])
     assert "".join(chunk.text for chunk in chunks) == text
     assert all(not chunk.text.endswith("\ufffd") for chunk in chunks[:-1])
 
@@ -271,7 +269,7 @@ def test_a_stream_holds_back_half_a_character() -> None:
 def test_text_prompts_are_tokenized_as_the_tokenizer_does(pair: Pair) -> None:
     generator = pair.generator
     ids = tuple(pair.tokenizer("import os\n")["input_ids"])
-    assert generator.encode("import os\n") == ids
+    assert generator.codec.encode("import os\n").tokens == ids
     assert generator.generate("import os\n", max_new_tokens=9).prompt_tokens == ids
 
 
@@ -360,7 +358,7 @@ def test_a_control_lowers_acceptance_and_not_the_text(pair: Pair) -> None:
         return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
 
     prompt = pair.prompts()[0]
-    broken = SpeculativeGenerator(pair.base, pair.drafter, pair.tokenizer, transform=no_hidden)
+    broken = SpeculativeGenerator(pair.base, Altered(pair.drafter, transform=no_hidden), pair.tokenizer)
     worse = broken.generate(prompt, max_new_tokens=TOKENS)
     real = pair.generator.generate(prompt, max_new_tokens=TOKENS)
     assert worse.tokens == real.tokens

@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
 
-from mtp_extract.drafter import Drafter
+from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import PairError
 from mtp_extract.speculate import Base, SpeculativeGenerator, check_pair
 
 
-def drafter_like(pair: Pair, **changes: Any) -> Drafter:
-    return Drafter(dataclasses.replace(pair.drafter.config, **changes))
+def drafter_like(pair: Pair, **changes: Any) -> MtpDrafter:
+    return MtpDrafter(dataclasses.replace(pair.drafter.config, **changes))
 
 
 def test_the_sample_fits(pair: Pair) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.chi_square import chi_square
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import Sampling, Verdict, chi_square, draw, verify_greedy, verify_sampled
+from mtp_extract.speculate import Sampling, Verdict, draw, verify_greedy, verify_sampled
 
 ROWS = 600_000
 DRAFTS = 3

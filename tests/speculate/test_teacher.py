@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
+from helpers.stepping import teacher_forced_by_stepping
 
+from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, Convention
 from mtp_extract.errors import PairError
 from mtp_extract.speculate import (
-    LITERT,
-    TRANSFORMERS,
     Agreement,
     Base,
-    Convention,
     Options,
     Proportion,
     Text,
     teacher_forced,
-    teacher_forced_by_stepping,
 )
 
 STEPS = 4
@@ -42,11 +40,11 @@ def texts(pair: Pair) -> list[Text]:
 @pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
 def test_batched_is_stepping(pair: Pair, texts: list[Text], convention: Convention) -> None:
     base = pair.generator.base
-    args = (base, pair.drafter, texts, STEPS)
-    batched = teacher_forced(*args, convention=convention)
-    assert_same(batched, teacher_forced_by_stepping(*args, convention=convention))
+    args = (base, Altered(pair.drafter, convention), texts, STEPS)
+    batched = teacher_forced(*args)
+    assert_same(batched, teacher_forced_by_stepping(*args))
     assert len(batched.anchor) == sum(len(text.anchors) for text in texts)
-    assert_same(batched, teacher_forced(*args, convention=convention, logits_at_once=7 * len(texts) * 512))
+    assert_same(batched, teacher_forced(*args, logits_at_once=7 * len(texts) * 512))
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 2}, {"sliding_window": 64}, {"num_kv_shared_layers": 0}])
@@ -126,7 +124,8 @@ def test_controls_through_transform(pair: Pair, texts: list[Text]) -> None:
         return dataclasses.replace(arguments, shared_kv=kv)
 
     for control in (no_hidden, unscaled, shuffled_kv):
-        assert teacher_forced(base, pair.drafter, texts, 1, transform=control).top1_at(0).value < real - 0.1, control
+        broken = Altered(pair.drafter, transform=control)
+        assert teacher_forced(base, broken, texts, 1).top1_at(0).value < real - 0.1, control
 
 
 def test_texts_too_short(pair: Pair) -> None:

@@ -12,10 +12,11 @@ import torch
 import mtp_extract
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.data import sample_base, sample_bundle
-from mtp_extract.drafter import Drafter, load_drafter
+from mtp_extract.drafter import MtpDrafter, load_drafter
+from mtp_extract.engines import LocalEngine
 from mtp_extract.speculate import SpeculativeGenerator
 from mtp_extract.validate.acceptance.agreement import Continuations, continue_greedily
-from mtp_extract.validate.acceptance.pair import load_pair
+from mtp_extract.validate.acceptance.base_model import load_base
 from mtp_extract.validate.prompts import Prompt, encode_prompts
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
@@ -44,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def drafter(checkpoint: Path) -> Drafter:
+def drafter(checkpoint: Path) -> MtpDrafter:
     return load_drafter(checkpoint)
 
 
@@ -63,8 +64,8 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def generator(checkpoint: Path) -> SpeculativeGenerator:
-    pair = load_pair(str(sample_base()), "cpu")
-    return SpeculativeGenerator(pair.model, load_drafter(checkpoint), pair.tokenizer)
+    loaded = load_base(str(sample_base()), "cpu")
+    return SpeculativeGenerator(loaded.model, load_drafter(checkpoint), loaded.tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +75,8 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Continuations:
-    encoded = encode_prompts(prompts, generator.tokenizer, chat_template=False)
-    return continue_greedily(generator, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
+    encoded = encode_prompts(prompts, generator.codec, chat_template=False)
+    return continue_greedily(LocalEngine(generator, batch=4), prompts, encoded, new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="session")

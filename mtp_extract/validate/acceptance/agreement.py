@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mtp_extract.drafter import Drafter
+from mtp_extract.engines import Engine
 from mtp_extract.speculate import (
     Agreement,
     Base,
+    Encoded,
     Interval,
     Options,
     Proportion,
-    SpeculativeGenerator,
     Text,
-    Transform,
+    groups,
+    ratio_interval,
     teacher_forced,
 )
 from mtp_extract.validate.prompts import Prompt
@@ -40,12 +42,9 @@ __all__ = [
     "WorkloadFigures",
     "continue_greedily",
     "figures",
-    "groups",
     "mean_over_texts",
     "measure_agreement",
 ]
-
-_Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -97,22 +96,12 @@ class WorkloadFigures:
 
 
 def continue_greedily(
-    generator: SpeculativeGenerator,
-    prompts: Sequence[Prompt],
-    encoded: Sequence[tuple[int, ...]],
-    *,
-    new_tokens: int,
-    batch: int,
+    engine: Engine, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, new_tokens: int
 ) -> Continuations:
     """The base's own text after each prompt, without drafts."""
-    texts: dict[int, Text] = {}
-    for group in groups([len(ids) for ids in encoded], batch):
-        results = generator.generate_batch(
-            [encoded[index] for index in group], Options(max_new_tokens=new_tokens, drafts=0)
-        )
-        for index, result in zip(group, results, strict=True):
-            texts[index] = Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens))
-    return Continuations(tuple(prompts), tuple(texts[index] for index in range(len(encoded))))
+    results = engine.generate(encoded, Options(max_new_tokens=new_tokens, drafts=0))
+    texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
+    return Continuations(tuple(prompts), tuple(texts))
 
 
 def measure_agreement(
@@ -122,7 +111,6 @@ def measure_agreement(
     steps: int,
     *,
     batch: int,
-    transform: Transform | None = None,
 ) -> Agreement:
     """Teacher forcing over all texts, a batch at a time; ``text`` indexes ``continuations``.
 
@@ -134,19 +122,9 @@ def measure_agreement(
     parts = []
     for group in groups(lengths, batch):
         rows = [usable[position] for position in group]
-        part = teacher_forced(base, drafter, [continuations.texts[row] for row in rows], steps, transform=transform)
+        part = teacher_forced(base, drafter, [continuations.texts[row] for row in rows], steps)
         parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
     return Agreement(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Agreement)))
-
-
-def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
-    """Indices in groups of similar length. Never a last group of one: some controls need two texts."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    made = [order[at : at + batch] for at in range(0, len(order), batch)]
-    if len(made) > 1 and len(made[-1]) == 1:
-        alone = made.pop()
-        made[-1] += alone
-    yield from made
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:
@@ -165,18 +143,10 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
 
 
 def mean_over_texts(text: torch.Tensor, values: torch.Tensor) -> Interval | None:
-    """95 % interval of the mean of ``values`` when texts, not positions, are the independent draws.
-
-    None with fewer than two texts. The mean is a ratio of sums over texts; its variance is that of the texts'
-    residuals.
-    """
+    """95 % interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
     rows, index = torch.unique(text, return_inverse=True)
-    if len(rows) < 2:
-        return None
-    sums = torch.zeros(len(rows), dtype=torch.double).index_add_(0, index, values.double())
-    sizes = torch.zeros(len(rows), dtype=torch.double).index_add_(0, index, torch.ones_like(values).double())
-    mean = float(sums.sum() / sizes.sum())
-    residual = sums - mean * sizes
-    variance = float(residual.square().sum()) * len(rows) / (len(rows) - 1) / float(sizes.sum()) ** 2
-    half = _Z95 * math.sqrt(variance)
-    return Interval(mean - half, mean + half)
+    sums, sizes = (
+        torch.zeros(len(rows), dtype=torch.double).index_add_(0, index, column.double()).tolist()
+        for column in (values, torch.ones_like(values))
+    )
+    return ratio_interval(sums, sizes)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from mtp_extract.drafter import DraftArguments, Drafter
-from mtp_extract.speculate import Agreement, Base, Interval, Proportion, Transform
+from mtp_extract.drafter import Altered, DraftArguments, MtpDrafter, Transform
+from mtp_extract.speculate import Agreement, Base, Interval, Proportion
 from mtp_extract.validate.acceptance.agreement import (
     Continuations,
     WorkloadFigures,
@@ -47,7 +47,7 @@ class Control:
     name: str
     what: str
     suspect: str
-    drafter: Callable[[Drafter], Drafter | None] | None = None
+    drafter: Callable[[MtpDrafter], MtpDrafter | None] | None = None
     transform: Transform | None = None
     needs_texts: int = 1
     mild: str | None = None
@@ -95,26 +95,18 @@ def _next_position(arguments: DraftArguments, step: int) -> DraftArguments:
     return dataclasses.replace(arguments, position_ids=arguments.position_ids + 1)
 
 
-def _with_state(drafter: Drafter, changes: Mapping[str, torch.Tensor]) -> Drafter:
-    with torch.device("meta"):
-        twin = Drafter(drafter.config)
-    twin.load_state_dict({**drafter.state_dict(), **changes}, strict=True, assign=True)
-    return twin.eval().requires_grad_(False)
-
-
-def _root_of_head_dim(drafter: Drafter) -> Drafter:
+def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
     # The q norm is the last factor before the product with K, and each layer has its own head dim.
     state = drafter.state_dict()
-    return _with_state(
-        drafter,
+    return drafter.with_tensors(
         {
             f"layers.{i}.q_norm.weight": state[f"layers.{i}.q_norm.weight"] / layer.head_dim**0.5
             for i, layer in enumerate(drafter.config.layers)
-        },
+        }
     )
 
 
-def _full_rope(drafter: Drafter) -> Drafter | None:
+def _full_rope(drafter: MtpDrafter) -> MtpDrafter | None:
     config = drafter.config
     partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.partial_rotary_factor < 1]
     for kind in partial:
@@ -122,11 +114,11 @@ def _full_rope(drafter: Drafter) -> Drafter | None:
     return drafter.with_config(config) if partial else None
 
 
-def _unit_scalars(drafter: Drafter) -> Drafter | None:
+def _unit_scalars(drafter: MtpDrafter) -> MtpDrafter | None:
     scalars = {name: value for name, value in drafter.state_dict().items() if name.endswith(".layer_scalar")}
     if all(bool((value == 1).all()) for value in scalars.values()):
         return None
-    return _with_state(drafter, {name: torch.ones_like(value) for name, value in scalars.items()})
+    return drafter.with_tensors({name: torch.ones_like(value) for name, value in scalars.items()})
 
 
 CONTROLS: tuple[Control, ...] = (
@@ -180,7 +172,7 @@ CONTROLS: tuple[Control, ...] = (
 
 def run_controls(
     base: Base,
-    drafter: Drafter,
+    drafter: MtpDrafter,
     continuations: Continuations,
     real: Agreement,
     *,
@@ -191,14 +183,15 @@ def run_controls(
 
 
 def _run(
-    control: Control, base: Base, drafter: Drafter, continuations: Continuations, real: Agreement, batch: int
+    control: Control, base: Base, drafter: MtpDrafter, continuations: Continuations, real: Agreement, batch: int
 ) -> ControlResult:
     changed = control.drafter(drafter) if control.drafter else drafter
     if changed is None:
         return ControlResult(control, skipped="nothing to change in this drafter")
     if min(batch, len(continuations.usable)) < control.needs_texts:
         return ControlResult(control, skipped=f"it needs {control.needs_texts} texts in a batch")
-    agreement = measure_agreement(base, changed, continuations, real.steps, batch=batch, transform=control.transform)
+    altered = Altered(changed, transform=control.transform)
+    agreement = measure_agreement(base, altered, continuations, real.steps, batch=batch)
     return compare(control, real, agreement)
 
 

@@ -12,8 +12,9 @@ from statistics import fmean
 
 import torch
 
-from mtp_extract.speculate import Buffer, Generation, Options, SpeculativeGenerator, speedup
-from mtp_extract.validate.acceptance.agreement import Continuations, groups
+from mtp_extract.engines import Engine
+from mtp_extract.speculate import Base, Buffer, Generation, Options, speedup
+from mtp_extract.validate.acceptance.agreement import Continuations
 
 __all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
 
@@ -95,50 +96,53 @@ class GenerationResult:
 
 
 def measure_generation(
-    generator: SpeculativeGenerator,
+    engine: Engine,
+    base: Base,
     continuations: Continuations,
     lengths: Sequence[int],
     conditional: Sequence[float],
     *,
     new_tokens: int,
-    batch: int,
     timed: int,
 ) -> GenerationResult:
     """Generate with every K of ``lengths``.
 
     Args:
-        generator: base, drafter, tokenizer.
+        engine: generates.
+        base: its base, which says how near two tokens were where texts part.
         continuations: what the base alone wrote; texts must equal these.
         lengths: values of K.
         conditional: acceptance by step, for the arithmetic.
         new_tokens: as the continuations were made with.
-        batch: prompts at a time.
         timed: how many prompts to time, spread over the workloads.
     """
+    prompts = [text.tokens[: text.prompt_length] for text in continuations.texts]
     chosen = _spread(continuations, timed)
-    prompts = [continuations.texts[index].tokens[: continuations.texts[index].prompt_length] for index in chosen]
 
-    def one(index: int, drafts: int) -> Generation:
-        return generator.generate_batch([prompts[index]], Options(max_new_tokens=new_tokens, drafts=drafts))[0]
+    def run(indices: Sequence[int], drafts: int) -> list[Generation]:
+        return engine.generate([prompts[i] for i in indices], Options(max_new_tokens=new_tokens, drafts=drafts))
 
-    one(0, max(lengths))  # Kernels are chosen and memory is taken in the first call.
-    plain = [one(index, 0) for index in range(len(prompts))]
+    def one_by_one(drafts: int) -> list[Generation]:
+        return [result for index in chosen for result in run([index], drafts)]
+
+    run(chosen[:1], max(lengths))  # Kernels are chosen and memory is taken in the first call.
+    plain = one_by_one(0)
     results = []
     for drafts in lengths:
-        together = _all(generator, continuations, drafts, new_tokens, batch)
-        alone = [one(index, drafts) for index in range(len(prompts))]
+        together = run(range(len(prompts)), drafts)
+        alone = one_by_one(drafts)
         wrong = [
-            _divergence(generator, continuations, index, result.tokens)
-            for index, result in together
+            _divergence(base, continuations, index, result.tokens)
+            for index, result in enumerate(together)
             if result.tokens != _own(continuations, index)
         ]
         # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
         wrong += [
-            _divergence(generator, continuations, index, fast.tokens)
+            _divergence(base, continuations, index, fast.tokens)
             for index, fast, slow in zip(chosen, alone, plain, strict=True)
             if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
         ]
-        rounds = [r for _, result in together for r in result.rounds if r.drafted]
+        rounds = [r for result in together for r in result.rounds if r.drafted]
         timed_rounds = [r for result in alone for r in result.rounds if r.drafted]
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
         results.append(
@@ -180,32 +184,18 @@ def _spread(continuations: Continuations, count: int) -> list[int]:
     return order[:count]
 
 
-def _all(
-    generator: SpeculativeGenerator, continuations: Continuations, drafts: int, new_tokens: int, batch: int
-) -> list[tuple[int, Generation]]:
-    found = []
-    for group in groups([text.prompt_length for text in continuations.texts], batch):
-        prompts = [continuations.texts[i].tokens[: continuations.texts[i].prompt_length] for i in group]
-        results = generator.generate_batch(prompts, Options(max_new_tokens=new_tokens, drafts=drafts))
-        found += list(zip(group, results, strict=True))
-    return sorted(found, key=lambda pair: pair[0])
-
-
 @torch.inference_mode()
-def _divergence(
-    generator: SpeculativeGenerator, continuations: Continuations, prompt: int, found: tuple[int, ...]
-) -> Divergence:
+def _divergence(base: Base, continuations: Continuations, prompt: int, found: tuple[int, ...]) -> Divergence:
     """Where ``found`` leaves the base's own text, and how near the two tokens were there."""
     text, own = continuations.texts[prompt], _own(continuations, prompt)
     at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
     if at is None:
         return Divergence(prompt, min(len(own), len(found)), None, False)
-    base = generator.base
     before = torch.tensor([text.tokens[: text.prompt_length + at]], device=base.device)
     logits = base.logits(base.full_pass(before).hidden[:, -1])[0]
     margin = float(logits[own[at]] - logits[found[at]])
     # Two roundings of the head's result, at the size these logits have.
-    coarse = torch.finfo(generator.base.model.get_input_embeddings().weight.dtype).eps
+    coarse = torch.finfo(base.model.get_input_embeddings().weight.dtype).eps
     resolution = 2 * coarse * float(logits[[own[at], found[at]]].abs().max())
     return Divergence(prompt, at, margin, abs(margin) <= max(resolution, _FLOAT32_TIE))
 

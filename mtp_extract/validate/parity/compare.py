@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import Drafter
+from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import PairError
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.emulation import (
@@ -134,7 +134,7 @@ class _Run:
 
 
 def measure_parity(
-    drafter: Drafter,
+    drafter: MtpDrafter,
     source: SourceDrafter,
     *,
     cases: Callable[[Interface], Sequence[Case]] | None = None,
@@ -228,7 +228,7 @@ _SHAPE = (
 )
 
 
-def check_geometry(drafter: Drafter, source: SourceDrafter) -> None:
+def check_geometry(drafter: MtpDrafter, source: SourceDrafter) -> None:
     """Check that the checkpoint has the shape of the file's drafter.
 
     Raises:
@@ -244,7 +244,7 @@ def check_geometry(drafter: Drafter, source: SourceDrafter) -> None:
 
 
 @torch.inference_mode()
-def _reference(model: Drafter, arguments: Iterable[Any], roles: Iterable[str]) -> _Run:
+def _reference(model: MtpDrafter, arguments: Iterable[Any], roles: Iterable[str]) -> _Run:
     """One call of the reference, with the values the interpreter shows."""
     watched: dict[str, Floats] = {}
 

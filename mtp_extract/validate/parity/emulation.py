@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import Drafter
-from mtp_extract.drafter.mtp import KV, Layer, rotate
+from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import Layer, rotate
+from mtp_extract.drafter.protocol import KV
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.graph import Activation, FoundRole
 from mtp_extract.litertlm.quantized import QuantizedTensor
@@ -163,7 +164,7 @@ class Restored:
     different: tuple[str, ...]
 
 
-def restore(drafter: Drafter, source: SourceDrafter) -> tuple[Drafter, Restored]:
+def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Restored]:
     """A float32 copy of ``drafter`` whose rounded tensors have the file's precision back.
 
     A tensor that is not the file's, not even rounded, is left as the checkpoint has it: parity then shows what
@@ -199,10 +200,7 @@ def restore(drafter: Drafter, source: SourceDrafter) -> tuple[Drafter, Restored]
         else:
             kind = "different"
         found[kind].append(role.role)
-    with torch.device("meta"):
-        twin = Drafter(drafter.config)
-    twin.load_state_dict(state, strict=True, assign=True)
-    return twin.eval().requires_grad_(False), Restored(*(tuple(found[kind]) for kind in found))
+    return drafter.with_tensors(state), Restored(*(tuple(found[kind]) for kind in found))
 
 
 @dataclass(frozen=True)
@@ -230,12 +228,12 @@ class Emulation:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: MtpDrafter,
         plan: Mapping[str, Scheme],
         attention: Mapping[str, AttentionScheme],
         kernels: Kernels = Kernels.XNNPACK,
     ) -> None:
-        self.drafter = drafter.with_config(drafter.config).requires_grad_(False)
+        self.drafter = drafter.with_config(drafter.config)
         self._kernels = kernels
         self._guide = Guide({}, {})
         self._counts = [0, 0]

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, teacher_forced_by_stepping
+from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, groups
 from mtp_extract.validate.acceptance.agreement import (
     Continuations,
     figures,
-    groups,
     mean_over_texts,
     measure_agreement,
 )
@@ -110,8 +110,10 @@ def test_shipped_prompts() -> None:
 
 
 def test_prompts_are_opened_once(generator: SpeculativeGenerator) -> None:
-    tokenizer = generator.tokenizer
-    plain, chat = (encode_prompts([Prompt("w", "hello")], tokenizer, chat_template=on)[0] for on in (False, True))
+    codec, tokenizer = generator.codec, generator.codec.tokenizer
+    both = [encode_prompts([Prompt("w", "hello")], codec, chat_template=on)[0] for on in (False, True)]
+    assert [prompt.bos for prompt in both] == ["prompt", "template"]
+    plain, chat = (prompt.tokens for prompt in both)
     assert plain[0] == chat[0] == tokenizer.bos_token_id
     assert plain.count(tokenizer.bos_token_id) == chat.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(chat[1:]) == "<|turn>user\nhello<turn|>\n<|turn>model\n"

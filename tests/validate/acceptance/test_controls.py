@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mtp_extract.drafter import DraftArguments, Drafter
+from mtp_extract.drafter import DraftArguments, MtpDrafter
 from mtp_extract.speculate import Agreement, SpeculativeGenerator
 from mtp_extract.validate.acceptance.agreement import Continuations, measure_agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, run_controls
@@ -117,7 +117,7 @@ def test_changes_one_argument(arguments: DraftArguments, name: str, field: str) 
 
 
 @pytest.mark.parametrize("name", ["sqrt_d_attention", "full_rope", "unit_layer_scalars"])
-def test_changes_one_part_of_the_drafter(drafter: Drafter, name: str) -> None:
+def test_changes_one_part_of_the_drafter(drafter: MtpDrafter, name: str) -> None:
     change = BY_NAME[name].drafter
     assert change is not None
     twin = change(drafter)

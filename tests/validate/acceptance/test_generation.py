@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from mtp_extract.engines import LocalEngine
 from mtp_extract.speculate import SpeculativeGenerator, Text
 from mtp_extract.validate.acceptance.agreement import Continuations
 from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation
@@ -14,7 +15,8 @@ NEW_TOKENS = 24  # As the continuations were made.
 
 
 def run(generator: SpeculativeGenerator, continuations: Continuations) -> GenerationResult:
-    return measure_generation(generator, continuations, (1, 4), [0.8] * 4, new_tokens=NEW_TOKENS, batch=4, timed=2)
+    engine = LocalEngine(generator, batch=4)
+    return measure_generation(engine, generator.base, continuations, (1, 4), [0.8] * 4, new_tokens=NEW_TOKENS, timed=2)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.signature import signature_arguments
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 
 import mtp_extract
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import DraftArguments, Drafter, load_drafter, signature_arguments
+from mtp_extract.drafter import DraftArguments, MtpDrafter, load_drafter
 from mtp_extract.errors import PairError
 from mtp_extract.validate.parity import compare as parity_module
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments
@@ -25,11 +26,11 @@ from mtp_extract.validate.parity.oracle import Kernels, Oracle, readings, with_o
 SLIDING_WINDOW = 16
 
 
-def measured(drafter: Drafter, source: SourceDrafter, **options: Any) -> Parity:
+def measured(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> Parity:
     return measure_parity(drafter, source, samples=8, **options)
 
 
-def test_sample_agrees(drafter: Drafter, source: SourceDrafter) -> None:
+def test_sample_agrees(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(drafter, source)
     assert found.proven
     assert found.emulated.max_of_range < 1e-6
@@ -50,7 +51,7 @@ def test_sample_agrees(drafter: Drafter, source: SourceDrafter) -> None:
     assert all(role.emulated.max_of_range < 1e-6 for role in found.roles)
 
 
-def test_interpreters_own_kernels_quantize_otherwise(drafter: Drafter, source: SourceDrafter) -> None:
+def test_interpreters_own_kernels_quantize_otherwise(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(drafter, source, kernels=Kernels.BUILTIN)
     assert found.emulated.max_of_range < 1e-6
     theirs = Oracle(source, Kernels.BUILTIN)
@@ -98,7 +99,7 @@ def truth_calls() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("call", truth_calls(), ids=lambda call: f"position{call['inputs']['input_pos'][0]}")
-def test_recorded_calls(drafter: Drafter, source: SourceDrafter, call: dict[str, Any]) -> None:
+def test_recorded_calls(drafter: MtpDrafter, source: SourceDrafter, call: dict[str, Any]) -> None:
     """Inputs from a text, and what the interpreter made of them when the sample was built."""
     run = Oracle(source).run(call["inputs"])
     # Making more tensors readable changes no number.
@@ -112,25 +113,25 @@ def test_recorded_calls(drafter: Drafter, source: SourceDrafter, call: dict[str,
     assert np.abs(projected - call["projected"]).max() / np.ptp(call["projected"]) < EMULATED_BOUND
 
 
-def changed(drafter: Drafter, **tensors: torch.Tensor) -> Drafter:
+def changed(drafter: MtpDrafter, **tensors: torch.Tensor) -> MtpDrafter:
     twin = drafter.with_config(drafter.config)
     twin.load_state_dict({**drafter.state_dict(), **tensors}, assign=True)
     return twin
 
 
-def swapped(drafter: Drafter, one: str, other: str) -> Drafter:
+def swapped(drafter: MtpDrafter, one: str, other: str) -> MtpDrafter:
     state = drafter.state_dict()
     return changed(drafter, **{one: state[other], other: state[one]})
 
 
-def test_gate_and_up_swapped(drafter: Drafter, source: SourceDrafter) -> None:
+def test_gate_and_up_swapped(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), source)
     assert not found.proven
     assert found.weights.different == ("layers.1.gate_proj", "layers.1.up_proj")
     assert found.first_apart == "layers.1.gate_proj"
 
 
-def test_wrong_in_the_mapping_too(drafter: Drafter, source: SourceDrafter) -> None:
+def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: SourceDrafter) -> None:
     """A walk that takes gate for up gives a checkpoint that equals it in every weight. Parity knows nothing of it."""
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
@@ -148,19 +149,19 @@ def test_wrong_in_the_mapping_too(drafter: Drafter, source: SourceDrafter) -> No
         ("post_attention_norm", "post_ffw_norm"),
     ],
 )
-def test_norms_swapped(drafter: Drafter, source: SourceDrafter, one: str, other: str) -> None:
+def test_norms_swapped(drafter: MtpDrafter, source: SourceDrafter, one: str, other: str) -> None:
     found = measured(swapped(drafter, f"layers.2.{one}.weight", f"layers.2.{other}.weight"), source)
     assert not found.proven
     assert found.first_apart == f"layers.2.{one}"
 
 
-def test_layer_scalar_dropped(drafter: Drafter, source: SourceDrafter) -> None:
+def test_layer_scalar_dropped(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(changed(drafter, **{"layers.0.layer_scalar": torch.ones(1)}), source)
     assert not found.proven
     assert (found.weights.different, found.first_apart) == (("layers.0.layer_scalar",), "layers.0.layer_scalar")
 
 
-def test_one_row_a_code_off(drafter: Drafter, source: SourceDrafter) -> None:
+def test_one_row_a_code_off(drafter: MtpDrafter, source: SourceDrafter) -> None:
     weight = drafter.state_dict()["layers.3.o_proj.weight"].clone()
     weight[5] *= 1.02
     found = measured(changed(drafter, **{"layers.3.o_proj.weight": weight}), source)
@@ -168,7 +169,7 @@ def test_one_row_a_code_off(drafter: Drafter, source: SourceDrafter) -> None:
     assert not found.proven
 
 
-def test_values_transposed(drafter: Drafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_transposed(drafter: MtpDrafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     def misread(case: Case, config: Any, interface: Any, *, as_stored: bool) -> DraftArguments:
         arguments = reference_arguments(case, config, interface, as_stored=as_stored)
         turned = {kind: (k, v.transpose(2, 3).reshape(v.shape)) for kind, (k, v) in arguments.shared_kv.items()}
@@ -181,7 +182,7 @@ def test_values_transposed(drafter: Drafter, source: SourceDrafter, monkeypatch:
 
 
 @pytest.mark.parametrize("control", ["rope", "window", "scale", "cap", "eps"])
-def test_wrong_geometry(drafter: Drafter, source: SourceDrafter, control: str) -> None:
+def test_wrong_geometry(drafter: MtpDrafter, source: SourceDrafter, control: str) -> None:
     config = drafter.config
     narrower = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and 8) for x in config.layers)
     wrong = {
@@ -194,7 +195,7 @@ def test_wrong_geometry(drafter: Drafter, source: SourceDrafter, control: str) -
     assert not measured(drafter.with_config(wrong), source).proven
 
 
-def test_another_file(drafter: Drafter, tmp_path: Path) -> None:
+def test_another_file(drafter: MtpDrafter, tmp_path: Path) -> None:
     with (
         mtp_extract.open(variant("torch_odd_sizes")) as opened,
         pytest.raises(PairError, match="hidden_size 48, found 64"),
@@ -202,7 +203,7 @@ def test_another_file(drafter: Drafter, tmp_path: Path) -> None:
         measured(drafter, opened.drafter())
 
 
-def test_same_seed_same_numbers(drafter: Drafter, source: SourceDrafter) -> None:
+def test_same_seed_same_numbers(drafter: MtpDrafter, source: SourceDrafter) -> None:
     assert measured(drafter, source) == measured(drafter, source)
     assert measured(drafter, source, seed=1).float != measured(drafter, source).float
 
@@ -223,7 +224,7 @@ def test_only_outputs_are_added(source: SourceDrafter) -> None:
     assert differing[-1] - differing[0] < 4
 
 
-def test_restore_keeps_what_is_not_the_files(drafter: Drafter, source: SourceDrafter) -> None:
+def test_restore_keeps_what_is_not_the_files(drafter: MtpDrafter, source: SourceDrafter) -> None:
     state = drafter.state_dict()
     near = state["final_norm.weight"].bfloat16().float()
     far = state["layers.0.q_norm.weight"] * 1.01

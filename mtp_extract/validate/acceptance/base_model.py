@@ -16,7 +16,7 @@ from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError
 from mtp_extract.io.http import FaultError, Faults
 from mtp_extract.validate.extras import require
 
-__all__ = ["Pair", "drafter_dtype", "load_pair", "memory_guard"]
+__all__ = ["LoadedBase", "load_base", "memory_guard"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -27,7 +27,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoadedBase:
     """A loaded base.
 
     Attributes:
@@ -47,8 +47,13 @@ class Pair:
     dtype: str
     notes: tuple[str, ...]
 
+    @property
+    def drafter_dtype(self) -> torch.dtype:
+        """What the drafter computes in beside this base: float32 where the base does, else bfloat16."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
-def load_pair(name: str, device: str = "auto") -> Pair:
+
+def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
@@ -97,12 +102,7 @@ def load_pair(name: str, device: str = "auto") -> Pair:
         model = (model if placement is None else model.to(placement)).eval()
     weights = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    return Pair(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
-
-
-def drafter_dtype(pair: Pair) -> torch.dtype:
-    """What the drafter computes in beside this base: float32 where the base does, else bfloat16."""
-    return torch.float32 if pair.dtype == "float32" else torch.bfloat16
+    return LoadedBase(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
 
 
 def _locate(name: str) -> tuple[str, str | None]:

@@ -12,8 +12,8 @@ from helpers.variant_files import variant
 
 import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
-from mtp_extract.validate.acceptance import pair as pair_module
-from mtp_extract.validate.acceptance.pair import drafter_dtype, load_pair, memory_guard
+from mtp_extract.validate.acceptance import base_model
+from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
 from mtp_extract.validate.run import Plan, run_validation
 
 
@@ -23,46 +23,46 @@ def copied(base: Path, tmp_path: Path) -> Path:
 
 
 def test_loads_the_sample(base: Path) -> None:
-    pair = load_pair(str(base), "cpu")
-    assert (pair.dtype, pair.devices, drafter_dtype(pair)) == ("float32", ("cpu",), torch.float32)
+    loaded = load_base(str(base), "cpu")
+    assert (loaded.dtype, loaded.devices, loaded.drafter_dtype) == ("float32", ("cpu",), torch.float32)
 
 
 def test_float16_is_not_computed_in(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     config["dtype"] = config["text_config"]["dtype"] = "float16"
     (copied / "config.json").write_text(json.dumps(config))
-    pair = load_pair(str(copied), "cpu")
-    assert (pair.dtype, drafter_dtype(pair)) == ("bfloat16", torch.bfloat16)
-    assert "loaded as bfloat16" in pair.notes[0]
+    loaded = load_base(str(copied), "cpu")
+    assert (loaded.dtype, loaded.drafter_dtype) == ("bfloat16", torch.bfloat16)
+    assert "loaded as bfloat16" in loaded.notes[0]
 
 
 def test_no_tokenizer(copied: Path) -> None:
     for path in copied.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(PairError, match=r"expected a tokenizer in .* tokenizer files belong in the same directory"):
-        load_pair(str(copied), "cpu")
+        load_base(str(copied), "cpu")
 
 
 def test_no_weights(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     with pytest.raises(PairError, match=r"expected a model in .*model\.safetensors"):
-        load_pair(str(copied), "cpu")
+        load_base(str(copied), "cpu")
 
 
 @pytest.mark.parametrize("name", ["absent/deep/er", "./absent", "/absent", "absent"])
 def test_no_such_base(name: str) -> None:
     with pytest.raises(PairError, match="which is neither"):
-        load_pair(name, "cpu")
+        load_base(name, "cpu")
 
 
 def test_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(PairError, match="give the base model's directory"):
-        load_pair(str(tmp_path), "cpu")
+        load_base(str(tmp_path), "cpu")
 
 
 def test_a_drafter_is_no_base(checkpoint: Path) -> None:
     with pytest.raises(PairError, match="found a drafter"):
-        load_pair(str(checkpoint), "cpu")
+        load_base(str(checkpoint), "cpu")
 
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"google/gemma-nope: offline mode is on.*give a local directory as the base"):
-        load_pair("google/gemma-nope", "cpu")
+        load_base("google/gemma-nope", "cpu")
 
 
 def test_another_base(tmp_path: Path, base: Path, prompts_file: Path) -> None:
@@ -88,13 +88,13 @@ def test_another_base(tmp_path: Path, base: Path, prompts_file: Path) -> None:
 )
 def test_no_such_device(base: Path, device: str, message: str) -> None:
     with pytest.raises(MtpExtractError, match=message):
-        load_pair(str(base), device)
+        load_base(str(base), device)
 
 
 def test_too_little_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_module, "_free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(base_model, "_free_memory", lambda: 1_000_000)
     with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base needs about 0\.0 GB"):
-        load_pair(str(base), "cpu")
+        load_base(str(base), "cpu")
 
 
 @pytest.mark.parametrize(

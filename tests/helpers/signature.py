@@ -11,12 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.drafter.arguments import DraftArguments
-from mtp_extract.drafter.masks import signature_masks
+from mtp_extract.drafter import DraftArguments, DrafterConfig, position_masks
 from mtp_extract.errors import DrafterError
 
-__all__ = ["kv_names", "signature_arguments"]
+__all__ = ["kv_names", "signature_arguments", "signature_masks"]
 
 _KEY = re.compile(r"kv_cache_k_(\d+)")
 
@@ -94,3 +92,23 @@ def signature_arguments(
         position_ids=input_pos.reshape(1, 1),
         masks=signature_masks(config, mask, input_pos),
     )
+
+
+def signature_masks(config: DrafterConfig, mask: Tensor, input_pos: Tensor) -> dict[str, Tensor]:
+    """Masks as the LiteRT ``mtp_drafter`` signature applies them.
+
+    The ``mask`` input serves the full layers as it is. A sliding layer sees slot ``a`` when it is also within
+    ``input_pos - window < a <= input_pos``; the graph compares ``input_pos`` with two constant ranges,
+    from 0 and from the window.
+
+    Args:
+        config: gives the layer types and their windows.
+        mask: bool [1, 1, 1, slots].
+        input_pos: integer [1].
+
+    Returns:
+        layer type → bool [1, 1, slots].
+    """
+    slots = torch.arange(mask.shape[-1], device=mask.device)[None]
+    masks = position_masks(config, dict.fromkeys(config.kv_layers, slots), input_pos.long().reshape(1, 1))
+    return {layer_type: visible & mask.reshape(1, 1, -1) for layer_type, visible in masks.items()}

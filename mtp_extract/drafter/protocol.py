@@ -1,0 +1,125 @@
+"""What a drafter asks of its base, and what the speculative loop asks of a drafter.
+
+The loop and the measurements know drafters by this alone. Tensors are over [batch, queries]: a *query* is a pending
+token, the last one known, to draft from. Generation has one query a sequence; teacher forcing has one for every
+position of a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["KV", "BaseState", "DraftState", "Drafter", "Fed", "Needs"]
+
+KV = tuple[Tensor, Tensor]
+"""K and V, each [batch, KV heads, slots, head_dim]; K already rotated."""
+
+DraftState = Any
+"""Where a round of drafting stands; only the drafter that made it looks inside."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter reads of its base. A base that cannot give it is not the one the drafter was made for.
+
+    Attributes:
+        vocab_size: tokens, the base's own.
+        width: of the base's embeddings and hidden states.
+        embedding: the base's embedding of every drafted token, times sqrt(width).
+        final_hidden: the state after the final norm that predicted the pending token.
+        layers: the hidden states that enter these layers of the base, counted from 0.
+        shared_kv: layer type → (KV heads, head_dim) of the base's K and V it looks at.
+        own_cache: it keeps something of its own from round to round: :attr:`BaseState.previous`.
+    """
+
+    vocab_size: int
+    width: int
+    embedding: bool = True
+    final_hidden: bool = True
+    layers: tuple[int, ...] = ()
+    shared_kv: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    own_cache: bool = False
+
+    @property
+    def input_width(self) -> int:
+        """Numbers that go in for one query, K and V aside."""
+        return (self.embedding + self.final_hidden + len(self.layers)) * self.width
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Tokens the base was fed in one forward, and its states there.
+
+    Rejected drafts are among them, and padding after a shorter prompt: both stand at the pending token's position or
+    later.
+
+    Attributes:
+        tokens: int64 [batch, fed].
+        positions: int64 [batch, fed].
+        hidden: [batch, fed, width], after the final norm.
+        layers: layer → [batch, fed, width], the hidden state that enters it.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    hidden: Tensor
+    layers: Mapping[int, Tensor]
+
+    def keep(self, rows: Sequence[int]) -> Fed:
+        """These sequences alone."""
+        layers = {layer: states[rows] for layer, states in self.layers.items()}
+        return Fed(self.tokens[rows], self.positions[rows], self.hidden[rows], layers)
+
+
+@dataclass(frozen=True)
+class BaseState:
+    """What the base knows when a round starts: everything up to the token before the pending one.
+
+    Attributes:
+        positions: int64 [batch, queries], where the pending token stands; at least 1.
+        hidden: [batch, queries, width], the state after the final norm that predicted it.
+        embed: tokens [...] → [..., width], the base's embedding, scaled.
+        shared_kv: layer type → the base's K and V, of every layer type it has.
+        slot_positions: layer type → int64 [batch, slots], the position whose K and V a slot holds; later than any
+            query where it holds none.
+        fed: what the base was fed since the last round: at first the whole prompt.
+        previous: what :meth:`Drafter.start` returned last; None in the first round, and for a drafter without a cache
+            of its own.
+        rows: which sequences of ``previous`` are still there; None: all.
+    """
+
+    positions: Tensor
+    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]
+    shared_kv: Mapping[str, KV]
+    slot_positions: Mapping[str, Tensor]
+    fed: Fed
+    previous: DraftState = None
+    rows: Sequence[int] | None = None
+
+
+class Drafter(Protocol):
+    """A small model that proposes the tokens its base will say."""
+
+    @property
+    def needs(self) -> Needs:
+        """What it reads of its base."""
+
+    def start(self, base: BaseState) -> DraftState:
+        """Begin a round."""
+
+    def step(self, state: DraftState, token: Tensor) -> tuple[Tensor, DraftState]:
+        """One draft step.
+
+        Args:
+            state: from :meth:`start`, or from the step before.
+            token: int64 [batch, queries], the pending token, then the one drafted last.
+
+        Returns:
+            Logits of the token that follows, [batch, queries, vocabulary], and the state of the next step.
+        """

@@ -1,0 +1,40 @@
+"""The loop of this package as an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtp_extract.speculate import Generation, Options, Prompt, SpeculativeGenerator, groups
+
+__all__ = ["LocalEngine"]
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """Generates in batches of prompts of similar length.
+
+    Attributes:
+        generator: base, drafter and tokenizer.
+        batch: prompts at a time.
+    """
+
+    generator: SpeculativeGenerator
+    batch: int = 16
+
+    def generate(self, prompts: Sequence[Prompt], options: Options) -> list[Generation]:
+        """Continue every prompt; results in their order.
+
+        Raises:
+            PairError: a prompt cannot be encoded.
+        """
+        codec = self.generator.codec
+        encoded = [codec.encode(prompt, chat_template=options.chat_template) for prompt in prompts]
+        found: dict[int, Generation] = {}
+        for number, group in enumerate(groups([len(prompt.tokens) for prompt in encoded], self.batch)):
+            # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
+            own = dataclasses.replace(options, seed=options.seed + (number << 32))
+            results = self.generator.generate_batch([encoded[index] for index in group], own)
+            found.update(zip(group, results, strict=True))
+        return [found[index] for index in range(len(prompts))]

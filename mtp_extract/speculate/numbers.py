@@ -1,0 +1,34 @@
+"""Whole numbers that come from outside."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from mtp_extract.errors import MtpExtractError, escape
+
+__all__ = ["count"]
+
+
+def count(what: str, value: Any, *, least: int, advice: str = "") -> int:
+    """``value`` as an int: any integer type, but neither a float, however whole, nor a bool.
+
+    Args:
+        what: its name, for the message.
+        value: as given.
+        least: smallest that is allowed.
+        advice: what to do, for the message.
+
+    Raises:
+        MtpExtractError: not a whole number, or less than ``least``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise MtpExtractError(
+            f"expected {what} to be a whole number of at least {least}, found {escape(value)}"
+            + (f"; {advice}" if advice else "")
+        )
+    return number

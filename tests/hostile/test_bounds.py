@@ -1,0 +1,58 @@
+"""The bounds themselves: work is stopped, in a pool's worker too, and waiting is not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from helpers.bounds import HANG, TooLongError, bounded, cpu_limit
+
+SPIN = "while True: pass"
+
+
+def spin(cpu_seconds: float) -> float:
+    """CPU seconds after which endless work was stopped."""
+    begun = time.process_time()
+    try:
+        with bounded(cpu_seconds):
+            exec(SPIN)
+    except TooLongError:
+        return time.process_time() - begun
+    raise AssertionError
+
+
+def test_endless_work_is_stopped() -> None:
+    assert spin(0.2) == pytest.approx(0.2, abs=0.15)
+
+
+def test_endless_work_is_stopped_in_a_worker() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(spin, 0.2).result() == pytest.approx(0.2, abs=0.15)
+
+
+def test_waiting_is_free() -> None:
+    with bounded(0.2):
+        time.sleep(0.5)
+
+
+def test_bounds_nest() -> None:
+    with pytest.raises(TooLongError), bounded(0.4):
+        with pytest.raises(TooLongError), bounded(0.1):
+            exec(SPIN)
+        exec(SPIN)
+    assert signal.getitimer(signal.ITIMER_PROF)[0] > 30, "the bounds of every hostile test hold again"
+
+
+def test_memory_is_bounded() -> None:
+    with bounded(5, memory=1 << 20), pytest.raises(MemoryError):
+        bytearray(1 << 26)
+
+
+def test_a_command_is_stopped() -> None:
+    done = subprocess.run([sys.executable, "-c", SPIN], preexec_fn=cpu_limit(1), timeout=HANG, check=False)
+    assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
