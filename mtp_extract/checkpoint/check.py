@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,7 +17,7 @@ from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, differing, read_header
-from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.staging import RECORD, UNLISTED
 from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "read_record", "verify", "verify_against"]
@@ -89,7 +90,7 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
     weights = format_named(record["layout"]).weights_file
     if weights not in record["files"]:
         raise CheckpointError(f"{folder}: its record does not list {weights}.")
-    wrong = [f"{escape(name)} is not in its record" for name in _unlisted(folder, record["files"])]
+    wrong = [f"{escape(name)} is not listed, so it does not belong there" for name in _unlisted(folder, record["files"])]
     tensors = 0
     for name, expected in record["files"].items():
         path = folder / name
@@ -115,9 +116,12 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
 
 
 def _unlisted(folder: Path, listed: Mapping[str, Any]) -> list[str]:
-    """Files beside the record that it does not list; what begins with a dot belongs to other programs."""
-    present = (path.name for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
-    return sorted(set(present) - {RECORD, *listed})
+    """Files in the directory that belong neither to the checkpoint nor to a report; hidden ones are not looked at."""
+    present = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        present += [Path(root, name).relative_to(folder).as_posix() for name in sorted(names) if name[0] != "."]
+    return [name for name in present if name not in listed and not any(fnmatchcase(name, p) for p in UNLISTED)]
 
 
 def _inside(name: str) -> bool:
