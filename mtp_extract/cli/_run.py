@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["run", "run_lean"]
 
 
+# What a command adds to an error of the library, by the error's name: importing its class would cost time.
+_OPTIONS = {"NoRangesError": " The option for that is --download."}
+
+
 class _Stopped(BaseException):
     """A signal asked the program to stop. Typer lets it pass; it would turn KeyboardInterrupt into a bare exit."""
 
@@ -36,7 +40,7 @@ def run(app: typer.Typer) -> None:
     try:
         app()
     except MtpExtractError as error:
-        render.error(str(error))
+        render.error(f"{error}{_OPTIONS.get(type(error).__name__, '')}")
         status = 1
     except _Stopped as stop:
         render.error("interrupted; nothing was kept.")
