@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
@@ -16,7 +15,7 @@ from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.names import NameCheck, check_names
 from mtp_extract.io.kinds import HEAD, kind_of
-from mtp_extract.io.source import LocalSource, Region, Source
+from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
     TFLITE_MODEL,
@@ -227,7 +226,7 @@ def open_source(
     source: str | os.PathLike[str] | Source,
     *,
     download: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Source:
     """Open what the user named, as bytes: a path, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
 
@@ -253,7 +252,7 @@ def open_bundle(
     source: str | os.PathLike[str] | Source,
     *,
     download: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Opened:
     """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
 

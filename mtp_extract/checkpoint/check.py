@@ -90,7 +90,9 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
     weights = format_named(record["layout"]).weights_file
     if weights not in record["files"]:
         raise CheckpointError(f"{folder}: its record does not list {weights}.")
-    wrong = [f"{escape(name)} is not listed, so it does not belong there" for name in _unlisted(folder, record["files"])]
+    wrong = [
+        f"{escape(name)} is not listed, so it does not belong there" for name in _unlisted(folder, record["files"])
+    ]
     tensors = 0
     for name, expected in record["files"].items():
         path = folder / name

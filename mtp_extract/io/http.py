@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType, ModuleType
@@ -49,7 +50,8 @@ _SLOW_WINDOW, _SLOW_BYTES = 15.0, 32 << 10  # an answer that brings fewer bytes 
 _FORGIVEN = 1 << 20  # whoever brought so many bytes starts counting failures again
 
 _BY_HAND = "Download it yourself and give its path."
-_CONTENT_RANGE = re.compile(r"\s*bytes (\d+)-(\d+)/(\d+|\*)\s*")
+_OFFLINE = "Unset it, or give the path of a local copy"
+_CONTENT_RANGE = re.compile(r"\s*bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)\s*")
 
 
 class NoRangesError(SourceError):
@@ -98,7 +100,7 @@ def _known_error(name: str, error: Exception) -> Exception | None:
             return _busy(error.response)
     # Most derived first.
     final: tuple[tuple[type[Exception], str], ...] = (
-        (errors.OfflineModeIsEnabled, "offline mode is on (HF_HUB_OFFLINE) and the file is not in the Hub's cache"),
+        (errors.OfflineModeIsEnabled, f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}"),
         (errors.HFValidationError, "this is not a repository's name"),
         (errors.GatedRepoError, f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"),
         (errors.RevisionNotFoundError, "the repository has no such revision: check what follows the @"),
@@ -123,15 +125,10 @@ def _known_error(name: str, error: Exception) -> Exception | None:
 def _busy(response: Any) -> FaultError:
     status, asked = int(response.status_code), response.headers.get("retry-after", "").strip()
     what = "limits the rate of requests" if status == 429 else "is not available"
-    wait = None
-    if asked.isdigit():
-        wait = float(asked)
-    elif asked:
-        try:
-            date = parsedate_to_datetime(asked)
-            wait = max(0.0, (date.replace(tzinfo=timezone.utc) - datetime.now(timezone.utc)).total_seconds())
-        except ValueError:
-            pass  # it asks for nothing that can be understood
+    wait = float(asked) if asked.isdecimal() else None
+    with suppress(ValueError):  # neither a number nor a date: it asks for nothing that can be understood
+        date = parsedate_to_datetime(asked)
+        wait = max(0.0, (date.replace(tzinfo=date.tzinfo or timezone.utc) - datetime.now(timezone.utc)).total_seconds())
     return FaultError(f"the server {what} ({status})", wait)
 
 
@@ -291,13 +288,13 @@ class RangedFile:
         if kind.startswith("text/html"):
             raise SourceError(f"{self.name}: expected a file, found an HTML page. Give the address of the file itself.")
         if not self._take_whole:
-            much = f" of {int(length) / 1e9:.1f} GB" if length.isdigit() else ""
+            much = f" of {int(length) / 1e9:.1f} GB" if length.isdecimal() else ""
             raise NoRangesError(
                 f"{self.name}: expected a server of byte ranges, found one that sends whole files. Allow the download "
                 f"of the whole file{much}, or give the path of a copy.",
                 remedies=("download",),
             )
-        if not length.isdigit():
+        if not length.isdecimal():
             # A lost connection could not be told from the end of the file.
             raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
         self.whole = True

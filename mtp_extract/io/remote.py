@@ -6,21 +6,17 @@ import re
 import tempfile
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from pathlib import Path
 
 from mtp_extract.errors import SourceError
 from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.io.http import FaultError, Faults, NoRangesError, RangedFile, hide_queries
-from mtp_extract.io.source import FileSource, LocalSource, Source
+from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
 __all__ = ["RemoteSource", "open_remote"]
 
 _BLOCK = 1 << 16
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-_Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
 
 class RemoteSource(FileSource):
@@ -31,7 +27,7 @@ class RemoteSource(FileSource):
     process however that ends. Threads may read at the same time; they wait while one of them fetches.
     """
 
-    def __init__(self, ranges: RangedFile, progress: _Progress | None = None) -> None:
+    def __init__(self, ranges: RangedFile, progress: Progress | None = None) -> None:
         self.name = ranges.name
         self._ranges, self._progress = ranges, progress
         self._lock = threading.Lock()
@@ -110,7 +106,7 @@ class RemoteSource(FileSource):
 
 
 def open_remote(
-    url: str, *, download: bool = False, token: str | bool | None = None, progress: _Progress | None = None
+    url: str, *, download: bool = False, token: str | bool | None = None, progress: Progress | None = None
 ) -> Source:
     """Open a remote file for random access.
 

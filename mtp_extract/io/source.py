@@ -14,13 +14,17 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
 
-__all__ = ["FileSource", "LocalSource", "Region", "Source"]
+__all__ = ["FileSource", "LocalSource", "Progress", "Region", "Source"]
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
 
 _PAGE = 1 << 15
 _PAGES_KEPT = 256

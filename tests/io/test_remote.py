@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -155,6 +158,18 @@ def test_retry_after_is_obeyed(bundle: HubServer, patience: Patient, where: str)
     bundle.fault(where, status=503, headers={"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"})
     assert whole(URL, patience) == DATA
     assert patience.waits == [7.0, 0.0]
+
+
+@pytest.mark.parametrize("asked", ["soon", "\u00b2", "-1", "1e9"])
+def test_a_retry_after_that_says_nothing(bundle: HubServer, patience: Patient, asked: str) -> None:
+    bundle.fault("storage", status=503, headers={"Retry-After": asked})
+    assert whole(URL, patience) == DATA
+    assert patience.waits == [0.5]
+
+
+def test_a_range_of_absurd_numbers(bundle: HubServer, patience: Patient) -> None:
+    bundle.fault("storage", headers={"Content-Range": f"bytes 0-65535/{'9' * 5000}"}, times=99)
+    assert "a range without saying which" in fails(URL, patience)
 
 
 def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience: Patient) -> None:
@@ -332,6 +347,23 @@ def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -
     bundle.fault("storage", ranges=False, times=99)
     with pytest.raises(NoRangesError, match=r"whole file of 0\.0 GB"):
         open_remote(URL)
+
+
+def test_the_command_names_its_option(hub: HubServer) -> None:
+    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
+    hub.fault("plain", ranges=False)
+    program = "import sys; from mtp_extract.cli.inspect import main; sys.argv[0] = 'mtp-inspect'; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, hub.url() + "/a.litertlm"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("or give the path of a copy. The option for that is --download.\n")
 
 
 def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:
