@@ -1,0 +1,130 @@
+"""The loop knows drafters by the protocol alone: one with a cache of its own, as EAGLE-3 has, drafts as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.random_pairs import Pair, base_alone, random_base
+from helpers.stepping import teacher_forced_by_stepping
+from torch import Tensor
+
+from mtp_extract.drafter import BaseState, Drafter, Needs
+from mtp_extract.errors import PairError
+from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text
+
+LAYERS = (1, 2, 4)
+PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
+TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sequence as the drafter has seen it: token and states of every position before the pending one."""
+
+    tokens: tuple[int, ...]
+    states: Tensor  # [length, layers, width]
+
+
+@dataclass(frozen=True)
+class Caching:
+    """Reads three layers' hidden states, keeps them from round to round, and drafts from what it has kept.
+
+    It knows what the base will say (``texts``), and is wrong at every third position.
+    """
+
+    texts: Sequence[tuple[int, ...]]
+    rounds: list[list[Seen]] = field(default_factory=list)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(vocab_size=40, width=32, embedding=True, final_hidden=False, layers=LAYERS, own_cache=True)
+
+    def start(self, base: BaseState) -> list[Seen]:
+        batch = len(base.positions)
+        kept = base.previous or [Seen((), torch.zeros(0, len(LAYERS), 32)) for _ in range(batch)]
+        kept = [kept[row] for row in base.rows] if base.rows is not None else kept
+        states = torch.stack([base.fed.layers[layer] for layer in LAYERS], dim=2)
+        seen = []
+        for row, old in enumerate(kept):
+            known = base.fed.positions[row] < base.positions[row]
+            assert base.fed.positions[row, 0] == len(old.tokens)
+            tokens = (*old.tokens, *base.fed.tokens[row][known].tolist())
+            seen.append(Seen(tokens, torch.cat((old.states, states[row][known]))))
+            assert len(tokens) == int(base.positions[row])
+        self.rounds.append(seen)
+        return seen
+
+    def step(self, state: list[Seen], token: Tensor) -> tuple[Tensor, list[Seen]]:
+        state = [replace(s, tokens=(*s.tokens, int(token[row]))) for row, s in enumerate(state)]
+        logits = torch.zeros(len(state), 1, 40)
+        for row, s in enumerate(state):
+            at = len(s.tokens)
+            follows = next((text[at] for text in self.texts if text[:at] == s.tokens and at < len(text)), 0)
+            logits[row, 0, (follows + (at % 3 == 0)) % 40] = 1
+        return logits, state
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_base()
+
+
+@pytest.fixture(scope="module")
+def texts(model: Any) -> list[tuple[int, ...]]:
+    return [prompt + base_alone(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ...]]) -> None:
+    """Texts are the base's, and what the drafter kept is what the base has at these positions, whoever left before."""
+    drafter: Drafter = (caching := Caching(texts))
+    generator = SpeculativeGenerator(model, drafter)
+    stop = texts[1][len(PROMPTS[1]) + 11]
+    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=TOKENS, drafts=4, stop_token_ids=[stop]))
+    for prompt, text, result in zip(PROMPTS, texts, results, strict=True):
+        own = text[len(prompt) :]
+        assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
+        assert 0 < result.accepted < result.drafted
+    assert len({len(seen) for seen in caching.rounds}) > 1, "a sequence is to leave before the others"
+    whole = {text: generator.base.full_pass(torch.tensor([text]), LAYERS).layers for text in texts}
+    for seen in (one for round_ in caching.rounds for one in round_):
+        layers = next(found for text, found in whole.items() if text[: len(seen.tokens)] == seen.tokens)
+        expected = torch.stack([layers[layer][0, : len(seen.tokens)] for layer in LAYERS], dim=1)
+        torch.testing.assert_close(seen.states, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_its_input_is_counted(model: Any, texts: list[tuple[int, ...]]) -> None:
+    result = SpeculativeGenerator(model, Caching(texts)).generate(PROMPTS[0], max_new_tokens=9)
+    assert {buffer.name: buffer.shape for buffer in result.buffers}["drafter_input"] == (1, 1, 4 * 32)
+
+
+def test_it_can_be_taught(model: Any, texts: list[tuple[int, ...]]) -> None:
+    found = teacher_forced_by_stepping(Base(model), Caching(texts), [Text(texts[2], len(PROMPTS[2]))], 2)
+    right = [(anchor + 1) % 3 != 0 for anchor in found.anchor.tolist()]
+    assert (found.drafts[:, 0] == found.targets[:, 0]).tolist() == right
+
+
+def test_hidden_states_of_a_whole_model(pair: Pair) -> None:
+    """The states that enter a layer, in a base with a vision part around it too."""
+    base = pair.generator.base
+    entering: list[Tensor] = []
+    layer = base.model.get_decoder().layers[2]
+    handle = layer.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
+    with torch.inference_mode():
+        states = base.full_pass(torch.arange(9)[None], (2,)).layers
+    handle.remove()
+    assert torch.equal(states[2], entering[0])
+
+
+def test_a_layer_the_base_does_not_have(model: Any) -> None:
+    @dataclass(frozen=True)
+    class Deep(Caching):
+        @property
+        def needs(self) -> Needs:
+            return replace(super().needs, layers=(5,))
+
+    with pytest.raises(PairError, match="expected the base to have a layer 5, found layers 0 to 4; give the base"):
+        SpeculativeGenerator(model, Deep(()))
