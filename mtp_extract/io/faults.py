@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.policy import Policy, retry_after
 
-__all__ = ["BUSY", "FaultError", "Faults", "Patience", "busy", "http_library"]
+__all__ = ["BUSY", "HUB_STATUSES", "FaultError", "Faults", "Patience", "busy", "http_library"]
 
 BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may go away by themselves."""
+
+HUB_STATUSES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "the Hub does not accept the token: log in again (hf auth login) or set HF_TOKEN",
+        403: "the token does not give access to the repository",
+        404: "there is no such file: check the address",
+    }
+)
+"""What the Hub means by a status, where its answer does not say more."""
 
 
 class FaultError(Exception):
@@ -141,10 +151,5 @@ class Faults:
                 "login) or set HF_TOKEN if it needs that",
             ),
         )
-        by_status = {
-            401: "the Hub does not accept the token: log in again (hf auth login) or set HF_TOKEN",
-            403: "the token does not give access to the repository",
-            404: "there is no such file: check the address",
-        }
         text = next((text for kind, text in named if isinstance(error, kind)), None)
-        return SourceError(f"{self._name}: {text or by_status.get(status, f'the Hub answered {status}')}.")
+        return SourceError(f"{self._name}: {text or HUB_STATUSES.get(status, f'the Hub answered {status}')}.")
