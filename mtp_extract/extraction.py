@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -144,7 +144,9 @@ def _extract(
     return ExtractionResult(directory=target, files=sizes, record=made, notes=_notes(drafter, checkpoint))
 
 
-def verify_against_source(directory: str | os.PathLike[str], opened: Opened) -> Verification:
+def verify_against_source(
+    directory: str | os.PathLike[str], opened: Opened, beside: Container[str] = ()
+) -> Verification:
     """Check ``directory`` against its own record, then derive every tensor from ``opened`` again and compare all bits.
 
     Raises:
@@ -154,7 +156,7 @@ def verify_against_source(directory: str | os.PathLike[str], opened: Opened) -> 
     window = read_record(Path(directory))["geometry"].get("sliding_window")
     opened.prefetch()
     drafter = opened.drafter(window if isinstance(window, int) else None)
-    return verify_against(directory, checkpoint_of(drafter), opened.source.name)
+    return verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
 
 
 def _codes_of(weights: OutputFile, wanted: bool) -> list[OutputFile]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,10 +17,10 @@ from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, differing, read_header
-from mtp_extract.checkpoint.staging import RECORD, UNLISTED
+from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["Verification", "read_record", "verify", "verify_against"]
+__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
 
 _LARGEST_RECORD = 1 << 26
 
@@ -79,24 +79,30 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def verify(directory: str | os.PathLike[str]) -> Verification:
+def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Verification:
     """Check every file and every tensor of ``directory`` against its ``extraction.json``.
 
+    Args:
+        beside: files that may be there though the record does not list them: those of a report.
+
     Raises:
-        CheckpointError: something differs; the message lists what.
+        CheckpointError: something differs, is missing or does not belong there; the message lists what.
     """
     folder = Path(directory)
+    present = list(files_in(folder))
     record = read_record(folder)
     weights = format_named(record["layout"]).weights_file
     if weights not in record["files"]:
         raise CheckpointError(f"{folder}: its record does not list {weights}.")
     wrong = [
-        f"{escape(name)} is not listed, so it does not belong there" for name in _unlisted(folder, record["files"])
+        f"{escape(name)} belongs neither to the checkpoint nor to a report"
+        for name in present
+        if name not in record["files"] and name != RECORD and name not in beside
     ]
     tensors = 0
     for name, expected in record["files"].items():
         path = folder / name
-        if not _inside(name) or not path.is_file() or path.is_symlink():
+        if not _inside(name) or not path.is_file():
             wrong.append(f"{escape(name)} is missing")
         elif path.stat().st_size != expected.get("size"):
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {escape(expected.get('size'))}")
@@ -117,13 +123,30 @@ def verify(directory: str | os.PathLike[str]) -> Verification:
     return Verification(folder, record, len(record["files"]), tensors)
 
 
-def _unlisted(folder: Path, listed: Mapping[str, Any]) -> list[str]:
-    """Files in the directory that belong neither to the checkpoint nor to a report; hidden ones are not looked at."""
-    present = []
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Files below ``folder``, hidden ones left out, as the record writes them.
+
+    Nothing is opened: a pipe would be waited for, a link may lead to a file that is nobody's business.
+
+    Raises:
+        CheckpointError: there is something else than files and directories.
+    """
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        present += [Path(root, name).relative_to(folder).as_posix() for name in sorted(names) if name[0] != "."]
-    return [name for name in present if name not in listed and not any(fnmatchcase(name, p) for p in UNLISTED)]
+        for name in sorted([*folders, *names]):
+            path = Path(root, name)
+            mode = path.lstat().st_mode
+            if name.startswith(".") or stat.S_ISDIR(mode):
+                continue
+            if not stat.S_ISREG(mode):
+                raise CheckpointError(
+                    f"{escape(path)}: expected a regular file, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}, "
+                    "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."
+                )
+            yield path.relative_to(folder).as_posix()
 
 
 def _inside(name: str) -> bool:
@@ -149,7 +172,9 @@ def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping
     return wrong
 
 
-def verify_against(directory: str | os.PathLike[str], original: Checkpoint, name: str) -> Verification:
+def verify_against(
+    directory: str | os.PathLike[str], original: Checkpoint, name: str, beside: Container[str] = ()
+) -> Verification:
     """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again and compare all bits.
 
     Args:
@@ -159,7 +184,7 @@ def verify_against(directory: str | os.PathLike[str], original: Checkpoint, name
         CheckpointError: something differs; the message lists what.
         MtpExtractError: the original cannot be read.
     """
-    own = verify(directory)
+    own = verify(directory, beside)
     wrong: list[str] = []
     for file in format_named(own.record["layout"]).plan(original, own.record["dtype"]):
         path = own.directory / file.name

@@ -10,16 +10,10 @@ from pathlib import Path
 
 from mtp_extract.errors import OutputError
 
-__all__ = ["RECORD", "REPORT", "UNLISTED", "check_target", "staged_directory"]
+__all__ = ["RECORD", "check_target", "staged_directory"]
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. It is what ``overwrite`` looks for before it replaces one."""
-
-REPORT = "report.json"
-"""What a validation's report is known by; it may lie in the directory of the checkpoint it is about."""
-
-UNLISTED = (RECORD, REPORT, "report.md", "*.png", "*.svg", "figures/*.png", "figures/*.svg")
-"""What the record of a directory need not list: itself, and a validation's report."""
 
 
 @contextmanager

@@ -84,15 +84,16 @@ def _verify(directory: str, against: str | None, download: bool, print_json: boo
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify
     from mtp_extract.extraction import verify_against_source
+    from mtp_extract.validate.report.tables import REPORT_FILES
 
     if against is None:
-        result = verify(directory)
+        result = verify(directory, REPORT_FILES)
     else:
         with (
             progress(quiet=print_json) as tick,
             open_bundle(against, download=download, progress=tick) as opened,
         ):
-            result = verify_against_source(directory, opened)
+            result = verify_against_source(directory, opened, REPORT_FILES)
     if print_json:
         write_json(
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,22 +12,18 @@ import huggingface_hub.constants
 import pytest
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
+from helpers.report_document import REPORT
 
 import mtp_extract
+from mtp_extract.checkpoint.check import verify
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
-from mtp_extract.hub.upload import check_files, upload
+from mtp_extract.hub.upload import upload
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 NAME = "org/drafter"
-REPORT = {
-    "parity": {"float": {"max_abs": 0.5, "cosine": 0.9991, "top1": 0.98, "n": 64}},
-    "agreement": {"steps": [{"top1": 0.7, "top5": 0.9, "conditional": 0.7, "unconditional": 0.7, "n": 100}]},
-    "controls": {"shuffled_kv": {"steps": [{"top1": 0.05}]}},
-    "generation": {"3": {"acceptance": 0.66, "mean_accepted_length": 2.98, "identical": True}},
-}
 
 
 @pytest.fixture(scope="session")
@@ -108,16 +105,25 @@ def test_a_dry_run_asks_nobody(hub: HubServer, directory: Path, monkeypatch: pyt
     }
 
 
-def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Path) -> None:
+def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Path, tmp_path: Path) -> None:
     (directory / "report.json").write_text(json.dumps(REPORT))
+    before = contents(directory)
     planned = {file.path: file.sha256 for file in upload(directory, NAME, dry_run=True).files}
-    assert "No figures were recorded" in (directory / "README.md").read_text()
     result = upload(directory, NAME)
     assert {file.path: file.sha256 for file in result.files} == planned
-    card = (directory / "README.md").read_text()
-    assert "0.999100" in card and "66.0 %" in card and "shuffled_kv" in card
-    assert held(hub) == contents(directory)
-    check_files(directory)
+    # What the user has is left alone; what was published is whole in itself.
+    assert contents(directory) == before
+    published = {path: data for path, data in held(hub).items() if isinstance(data, bytes)}
+    card = published["README.md"].decode()
+    assert REPORT["verdict"] in card
+    for stated in ("0.9991000", "| 3 | 66/100 | 66.0 | 2.98 | 7/7 |", "shuffled_kv", "K and V of another text"):
+        assert stated in card
+    assert "No figures were recorded" not in card
+    assert {path for path in published if published[path] != before[path]} == {"README.md", "extraction.json"}
+    for path, data in published.items():
+        (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / path).write_bytes(data)
+    verify(tmp_path / "copy")
     assert upload(directory, NAME).sent == ()
 
 
@@ -247,6 +253,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a longer file": lambda d: (d / "config.json").write_bytes((d / "config.json").read_bytes() + b" "),
     "a file gone": lambda d: (d / "generation_config.json").unlink(),
     "a file added": lambda d: (d / "token.txt").write_text("x"),
+    "a picture that is no report's": lambda d: (d / "holiday.png").write_bytes(b"x"),
     "a folder added": lambda d: ((d / "more").mkdir(), (d / "more" / "x").write_text("x")),
     "no record": lambda d: (d / "extraction.json").unlink(),
     "a record that is not JSON": lambda d: (d / "extraction.json").write_text("{"),
@@ -267,6 +274,46 @@ def test_a_directory_that_is_not_what_its_record_says(
     refused(directory, kind=CheckpointError)
     refused(directory, kind=CheckpointError, dry_run=True)
     assert hub.requests == []
+
+
+def _link_of(directory: Path, name: str) -> None:
+    """``name`` becomes a link to a file elsewhere with the same content."""
+    elsewhere = directory.parent / "elsewhere"
+    (directory / name).rename(elsewhere)
+    (directory / name).symlink_to(elsewhere)
+
+
+def _pipe(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link to a private file": (lambda d: (d / "report.md").symlink_to("/etc/passwd"), "report.md"),
+    "a link that leads nowhere": (lambda d: (d / "report.md").symlink_to("absent"), "report.md"),
+    "a link to a folder": (lambda d: (d / "figures").symlink_to("/etc"), "figures"),
+    "weights that are a link": (lambda d: _link_of(d, "model.safetensors"), "model.safetensors"),
+    "a record that is a link": (lambda d: _link_of(d, "extraction.json"), "extraction.json"),
+    "a pipe": (lambda d: _pipe(d, "report.json"), "report.json"),
+    "weights that are a pipe": (lambda d: _pipe(d, "model.safetensors"), "model.safetensors"),
+    "a record that is a pipe": (lambda d: _pipe(d, "extraction.json"), "extraction.json"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "name"), NO_FILES.values(), ids=NO_FILES.keys())
+def test_only_regular_files(hub: HubServer, directory: Path, spoil: Callable[[Path], object], name: str) -> None:
+    spoil(directory)
+    for dry_run in (True, False):
+        message = refused(directory, kind=CheckpointError, dry_run=dry_run)
+        assert message.startswith(f"{directory / name}: expected a regular file, found a ")
+    assert hub.requests == []
+
+
+def test_a_link_to_the_directory_is_the_directory(hub: HubServer, directory: Path) -> None:
+    link = directory.parent / "latest"
+    link.symlink_to(directory)
+    upload(link, NAME)
+    assert held(hub) == contents(directory)
 
 
 def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:

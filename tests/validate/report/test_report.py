@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.report_document import REPORT as REPORT_DOCUMENT
 
 from mtp_extract.checkpoint.staging import check_target
 from mtp_extract.errors import OutputError
@@ -16,7 +17,7 @@ from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
-from mtp_extract.validate.report.tables import REPORT
+from mtp_extract.validate.report.tables import FIGURES, REPORT, measurements
 from mtp_extract.validate.report.verdict import verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
@@ -71,6 +72,48 @@ def test_schema(written: Path) -> None:
     assert found["verdict"].startswith("Proven: the checkpoint computes what Google's interpreter does")
     assert found["refuted"] is False
     assert found["settings"]["prompts"] == {"code": 4, "prose": 3}
+
+
+def _keys(value: Any) -> Any:
+    return {key: _keys(item) for key, item in value.items()} if isinstance(value, dict) else None
+
+
+def test_the_report_that_other_tests_use_is_one(written: Path) -> None:
+    found = json.loads((written / "report.json").read_text())
+    assert set(REPORT_DOCUMENT) == set(found)
+    for part in ("tool", "base", "arithmetic"):
+        assert _keys(REPORT_DOCUMENT[part]) == _keys(found[part])
+    ours, theirs = REPORT_DOCUMENT["parity"], found["parity"]
+    assert set(ours) == set(theirs)
+    for name in ("float", "emulated", "emulated_alone", "followed_roundings", "weights"):
+        assert _keys(ours[name]) == _keys(theirs[name])
+    ours, theirs = REPORT_DOCUMENT["agreement"], found["agreement"]
+    assert set(ours) == set(theirs)
+    assert [_keys(ours["steps"][0]), set(ours["workloads"]["code"])] == [
+        _keys(theirs["steps"][0]),
+        set(theirs["workloads"]["code"]),
+    ]
+    assert set(REPORT_DOCUMENT["controls"]["shuffled_kv"]) == set(found["controls"]["shuffled_kv"])
+    assert set(REPORT_DOCUMENT["generation"]["3"]) == set(found["generation"]["3"])
+
+
+def test_what_is_measured_is_told_once(written: Path) -> None:
+    """The page holds every table, as made from what report.json holds."""
+    found = json.loads((written / "report.json").read_text())
+    page = (written / "report.md").read_text()
+    tables = list(measurements(found))
+    assert [table.title for table in tables if not table.detail] == [
+        "Parity with Google's interpreter",
+        "Agreement with the base",
+        "By workload",
+        "Controls",
+        "Speculative decoding",
+    ]
+    assert {table.figure for table in tables if table.figure} == set(FIGURES)
+    for table in tables:
+        assert table.rows
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert table.markdown() in page
 
 
 def test_files(written: Path) -> None:

@@ -1,0 +1,94 @@
+"""What ``report.json`` holds, for tests that measure nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["REPORT"]
+
+_COMPARED = {
+    "n": 64,
+    "max_abs": 0.5,
+    "max_of_range": 1e-7,
+    "relative": 1e-7,
+    "cosine": 0.9991,
+    "top1": 0.98,
+    "top5": 0.99,
+}
+_RATES = {"top1": 0.7, "top5": 0.9, "conditional": 0.7, "unconditional": 0.7}
+_STEP = {"step": 1, **_RATES, "n": 100, "n_conditional": 100, "ci95": {name: [0.6, 0.95] for name in _RATES}}
+_FIGURES = {
+    "texts": 7,
+    "n": 100,
+    "mean_accepted_length": 2.98,
+    "mean_accepted_length_ci95": [2.9, 3.1],
+    "steps": [_STEP],
+}
+
+REPORT: dict[str, Any] = {
+    "version": 1,
+    "tool": {"name": "mtp-extract", "version": "1.2.3"},
+    "verdict": "Proven: it is what it is" + ", and so on" * 30 + ".",
+    "refuted": False,
+    "findings": [],
+    "drafter": "/somewhere/drafter",
+    "source": "sample.litertlm",
+    "base": {
+        "name": "a base",
+        "dtype": "float32",
+        "devices": ["cpu"],
+        "drafter_dtype": "float32",
+        "chat_template": False,
+    },
+    "settings": {"prompts": {"code": 7}, "seed": 0},
+    "notes": [],
+    "parity": {
+        "proven": True,
+        "kernels": "some",
+        "float": {**_COMPARED, "projected": _COMPARED},
+        "emulated": {**_COMPARED, "projected": _COMPARED},
+        "emulated_alone": _COMPARED,
+        "followed_roundings": {"codes": 2, "of": 100},
+        "matrices": {"dynamic": 23},
+        "rounded_attention": False,
+        "weights": {"exact": 1, "rounded": 47, "different": []},
+        "first_apart": None,
+        "roles": {"final_norm": {"float": _COMPARED, "emulated": _COMPARED}},
+        "cases": ["random"],
+    },
+    "agreement": {**_FIGURES, "workloads": {"code": _FIGURES}},
+    "controls": {
+        "shuffled_kv": {
+            "what": "K and V of another text",
+            "suspect": "the base's K and V",
+            "skipped": None,
+            "standing": "clear",
+            "difference": 0.65,
+            "difference_ci95": [0.6, 0.7],
+            "changed": 0.9,
+            "mean_accepted_length": 1.1,
+            "mean_accepted_length_ci95": [1.0, 1.2],
+            "steps": [_STEP],
+            "why": "below the real drafter, intervals apart",
+        }
+    },
+    "generation": {
+        "3": {
+            "accepted": 66,
+            "drafted": 100,
+            "rounds": 33,
+            "acceptance": 0.66,
+            "mean_accepted_length": 2.98,
+            "identical": True,
+            "identical_prompts": 7,
+            "prompts": 7,
+            "divergences": [],
+            "base_tokens_per_s": 30.0,
+            "speculative_tokens_per_s": 60.0,
+            "verify_ms": 33.0,
+            "draft_ms": None,
+            "buffers": [{"name": "hidden", "shape": [1, 4, 64], "dtype": "float32", "nbytes": 1024}],
+        }
+    },
+    "arithmetic": {"base_ms": 33.0, "best_draft_steps": 3, "predicted_speedup": 2.0, "timed_prompts": 5},
+}
