@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.check import files_in, verify
 from mtp_extract.checkpoint.staging import RECORD
@@ -110,7 +111,7 @@ def plan_upload(directory: str | os.PathLike[str]) -> tuple[HubFile, ...]:
     contents: dict[str, Path | bytes] = {path: folder / path for path in files_in(folder)}
     if REPORT in contents:
         card = _card(folder, record)
-        record["files"][CARD] = {"size": len(card), "crc32": f"{zlib.crc32(card):08x}"}
+        record["files"][CARD] = {"size": len(card), "xxh3": xxh3_128_hexdigest(card)}
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         contents |= {CARD: card, RECORD: text.encode("utf-8", "backslashreplace")}
     if CARD not in contents:

@@ -19,6 +19,7 @@ from mtp_extract.checkpoint.check import verify
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
 from mtp_extract.hub.upload import upload
+from mtp_extract.validate.report.tables import REPORT_FILES
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -123,7 +124,7 @@ def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Pat
     for path, data in published.items():
         (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / path).write_bytes(data)
-    verify(tmp_path / "copy")
+    verify(tmp_path / "copy", beside=REPORT_FILES)
     assert upload(directory, NAME).sent == ()
 
 
@@ -241,7 +242,7 @@ def _flip(path: Path) -> None:
 
 def _claim(directory: Path, name: str) -> None:
     record = json.loads((directory / "extraction.json").read_text())
-    record["files"][name] = {"size": 1, "crc32": "00000000"}
+    record["files"][name] = {"size": 1, "xxh3": "0" * 32}
     (directory / "extraction.json").write_text(json.dumps(record))
 
 

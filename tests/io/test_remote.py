@@ -363,7 +363,7 @@ def test_the_command_names_its_option(hub: HubServer) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.endswith("or give the path of a copy. The option for that is --download.\n")
+    assert done.stderr.endswith("or give the path of a copy (--download).\n")
 
 
 def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:
