@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.drafter.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.errors import CheckpointError
 from mtp_extract.graph.arrays import row_blocks
+
+if TYPE_CHECKING:
+    from mtp_extract.drafter.config import DrafterConfig, LayerConfig, RopeConfig
 
 __all__ = ["Cache", "Checkpoint", "Step", "forward", "frequencies", "logits"]
 
@@ -82,9 +85,10 @@ class Cache:
     scale: float = 1.0
     zero_point: int = 0
 
-    def slots(self, head: int, chosen: slice | npt.NDArray[np.intp]) -> Floats:
+    def slots(self, head: int, chosen: slice) -> Floats:
         """``[chosen slots, head_dim]`` of one head."""
-        part = self.numbers[head, chosen].astype(np.float32)
+        # In the order in which it lies in memory, be it transposed.
+        part = self.numbers[head, chosen].astype(np.float32, order="K")
         if self.zero_point:
             part -= np.float32(self.zero_point)
         part *= np.float32(self.scale)
@@ -200,24 +204,21 @@ def _attend(q: Floats, layer: LayerConfig, key: Cache, value: Cache, seen: Bools
     samples, queries, heads, width = q.shape
     grouped = q.reshape(samples * queries, layer.num_kv_heads, -1, width)
     visible = seen.reshape(samples * queries, -1)
-    slots = np.flatnonzero(visible.any(0))
-    hidden = ~visible[:, slots][:, None]
+    count = visible.shape[-1]
+    spans = [slice(at, min(at + _BLOCK // width, count)) for at in range(0, count, _BLOCK // width)]
+    spans = [span for span in spans if visible[:, span].any()]
     mixed = np.zeros_like(grouped)
-    weights = np.zeros((*grouped.shape[:3], slots.size), np.float32)
-    spans = [slice(at, at + _BLOCK // width) for at in range(0, slots.size, _BLOCK // width)]
+    weights = np.zeros((*grouped.shape[:3], count), np.float32)
     for head in range(layer.num_kv_heads):
         rows = np.ascontiguousarray(grouped[:, head]).reshape(-1, width)
-        scores = np.empty((rows.shape[0], slots.size), np.float32)
+        scores = np.full((rows.shape[0], count), -np.inf, np.float32)
         for span in spans:
-            scores[:, span] = rows @ key.slots(head, slots[span]).T
-        scores = np.where(hidden, -np.inf, scores.reshape(samples * queries, -1, slots.size))
+            scores[:, span] = rows @ key.slots(head, span).T
+        scores = np.where(visible[:, None], scores.reshape(samples * queries, -1, count), np.float32(-np.inf))
         raised = np.exp(scores - scores.max(-1, keepdims=True))
         weights[:, head] = raised / raised.sum(-1, keepdims=True)
-        flat = weights[:, head].reshape(-1, slots.size)
+        flat = weights[:, head].reshape(-1, count)
         for span in spans:
-            mixed[:, head] += (flat[:, span] @ value.slots(head, slots[span])).reshape(samples * queries, -1, width)
-    if step.trace is not None:
-        full = np.zeros((*weights.shape[:3], visible.shape[-1]), np.float32)
-        full[..., slots] = weights
-        step.note(f"{name}.weights", full.reshape(samples, queries, heads, -1))
+            mixed[:, head] += (flat[:, span] @ value.slots(head, span)).reshape(samples * queries, -1, width)
+    step.note(f"{name}.weights", weights.reshape(samples, queries, heads, count))
     return mixed.reshape(samples, queries, heads * width)

@@ -13,13 +13,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.forward import Cache, Step
-from mtp_extract.drafter.config import DrafterConfig
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.graph.arrays import Coded, Numbers
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
@@ -27,6 +26,9 @@ from mtp_extract.graph.evaluate import Samples
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.kernels import DTYPES, grid_of
 from mtp_extract.litertlm.tflite import Tensor, TensorType
+
+if TYPE_CHECKING:
+    from mtp_extract.drafter.config import DrafterConfig
 
 __all__ = ["INPUT_POS", "MASK", "MASK_LOCAL", "PARAM_TENSOR", "Inputs", "Reading", "draw"]
 
@@ -43,8 +45,8 @@ _QUIET_SCORES = 1.2
 _QUIET_CODE = 10
 _LOUDER = 12
 _LOUD_SLOTS = 512
-# Numbers drawn for a cache; a larger one repeats them. A prime, so that no two slots or heads hold the same.
-_DRAWN = 1_000_003
+# Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
+_DRAWN = 1 << 20
 # What LiteRT's runtime writes where a float mask hides a slot.
 _HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
 _MOST_READINGS = 32
@@ -285,20 +287,45 @@ def _fill_cache(
     if norm is not None:
         reach = min(max(round(target * math.sqrt(3) / scale), 2), largest)
     stored = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
-    drawn = random.integers(-reach, reach, min(tensor.elements, _DRAWN), np.int16, endpoint=True)
-    codes = np.resize(_clip(drawn, zero_point, stored), tensor.elements).reshape(tensor.shape)
-    axis = next((a for a, size in enumerate(tensor.shape) if size == slots), None)
-    if norm is not None and axis is not None and loud.stop > loud.start:
-        part = np.moveaxis(codes, axis, 0)[loud]
-        part[...] = _clip((part.astype(np.int32) - zero_point) * _LOUDER, zero_point, stored)
+    codes = _draw_codes(tensor.shape, slots, reach, loud if norm is not None else slice(0, 0), zero_point, stored, random)
     if tensor.type in _FLOATS or grid is not None:
         return Coded(codes, scale, zero_point), (scale, zero_point)
     return codes, (scale, zero_point)
 
 
-def _clip(numbers: npt.NDArray[Any], zero_point: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+def _draw_codes(
+    shape: tuple[int, ...],
+    slots: int,
+    reach: int,
+    loud: slice,
+    zero_point: int,
+    kind: np.dtype[Any],
+    random: np.random.Generator,
+) -> npt.NDArray[Any]:
+    """Codes up to ``reach`` either way, ``[…, rows, columns]``, louder in the slots ``loud``.
+
+    The rows of a large cache overlap: each begins some numbers after the one before it and shares the rest. They are
+    all different, take a hundredth of the memory, and stay in the processor's cache.
+    """
+    rows, columns = shape[-2:]
+    step = min(columns, max(1, _DRAWN // max(rows, 1)))
+    heads = math.prod(shape[:-2])
+    length = (rows - 1) * step + columns
+    numbers = random.integers(-reach, reach, (heads, length), np.int16, endpoint=True).astype(np.int32)
+    if step == columns or rows == slots:
+        first = loud.start + -(-(columns - step) // step)
+        if rows == slots:
+            numbers[:, first * step : max(first, loud.stop) * step] *= _LOUDER
+        else:
+            numbers.reshape(heads, rows, columns)[..., loud] *= _LOUDER
     limits = np.iinfo(kind)
-    return np.clip(numbers.astype(np.int32) + zero_point, limits.min + 1, limits.max).astype(kind)
+    codes = np.clip(numbers + zero_point, limits.min + 1, limits.max).astype(kind)
+    size = kind.itemsize
+    view = np.lib.stride_tricks.as_strided(
+        codes, (heads, rows, columns), (length * size, step * size, size), writeable=False
+    )
+    strides = [view.strides[0] * math.prod(shape[i + 1 : -2]) for i in range(len(shape) - 2)]
+    return np.lib.stride_tricks.as_strided(view, shape, (*strides, *view.strides[1:]), writeable=False)
 
 
 def _scale_downstream(graph: FlatGraph, value: Value) -> float | None:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, frequencies, logits
 from mtp_extract.checkpoint.inputs import MASK, MASK_LOCAL, Inputs, Reading, draw
-from mtp_extract.drafter.config import DrafterConfig
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.litertlm.tflite import TensorType
+
+if TYPE_CHECKING:
+    from mtp_extract.drafter.config import DrafterConfig
 
 __all__ = ["SEED", "TOLERANCE", "Proof", "prove"]
 

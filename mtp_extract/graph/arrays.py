@@ -133,6 +133,9 @@ def matmul(left: Floats, right: Coded | Array, transposed: bool) -> Floats:
         for start in range(0, inner if along_inner else outer, step):
             span = slice(start, start + step)
             if along_inner:
+                if not lefts[(*index, slice(None), span)].any():
+                    # Weights of attention outside a window are exactly 0, and integers are finite.
+                    continue
                 result[index] += lefts[(*index, slice(None), span)] @ _block(rights, (*index, span, slice(None)))
             else:
                 result[(*index, slice(None), span)] = lefts[index] @ _block(rights, (*index, slice(None), span))
