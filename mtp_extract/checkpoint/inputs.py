@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -106,10 +107,8 @@ class Inputs:
                     )
                 names.setdefault(name, ways)
         sliding = [i for i, layer in enumerate(self.config.layers) if layer.sliding_window is not None]
-        masked = [True]
-        if sliding and self.mask is not None:
-            reads = any(MASK in self.walk.layers[i].masks for i in sliding)
-            masked = [reads, not reads]
+        # A graph that is told the range of slots to read, as the published ones are, need not look at the mask too.
+        masked = [True, False] if sliding and self.mask is not None and PARAM_TENSOR in self.graph else [True]
         for count, (flag, *ways) in enumerate(product(masked, *names.values())):
             if count < _MOST_READINGS:
                 yield Reading(dict(zip(names, ways, strict=True)), bool(flag))
@@ -190,6 +189,7 @@ def draw(
         UnsupportedError: an input that this release does not know how to fill.
     """
     random = np.random.default_rng(seed)
+    _check_names(walk)
     caches = {name for layer in walk.layers for name in (layer.key, layer.value)}
     unknown = needed - caches - {ACTIVATIONS, INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR}
     if unknown:
@@ -240,6 +240,28 @@ def draw(
         local if MASK_LOCAL in needed else None,
         scales,
     )
+
+
+_CACHE_NAME = re.compile(r"kv_cache_([kv])_(\d+)")
+
+
+def _check_names(walk: Walk) -> None:
+    """The runtime fills caches by their names: what a cache is used for must be what it is called.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    for index, layer in enumerate(walk.layers):
+        if layer.key == layer.value:
+            raise UnsupportedError(
+                f"layers.{index}: K and V are the same input, {escape(layer.key)!r}; no engine hands them over so."
+            )
+        key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
+        if key and value and (key[1] != "k" or value[1] != "v" or key[2] != value[2]):
+            raise UnsupportedError(
+                f"layers.{index}: the input {escape(layer.key)!r} is used as K and {escape(layer.value)!r} as V; the "
+                "runtime fills them by their names, so the file is not what it seems."
+            )
 
 
 def _slots(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> int:

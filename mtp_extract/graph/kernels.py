@@ -391,6 +391,14 @@ def _dequantize(call: Call, x: Numbers) -> Numbers:
     return x
 
 
+def _quantize(call: Call, x: Numbers) -> Numbers:
+    """The same real numbers: on the grid of calibrated activations, random inputs would tell nothing about weights."""
+    readers = call.node.outputs[0].consumers
+    if grid_of(call.tensor(0)) is None and readers and all(node.kind == "DEQUANTIZE" for node, _ in readers):
+        raise call.refuse("rounds to a grid what no integer operator reads")
+    return _dequantize(call, x)
+
+
 def _lookup(call: Call, ids: Numbers, table: Numbers) -> Array:
     chosen = array_of(ids)
     values = array_of(table)
@@ -437,6 +445,8 @@ def _check_weight(call: Call, weight: Weight) -> None:
     source = weight.source
     if weight.through_dequantize or source.kind == "none":
         return
+    if source.packing is not None and not source.packing.signed:
+        raise call.refuse(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
     if source.kind == "per_channel" and source.axis != 0:
         raise call.refuse(
             f"reads {source.tensor.label}, whose scales run along axis {source.axis}: LiteRT applies them along axis 0"
@@ -546,7 +556,7 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         "ZEROS_LIKE": _lazily(np.zeros_like),
         "EMBEDDING_LOOKUP": _lookup,
         "DEQUANTIZE": _dequantize,
-        "QUANTIZE": _dequantize,
+        "QUANTIZE": _quantize,
         "BATCH_MATMUL": _batch_matmul,
         "FULLY_CONNECTED": _fully_connected,
     }

@@ -109,7 +109,7 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("RESHAPE", (bools(2, 3), index(6)), results=("bool",))
     yield OneOp("RESHAPE", (x,), options("Reshape", newShape=[3, 8]))
     yield OneOp("TRANSPOSE", (x, index(2, 0, 1)))
-    yield OneOp("SLICE", (x, index(0, 1, 1), index(2, -1, 2)), result_rank=3)
+    yield OneOp("SLICE", (x, index(0, 1, 1), index(2, -1, 2)), result_shape=(2, 2, 2))
     yield OneOp("EXPAND_DIMS", (x, number(-2)))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[]))

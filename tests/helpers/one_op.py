@@ -59,10 +59,10 @@ class OneOp:
     results: tuple[str, ...] = ("float32",)
     result_grid: Grid | None = None
     input_grid: Grid | None = None
-    result_rank: int = 1
+    result_shape: tuple[int, ...] = (1,)
 
     def model(self) -> bytes:
-        """The model, packed. Shapes of results are left to the runtime, which asks some operators for their rank."""
+        """The model, packed. Shapes of results are left to the runtime, unless it asks for them."""
         model = schema.ModelT()
         model.version, model.description = 3, b"one op"
         code = schema.OperatorCodeT()
@@ -94,7 +94,7 @@ class OneOp:
         op.outputs = []
         for position, kind in enumerate(self.results):
             op.outputs.append(len(graph.tensors))
-            graph.tensors.append(_tensor(f"o{position}", (1,) * self.result_rank, kind, self.result_grid))
+            graph.tensors.append(_tensor(f"o{position}", self.result_shape, kind, self.result_grid))
         if self.options is not None:
             op.builtinOptions = self.options
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
