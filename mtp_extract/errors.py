@@ -9,6 +9,7 @@
     ├── UnsupportedError       valid, understood, and refused by name
     ├── NoDrafterError         a readable file that holds no MTP drafter
     ├── RoleError              a role of the drafter was not found, or a constant is unaccounted for
+    ├── ProofError             what would be written does not compute what the file computes
     ├── OutputError            the result cannot be written where it was asked for
     ├── CheckpointError        a checkpoint directory does not hold what it says
     ├── HubError               the Hugging Face Hub said no, or could not be reached
@@ -34,6 +35,7 @@ __all__ = [
     "NoDrafterError",
     "OutputError",
     "PairError",
+    "ProofError",
     "RoleError",
     "SourceError",
     "TruncatedError",
@@ -78,6 +80,10 @@ class NoDrafterError(MtpExtractError):
 
 class RoleError(MtpExtractError):
     """A role of the drafter was not found in the graph, or a constant is left without a role."""
+
+
+class ProofError(MtpExtractError):
+    """A checkpoint and the graph it is from do not compute the same; the message names the first role."""
 
 
 class OutputError(MtpExtractError):

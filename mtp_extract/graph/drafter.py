@@ -16,7 +16,7 @@ and its reader. Names play no part in this.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -73,6 +73,7 @@ class FoundRole:
         why: the evidence, in words.
         known_as: names of the tensors that carry the result, for the cross-check of names.
         input, output: static quantization of the op's activations; None where they are float.
+        result: the value of the graph that carries the role's result.
     """
 
     role: str
@@ -83,6 +84,7 @@ class FoundRole:
     known_as: tuple[str, ...]
     input: Activation | None = None
     output: Activation | None = None
+    result: Value | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,8 @@ class _Walker:
         self._set_aside(norm.aside)
         if norm.weight is None:
             why = f"the RMSNorm {why} multiplies by no weight: its weight was 1 and was folded away"
-            self.roles.append(FoundRole(role, None, (norm.size,), 1.0, why, tuple(_names(result))))
+            names = tuple(_names(result))
+            self.roles.append(FoundRole(role, None, (norm.size,), 1.0, why, names, result=result))
         else:
             self._found(role, norm.weight, f"weight of the RMSNorm {why}", result, shape=(norm.size,))
 
@@ -342,6 +345,7 @@ class _Walker:
                 () if node else tuple(_names(result)),
                 _activation(node.operand(0)) if node else None,
                 _activation(node.outputs[0]) if node and node.outputs else None,
+                result,
             )
         )
 

@@ -328,7 +328,8 @@ class TfliteModel:
 
     def _own_location(self, tensor: Tensor) -> BufferLocation:
         data, offset, size = self._buffers[tensor.buffer]
-        if offset > 1:
+        # Of a buffer with both, LiteRT takes the data.
+        if offset > 1 and not (data and data.count):
             if offset + size > self.region.size:
                 raise TruncatedError(
                     f"{self.region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of "

@@ -1,0 +1,272 @@
+"""Proof by execution: what is written computes what the file computes.
+
+The graph is evaluated operator by operator, the checkpoint's own forward runs beside it, on the same inputs. Patterns
+propose what a graph is; this decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, frequencies, logits
+from mtp_extract.checkpoint.inputs import MASK, MASK_LOCAL, Inputs, Reading, draw
+from mtp_extract.errors import ProofError
+from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
+from mtp_extract.graph.evaluate import evaluate, inputs_of
+from mtp_extract.graph.flat import FlatGraph, Value, ancestors
+from mtp_extract.litertlm.tflite import TensorType
+
+if TYPE_CHECKING:
+    from mtp_extract.drafter.config import DrafterConfig
+
+__all__ = ["SEED", "TOLERANCE", "Proof", "prove"]
+
+SEED = 20260101
+TOLERANCE = 1e-5
+"""Of the range of an output: what two orders of summation in float32 leave, and no more."""
+
+# How far a table of RoPE frequencies may be from the config's, relatively, and still be a rounding of it.
+_ROUNDING = 2e-6
+_HALF_ROUNDING = 2.0**-11
+_TINY = 1e-3
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was tried, and how far graph and checkpoint were apart.
+
+    Attributes:
+        seed: of the inputs.
+        positions: per sample, of the (first) query.
+        slots: of the caches.
+        layouts: cache input → which of its axes are KV heads, slots and head_dim.
+        sliding_masked: whether sliding layers see the mask input too; the window alone if not.
+        logits, projected: largest difference, per sample, as a share of the output's range.
+        tolerance: largest share that is accepted.
+    """
+
+    seed: int
+    positions: tuple[int, ...]
+    slots: int
+    layouts: Mapping[str, tuple[int, int, int]]
+    sliding_masked: bool
+    logits: tuple[float, ...]
+    projected: tuple[float, ...]
+    tolerance: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``extraction.json``."""
+        return {
+            "seed": self.seed,
+            "positions": list(self.positions),
+            "cache_slots": self.slots,
+            "cache_axes": {name: list(axes) for name, axes in self.layouts.items()},
+            "sliding_layers_read_mask": self.sliding_masked,
+            "difference_of_range": {"logits": list(self.logits), "projected_activations": list(self.projected)},
+            "tolerance": self.tolerance,
+        }
+
+
+def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed: int = SEED) -> Proof:
+    """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
+
+    Args:
+        graph: the drafter's operators.
+        walk: what was found in it: which inputs are caches, and where each role's result is.
+        config: as written.
+        read: role → the tensor as written (before it is rounded to the stored type), in flat chunks of float32.
+        seed: of the inputs.
+
+    Raises:
+        ProofError: they part; the message names the first role at which they do.
+        UnsupportedError: the graph holds an operator or an input that cannot be evaluated.
+        CheckpointError: a tensor does not have the size that the config says.
+    """
+    checkpoint = Checkpoint(config, read, _frequencies(walk, config))
+    outputs = [graph.outputs[PROJECTED], graph.outputs[LOGITS]]
+    needed = inputs_of(outputs)
+    best: tuple[float, Inputs, Reading] | None = None
+    for inputs in _drawings(graph, walk, checkpoint, needed, seed):
+        projected, found = evaluate(graph, inputs.graph, outputs)
+        for reading in inputs.readings():
+            state, mine = forward(checkpoint, inputs.step(reading))
+            apart = _apart(projected, mine)
+            if best is None or max(apart) < best[0]:
+                best = max(apart), inputs, reading
+            if max(apart) <= TOLERANCE:
+                return _judge(graph, walk, checkpoint, inputs, reading, (found, logits(checkpoint, state)), apart)
+    assert best is not None
+    raise _explain(graph, walk, checkpoint, best[1], best[2])
+
+
+def _judge(
+    graph: FlatGraph,
+    walk: Walk,
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    reading: Reading,
+    heads: tuple[list[Floats], Floats],
+    projected: tuple[float, ...],
+) -> Proof:
+    apart = _apart(*heads)
+    if max(apart) > TOLERANCE:
+        raise _explain(graph, walk, checkpoint, inputs, reading)
+    return Proof(
+        inputs.seed,
+        inputs.positions,
+        inputs.slots,
+        reading.layouts,
+        reading.sliding_masked,
+        apart,
+        projected,
+        TOLERANCE,
+    )
+
+
+def _drawings(
+    graph: FlatGraph, walk: Walk, checkpoint: Checkpoint, needed: frozenset[str], seed: int
+) -> Iterator[Inputs]:
+    """The inputs, once for every way to write a mask of floats."""
+    config = checkpoint.config
+    norms = [
+        float(np.linalg.norm(checkpoint.vector(f"layers.{i}.q_norm", layer.head_dim)))
+        for i, layer in enumerate(config.layers)
+    ]
+    spread = _small_activations(checkpoint)
+    floats = any(
+        graph.inputs[name].tensor.type not in (TensorType.BOOL, None) for name in (MASK, MASK_LOCAL) if name in needed
+    )
+    for additive in (True, False) if floats else (True,):
+        yield draw(graph, walk, config, needed, norms, spread, seed, additive)
+
+
+def _small_activations(checkpoint: Checkpoint) -> float:
+    """A spread of activations for which the stream's mean square is about the norms' epsilon, so that it shows."""
+    config = checkpoint.config
+    unit = np.random.default_rng(0).standard_normal((1, 2 * config.backbone_hidden_size)).astype(np.float32)
+    made = checkpoint.linear("pre_projection", unit, config.hidden_size)
+    rms = float(np.sqrt(np.mean(np.square(made))))
+    return config.rms_norm_eps**0.5 / rms if rms > 0 else _TINY
+
+
+def _frequencies(walk: Walk, config: DrafterConfig) -> tuple[Floats, ...]:
+    """Per layer, the graph's RoPE table where it is the config's in another rounding; else the config's."""
+    made = []
+    for layer, found in zip(config.layers, walk.layers, strict=True):
+        mine, table = frequencies(layer.rope, layer.head_dim), np.asarray(found.inverse_frequencies, np.float64)
+        half = np.array_equal(table, table.astype(np.float16))
+        allowed = mine * (_HALF_ROUNDING if half else _ROUNDING) + (2.0**-25 if half else 0.0)
+        same = table.shape == mine.shape and bool((np.abs(table - mine) <= allowed).all())
+        made.append((table if same else mine).astype(np.float32))
+    return tuple(made)
+
+
+def _apart(found: Sequence[npt.NDArray[Any]], mine: Floats) -> tuple[float, ...]:
+    """Per sample, the largest difference as a share of the range of ``mine``."""
+    return tuple(_distance(a, b) for a, b in zip(found, mine, strict=True))
+
+
+def _distance(found: npt.NDArray[Any], mine: npt.NDArray[Any]) -> float:
+    if found.size != mine.size:
+        return float("inf")
+    span = float(np.ptp(mine)) or float(np.abs(mine).max()) or 1.0
+    with np.errstate(invalid="ignore"):
+        furthest = float(np.abs(found.reshape(-1) - mine.reshape(-1)).max()) / span
+    return furthest if np.isfinite(furthest) else float("inf")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where graph and checkpoint can be held side by side: ``value`` of the graph is ``factor`` × what ``name`` is."""
+
+    name: str
+    value: Value
+    factor: float = 1.0
+
+
+_LAYER_ORDER = (
+    "pre_attention_norm",
+    "q_proj",
+    "q_norm",
+    "weights",
+    "attention",
+    "o_proj",
+    "post_attention_norm",
+    "pre_ffw_norm",
+    "gate_proj",
+    "up_proj",
+    "gelu",
+    "down_proj",
+    "post_ffw_norm",
+    "layer_scalar",
+)
+_WHAT = {
+    "attention": "P·V: the order of V's heads or dimensions, or the slots it is read from",
+    "gelu": "the activation between gate and up, and their product",
+    LOGITS: "the soft cap",
+}
+
+
+def _places(graph: FlatGraph, walk: Walk) -> Iterator[_Place]:
+    """All places, in the order in which a drafter computes them."""
+    found = {role.role: _Place(role.role, role.result, role.factor) for role in walk.roles if role.result is not None}
+    for index in range(len(walk.layers)):
+        layer = f"layers.{index}"
+        for place, role in (("attention", "o_proj"), ("gelu", "down_proj")):
+            node = found[f"{layer}.{role}"].value.producer
+            if node is not None and node.inputs:
+                found[f"{layer}.{place}"] = _Place(f"{layer}.{place}", node.operand(0))
+        if f"{layer}.attention" in found and (weights := _softmax_before(found[f"{layer}.attention"].value)):
+            found[f"{layer}.weights"] = _Place(f"{layer}.weights", weights)
+    found[LOGITS] = _Place(LOGITS, graph.outputs[LOGITS])
+    order = ["pre_projection"]
+    order += [f"layers.{index}.{part}" for index in range(len(walk.layers)) for part in _LAYER_ORDER]
+    order += ["final_norm", "lm_head", LOGITS, "post_projection"]
+    return (found[name] for name in order if name in found)
+
+
+def _softmax_before(value: Value) -> Value | None:
+    return next((v for v in ancestors(value) if v.producer is not None and v.producer.kind == "SOFTMAX"), None)
+
+
+def _explain(graph: FlatGraph, walk: Walk, checkpoint: Checkpoint, inputs: Inputs, reading: Reading) -> ProofError:
+    """The error that names the first role at which the two part."""
+    trace: dict[str, Any] = {}
+    state, _ = forward(checkpoint, inputs.step(reading, trace))
+    trace[LOGITS] = logits(checkpoint, state, trace)
+    places = [p for p in _places(graph, walk) if p.name in trace]
+    results = evaluate(graph, inputs.graph, [p.value for p in places])
+    apart = [_apart([f / np.float32(p.factor) for f in r], trace[p.name]) for p, r in zip(places, results, strict=True)]
+    # Where none is beyond what is allowed, the largest step is to blame: rounding that grew from one role to the next.
+    first = next((i for i, a in enumerate(apart) if max(a) > TOLERANCE), int(np.argmax([max(a) for a in apart])))
+    name, sample = places[first].name, int(np.argmax(apart[first]))
+    position = inputs.positions[sample]
+    what = _WHAT.get(name.rsplit(".", 1)[-1], "")
+    if name.endswith(".weights"):
+        name = name.removesuffix("weights") + "attention"
+        mine = trace[places[first].name][sample]
+        what = _scores(results[first][sample], mine, position)
+    return ProofError(
+        f"{name}: the graph and the checkpoint part here{f' ({what})' if what else ''}, by {apart[first][sample]:.2g} of "
+        f"the range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
+        "checkpoint of this kind does; nothing is written. Please report the file."
+    )
+
+
+def _scores(found: npt.NDArray[Any], mine: npt.NDArray[Any], position: int) -> str:
+    """How the weights of attention differ: other slots are seen, or the same ones are scored otherwise."""
+    if found.size != mine.size:
+        return f"{found.size} scores for {mine.size}"
+    theirs, ours = (w.reshape(-1, mine.shape[-1]).max(0) > 0 for w in (found, mine))
+    for seen, hidden, what in ((theirs, ours, "the graph sees"), (ours, theirs, "the graph hides")):
+        slots = np.flatnonzero(seen & ~hidden)
+        if slots.size:
+            return f"the mask: at position {position} {what} slot {slots[-1]}, unlike the config's window"
+    return "RoPE, the scale of the scores, or the order of heads or dimensions of Q and K"

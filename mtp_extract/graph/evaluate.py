@@ -1,0 +1,184 @@
+"""Execution of the flat operator list: what the graph computes, operator by operator, in NumPy.
+
+Several inputs are evaluated in lock-step: an operator is computed for all samples before the next one. What does not
+depend on the sample is computed once, and a weight is dequantized once for all of them. A value is forgotten as soon
+as its last reader has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
+from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.kernels import DTYPES, KERNELS, Call, grid_of
+from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor
+from mtp_extract.litertlm.tflite import TensorType
+
+__all__ = ["Samples", "evaluate", "inputs_of"]
+
+Samples = tuple[Numbers, ...]
+"""What a value is: one entry a sample, or a single one where all samples share it."""
+
+_SMALL = 1 << 16
+"""Elements up to which a floating-point constant is read at once."""
+
+
+def inputs_of(values: Sequence[Value]) -> frozenset[str]:
+    """Names of the signature's inputs that ``values`` are computed from."""
+    return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
+
+
+def evaluate(graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[Value]) -> list[list[Array]]:
+    """What ``wanted`` are, for every sample.
+
+    Args:
+        graph: the operators.
+        inputs: name of a signature's input → its numbers, one entry a sample or one for all. Of an input of a
+            quantized type, a :class:`Coded`.
+        wanted: values to compute.
+
+    Returns:
+        per wanted value, an array a sample. Floats are float32; of a quantized type, the real numbers.
+
+    Raises:
+        UnsupportedError: an operator that is not in the allow-list, or one that does what the evaluator does not.
+        RoleError: a value that is read and that nothing computes.
+        FormatError: operands that do not fit the operator.
+    """
+    samples = max((len(numbers) for numbers in inputs.values()), default=1)
+    run = _Run(graph, inputs, wanted)
+    with np.errstate(all="ignore"):
+        for node in graph.nodes:
+            if id(node) in run.needed:
+                run.step(node)
+        results = [[array_of(v) for v in run.read(value)] for value in wanted]
+    return [r if len(r) == samples else r * samples for r in results]
+
+
+class _Run:
+    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[Value]) -> None:
+        self.graph, self.inputs = graph, inputs
+        reached = {id(v): v for start in wanted for v in ancestors(start)}
+        self.needed = {id(v.producer) for v in reached.values() if v.producer is not None}
+        self.readers = {
+            key: sum(id(node) in self.needed for node, _ in value.consumers) for key, value in reached.items()
+        }
+        for value in wanted:
+            self.readers[id(value)] += 1
+        self.known: dict[int, Samples] = {}
+
+    def read(self, value: Value) -> Samples:
+        """The numbers of ``value``, for one reader of it."""
+        known = self.known.get(id(value))
+        if known is None:
+            known = self.known[id(value)] = self._leaf(value)
+        self.readers[id(value)] -= 1
+        if not self.readers[id(value)]:
+            del self.known[id(value)]
+        return known
+
+    def _leaf(self, value: Value) -> Samples:
+        if value.constant:
+            return (_constant(self.graph, value),)
+        if value.input_name is None:
+            if not value.tensor.elements:
+                return (np.empty(value.tensor.shape, np.float32),)
+            raise RoleError(f"{value.label} is read, and no op computes it: an op was lost after the graph was made.")
+        if value.input_name not in self.inputs:
+            raise UnsupportedError(
+                f"The input {escape(value.input_name)!r} is none that this release knows how to fill. "
+                "Look for a newer release."
+            )
+        return self.inputs[value.input_name]
+
+    def step(self, node: Node) -> None:
+        """Compute ``node`` for all samples."""
+        kernel = KERNELS.get(node.kind)
+        if kernel is None:
+            raise UnsupportedError(
+                f"{node.op.label} is no operator that this release can evaluate, so it cannot check what the graph "
+                "computes. Please report the file."
+            )
+        call = Call(self.graph, node)
+        operands = [None if value is None else self._operand(call, i, value) for i, value in enumerate(node.inputs)]
+        while operands and operands[-1] is None:
+            operands.pop()
+        results = _apply(call, operands)
+        if any(len(made) != len(node.outputs) for made in results):
+            raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results[0])}.")
+        for value, *made in zip(node.outputs, *results, strict=True):
+            if self.readers.get(id(value)):
+                self.known[id(value)] = tuple(made)
+
+    def _operand(self, call: Call, position: int, value: Value) -> Samples:
+        seen, made = call.tensor(position), value.tensor
+        if seen is not made and not value.constant and (seen.type, grid_of(seen)) != (made.type, grid_of(made)):
+            raise call.refuse(f"reads {made.label} as {seen.label}, with another type or scale")
+        return self.read(value)
+
+
+def _apply(call: Call, operands: list[Samples | None]) -> list[tuple[Numbers, ...]]:
+    """The results of an operator, per sample; one entry where no operand depends on the sample."""
+    count = max((len(o) for o in operands if o is not None), default=1)
+    kernel = KERNELS[call.node.kind]
+    try:
+        if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
+            stacked = _STACKED[call.node.kind](call, operands, count)
+            if stacked is not None:
+                return [(made,) for made in stacked]
+        results = []
+        for sample in range(count):
+            chosen = [None if o is None else o[sample if len(o) > 1 else 0] for o in operands]
+            made = kernel(call, *chosen)
+            results.append(tuple(map(_settle, made)) if isinstance(made, tuple) else (_settle(made),))
+    except (ValueError, IndexError, TypeError) as error:
+        # NumPy's word for shapes that do not fit; LiteRT refuses such a graph when it is loaded.
+        raise FormatError(f"{call.node.op.label} cannot be computed: {error}. The graph is damaged.") from error
+    return results
+
+
+def _settle(numbers: Numbers) -> Numbers:
+    return numbers if isinstance(numbers, (Coded, Weight)) else np.asarray(numbers)
+
+
+def _stack_rows(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:
+    """FULLY_CONNECTED: the inputs of all samples as rows of one, so that the weight is read once."""
+    first, *rest = operands
+    assert first is not None
+    arrays = [array_of(v) for v in first]
+    if any(len(o) > 1 for o in rest if o is not None) or arrays[0].ndim < 2:
+        return None
+    made = KERNELS["FULLY_CONNECTED"](call, np.concatenate(arrays), *(None if o is None else o[0] for o in rest))
+    return np.split(made, count)
+
+
+def _stack_queries(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:
+    """BATCH_MATMUL: the rows of all samples' left operands as rows of one, so that the right one is read once."""
+    left, right = operands
+    assert left is not None and right is not None
+    axis = -1 if call.option(0, "?", False) else -2
+    made = KERNELS["BATCH_MATMUL"](call, np.concatenate([array_of(v) for v in left], axis), right[0])
+    return np.split(made, count, -2)
+
+
+_STACKED = {"FULLY_CONNECTED": _stack_rows, "BATCH_MATMUL": _stack_queries}
+
+
+def _constant(graph: FlatGraph, value: Value) -> Numbers:
+    tensor = value.tensor
+    if tensor.elements == 0:
+        kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+        return np.empty(tensor.shape, kind or np.float32)
+    if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
+        weight = Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
+        return weight.floats() if tensor.elements <= _SMALL and tensor.type in FLOAT_TYPES else weight
+    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    if kind is None:
+        raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")
+    stored = np.frombuffer(graph.model.locate(tensor).read(), np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)
+    grid = grid_of(tensor) if tensor.type is TensorType.INT16 else None
+    return stored if grid is None else Coded(stored, *grid)

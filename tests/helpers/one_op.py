@@ -1,0 +1,153 @@
+"""A TFLite model of one operator, what Google's interpreter makes of it, and what the evaluator does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+from helpers.make_bundle import Memory, pack
+from mtp_extract.graph.arrays import Coded
+from mtp_extract.graph.evaluate import evaluate
+from mtp_extract.graph.flat import flatten
+from mtp_extract.io.source import Region
+from mtp_extract.litertlm.tflite import read_model
+
+__all__ = ["Grid", "OneOp", "const"]
+
+_TYPES = {
+    "float32": schema.TensorType.FLOAT32,
+    "float16": schema.TensorType.FLOAT16,
+    "int8": schema.TensorType.INT8,
+    "uint8": schema.TensorType.UINT8,
+    "int16": schema.TensorType.INT16,
+    "int32": schema.TensorType.INT32,
+    "int64": schema.TensorType.INT64,
+    "bool": schema.TensorType.BOOL,
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Quantization of a tensor: scales along ``axis``, zero points."""
+
+    scale: Sequence[float]
+    zero_point: Sequence[int]
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class const:  # noqa: N801 - reads as a word in tables of cases
+    """An operand that is stored in the model."""
+
+    values: npt.NDArray[Any]
+    grid: Grid | None = None
+
+
+@dataclass(frozen=True)
+class OneOp:
+    """An operator with its operands: arrays are inputs, :class:`const` are constants, None is absent."""
+
+    kind: str
+    operands: tuple[Any, ...]
+    options: Any = None
+    results: tuple[str, ...] = ("float32",)
+    result_grid: Grid | None = None
+    input_grid: Grid | None = None
+    result_shape: tuple[int, ...] = (1,)
+
+    def model(self) -> bytes:
+        """The model, packed. Shapes of results are left to the runtime, unless it asks for them."""
+        model = schema.ModelT()
+        model.version, model.description = 3, b"one op"
+        code = schema.OperatorCodeT()
+        code.builtinCode = getattr(schema.BuiltinOperator, self.kind)
+        code.deprecatedBuiltinCode = min(code.builtinCode, 127)
+        code.version = {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1)
+        model.operatorCodes, model.buffers = [code], [schema.BufferT()]
+        graph = schema.SubGraphT()
+        graph.name, graph.tensors = b"main", []
+        graph.inputs, op = [], schema.OperatorT()
+        op.opcodeIndex, op.inputs = 0, []
+        for position, operand in enumerate(self.operands):
+            if operand is None:
+                op.inputs.append(-1)
+                continue
+            stored = isinstance(operand, const)
+            values = operand.values if stored else operand
+            grid = operand.grid if stored else self.input_grid if values.dtype.kind == "i" else None
+            tensor = _tensor(f"i{position}", values.shape, str(values.dtype), grid)
+            if stored:
+                buffer = schema.BufferT()
+                buffer.data = np.frombuffer(values.tobytes(), np.uint8)
+                model.buffers.append(buffer)
+                tensor.buffer = len(model.buffers) - 1
+            else:
+                graph.inputs.append(len(graph.tensors))
+            op.inputs.append(len(graph.tensors))
+            graph.tensors.append(tensor)
+        op.outputs = []
+        for position, kind in enumerate(self.results):
+            op.outputs.append(len(graph.tensors))
+            graph.tensors.append(_tensor(f"o{position}", self.result_shape, kind, self.result_grid))
+        if self.options is not None:
+            op.builtinOptions = self.options
+            op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
+        graph.operators, graph.outputs = [op], op.outputs
+        model.subgraphs = [graph]
+        signature = schema.SignatureDefT()
+        signature.signatureKey, signature.subgraphIndex = b"main", 0
+        signature.inputs = [_entry(graph.tensors[i].name, i) for i in graph.inputs]
+        signature.outputs = [_entry(graph.tensors[i].name, i) for i in graph.outputs]
+        model.signatureDefs = [signature]
+        return pack(model)
+
+    def inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """The operands that are inputs, by name."""
+        return {f"i{n}": v for n, v in enumerate(self.operands) if isinstance(v, np.ndarray)}
+
+    def interpreted(self) -> list[npt.NDArray[Any]]:
+        """The results of Google's interpreter, with its builtin kernels."""
+        interpreter = Interpreter(
+            model_content=self.model(), experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+        )
+        interpreter.allocate_tensors()
+        for detail in interpreter.get_input_details():
+            interpreter.set_tensor(detail["index"], self.inputs()[detail["name"]])
+        interpreter.invoke()
+        return [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+
+    def evaluated(self, samples: int = 1) -> list[list[npt.NDArray[Any]]]:
+        """The evaluator's results, each an array a sample; all samples hold the same."""
+        data = self.model()
+        model = read_model(Region(Memory(data), 0, len(data), "the model"))
+        graph = flatten(model, model.signatures[0])
+        grid = self.input_grid
+        fed = {
+            name: (Coded(v, grid.scale[0], grid.zero_point[0]) if grid and v.dtype.kind == "i" else v,) * samples
+            for name, v in self.inputs().items()
+        }
+        return evaluate(graph, fed, list(graph.outputs.values()))
+
+
+def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:
+    tensor = schema.TensorT()
+    tensor.name, tensor.shape, tensor.type, tensor.buffer = name.encode(), list(shape), _TYPES[kind], 0
+    if grid is not None:
+        quantization = schema.QuantizationParametersT()
+        quantization.scale = np.array(grid.scale, np.float32)
+        quantization.zeroPoint = np.array(grid.zero_point, np.int64)
+        quantization.quantizedDimension = grid.axis
+        tensor.quantization = quantization
+    return tensor
+
+
+def _entry(name: bytes, index: int) -> Any:
+    entry = schema.TensorMapT()
+    entry.name, entry.tensorIndex = name, index
+    return entry
