@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
-from mtp_extract.graph import Walk, flatten, walk
+from mtp_extract.graph import FlatGraph, Walk, flatten, walk
 from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.names import NameCheck, check_names
@@ -54,6 +54,7 @@ class Drafter:
     found_by: str
     model: TfliteModel
     signature: Signature
+    graph: FlatGraph
     walk: Walk
     config: DrafterConfig
     names: NameCheck
@@ -96,7 +97,8 @@ class Opened:
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
         section, found_by, model, signature = self._locate
-        found = walk(flatten(model, signature))
+        graph = flatten(model, signature)
+        found = walk(graph)
         config = read_config(found, sliding_window)
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
@@ -107,6 +109,7 @@ class Opened:
             found_by=found_by,
             model=model,
             signature=signature,
+            graph=graph,
             walk=found,
             config=replace(config, max_position_embeddings=positions),
             names=names,

@@ -21,6 +21,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, plan_codes
+from mtp_extract.checkpoint.proof import Proof, prove
 from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
 from mtp_extract.checkpoint.staging import RECORD, staged_directory
 from mtp_extract.hub.card import model_card
@@ -137,7 +138,8 @@ def _extract(
         written: dict[str, dict[str, Any]] = {}
         for file in files:
             written[file.name] = _write(stage, file, tick, hashes.jobs() if file is weights else ())
-        made = _record(drafter, opened, checkpoint, format_, dtype, weights, written, hashes)
+        proof = _prove(drafter, checkpoint, format_, stage, dtype)
+        made = _record(drafter, opened, checkpoint, format_, dtype, weights, written, hashes, proof)
         written["README.md"] = _write(stage, OutputFile("README.md", text=model_card(made)), tick)
         _write(stage, OutputFile(RECORD, text=_json(made)), tick)
         sizes = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
@@ -157,6 +159,19 @@ def verify_against_source(
     opened.prefetch()
     drafter = opened.drafter(window if isinstance(window, int) else None)
     return verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
+
+
+def _prove(drafter: Drafter, checkpoint: Checkpoint, format_: Format, stage: Path, dtype: str) -> Proof:
+    """Execute the graph and what was written side by side.
+
+    Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
+    bit, is what reading it back has shown.
+    """
+    written = format_.read(stage)
+    exact = written if dtype == "f32" else checkpoint
+    # What the graph has no constant for is what the format filled in.
+    tensors = {**written.tensors, **exact.tensors}
+    return prove(drafter.graph, drafter.walk, written.config, lambda role: tensors[role].floats())
 
 
 def _codes_of(weights: OutputFile, wanted: bool) -> list[OutputFile]:
@@ -210,6 +225,7 @@ def _record(
     weights: OutputFile,
     written: dict[str, dict[str, Any]],
     hashes: _Hashes,
+    proof: Proof,
 ) -> dict[str, Any]:
     confirmed = set(drafter.names.confirmed)
     found = {role.role: role for role in drafter.walk.roles}
@@ -235,6 +251,7 @@ def _record(
         },
         "set_aside": record.set_aside(drafter),
         "kv_inputs": record.caches(drafter),
+        "proof": proof.as_json(),
     }
 
 

@@ -18,7 +18,7 @@ from mtp_extract.errors import CheckpointError
 from mtp_extract.graph.arrays import row_blocks
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter.config import DrafterConfig, LayerConfig, RopeConfig
+    from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 
 __all__ = ["Cache", "Checkpoint", "Step", "forward", "frequencies", "logits"]
 
@@ -123,7 +123,7 @@ class Step:
 def frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
     """``theta^(−2i / head_dim)``, 0 past the rotated share; ``[head_dim / 2]``."""
     index = np.arange(head_dim // 2)
-    rotated = int(rope.rotary_fraction * head_dim // 2)
+    rotated = int(rope.partial_rotary_factor * head_dim // 2)
     made: npt.NDArray[np.float64] = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
     return made
 

@@ -29,7 +29,7 @@ from mtp_extract.graph.kernels import DTYPES, grid_of
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter.config import DrafterConfig
+    from mtp_extract.architecture.config import DrafterConfig
 
 __all__ = ["INPUT_POS", "MASK", "MASK_LOCAL", "PARAM_TENSOR", "Inputs", "Reading", "draw"]
 
@@ -119,10 +119,7 @@ class Inputs:
         return Step(
             self.activations,
             positions,
-            [
-                (self._cache(found.key, reading), self._cache(found.value, reading))
-                for found in self.walk.layers
-            ],
+            [(self._cache(found.key, reading), self._cache(found.value, reading)) for found in self.walk.layers],
             [self._seen(layer.sliding_window, positions, reading) for layer in self.config.layers],
             trace,
         )
@@ -309,7 +306,9 @@ def _fill_cache(
     if norm is not None:
         reach = min(max(round(target * math.sqrt(3) / scale), 2), largest)
     stored = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
-    codes = _draw_codes(tensor.shape, slots, reach, loud if norm is not None else slice(0, 0), zero_point, stored, random)
+    codes = _draw_codes(
+        tensor.shape, slots, reach, loud if norm is not None else slice(0, 0), zero_point, stored, random
+    )
     if tensor.type in _FLOATS or grid is not None:
         return Coded(codes, scale, zero_point), (scale, zero_point)
     return codes, (scale, zero_point)

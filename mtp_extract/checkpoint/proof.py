@@ -22,7 +22,7 @@ from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.litertlm.tflite import TensorType
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter.config import DrafterConfig
+    from mtp_extract.architecture.config import DrafterConfig
 
 __all__ = ["SEED", "TOLERANCE", "Proof", "prove"]
 

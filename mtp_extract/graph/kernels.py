@@ -283,7 +283,7 @@ def _gather(call: Call, x: Array, indices: Numbers) -> Array:
     axis, batch = call.option(0, "i"), call.option(1, "i")
     chosen = array_of(indices)
     axis, batch = axis % max(x.ndim, 1), batch % max(chosen.ndim, 1) if batch < 0 else batch
-    if chosen.size and not (0 <= chosen.min() and chosen.max() < x.shape[axis]):
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
         raise call.refuse("takes elements that its operand lacks")
     if not batch:
         return np.take(x, chosen, axis)
@@ -402,7 +402,7 @@ def _quantize(call: Call, x: Numbers) -> Numbers:
 def _lookup(call: Call, ids: Numbers, table: Numbers) -> Array:
     chosen = array_of(ids)
     values = array_of(table)
-    if chosen.size and not (0 <= chosen.min() and chosen.max() < values.shape[0]):
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < values.shape[0]):
         raise call.refuse("takes rows that its table lacks")
     return values[chosen]
 
