@@ -25,6 +25,7 @@ class Case:
         family: what part of the drafter it is about.
         layers: of the four of the shipped drafter, those that are kept before the change is made.
         why: of a mutation that the interpreter cannot tell or cannot run, what makes it another function.
+        rounds: of a rewrite, that its weights are its own: rounded, or shared by layers.
     """
 
     family: str
@@ -32,6 +33,7 @@ class Case:
     change: Change
     layers: tuple[int, ...] = (0, 3)
     why: str = ""
+    rounds: bool = False
 
     @property
     def label(self) -> str:

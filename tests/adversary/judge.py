@@ -90,14 +90,18 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
     """
     _float_weights(graph)
     data = pack(graph.model)
+    # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
-        model_content=data, experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+        model_content=data,
+        experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+        experimental_preserve_all_tensors=True,
     )
     runner = interpreter.get_signature_runner("mtp_drafter")
     wanted = runner.get_input_details()
     results = []
     for arrays in inputs:
         given = {name: graph.adapt[name](array) if name in graph.adapt else array for name, array in arrays.items()}
+        given |= {name: np.zeros(described["shape"], described["dtype"]) for name, described in wanted.items() if name not in given}
         found = runner(**{name: array for name, array in given.items() if name in wanted})
         results.append((found["logits"].reshape(-1), found["projected_activations"].reshape(-1)))
     return results
