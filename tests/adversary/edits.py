@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
-
-__all__ = ["Case", "Change", "Edit", "at", "chain", "edge", "grid", "put", "unary", "with_number"]
 
 Change = Callable[[Graph], object]
 """Changes a graph in place; returns ``False`` where it does not apply to this graph."""
 Edit = Callable[[Graph, int], int]
 """Computes a new value from one."""
+
+WINDOW = 16
+"""Slots that the shipped drafters' sliding layers see."""
+LOWEST = np.float32(-1e9)
+"""What their hidden scores get."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,42 @@ def chain(*edits: Edit) -> Edit:
 def grid(step: float) -> Edit:
     """To the next multiple of ``step``."""
     return chain(with_number("MUL", 1 / step), unary("ROUND"), with_number("MUL", step))
+
+
+def mul(number: float | np.ndarray) -> Edit:
+    return with_number("MUL", number)
+
+
+def add(number: float | np.ndarray) -> Edit:
+    return with_number("ADD", number)
+
+
+def turn(g: Graph, a: int, b: int, cos: int, sin: int, sign: float = 1.0) -> tuple[int, int]:
+    if sign < 0:
+        sin = g.call("NEG", sin)
+    left = g.call("SUB", g.call("MUL", a, cos), g.call("MUL", b, sin))
+    return left, g.call("ADD", g.call("MUL", b, cos), g.call("MUL", a, sin))
+
+
+def halves(g: Graph, q: int) -> tuple[int, int]:
+    half = g.shape(q)[-1] // 2
+    return g.part(q, 0, half), g.part(q, half, half)
+
+
+def through(dtype: Any) -> Edit:
+    return lambda g, x: g.cast(g.cast(x, dtype), np.float32)
+
+
+def parameters(scale: float | Sequence[float], zero_point: int | Sequence[int] = 0) -> Any:
+    made = schema.QuantizationParametersT()
+    made.scale = np.atleast_1d(np.asarray(scale, np.float32))
+    made.zeroPoint = np.broadcast_to(np.asarray(zero_point, np.int64), made.scale.shape).copy()
+    return made
+
+
+def each(*changes: Change) -> Change:
+    def change(g: Graph) -> None:
+        for step in changes:
+            step(g)
+
+    return change

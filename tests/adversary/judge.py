@@ -101,7 +101,11 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
     results = []
     for arrays in inputs:
         given = {name: graph.adapt[name](array) if name in graph.adapt else array for name, array in arrays.items()}
-        given |= {name: np.zeros(described["shape"], described["dtype"]) for name, described in wanted.items() if name not in given}
+        given |= {
+            name: np.zeros(described["shape"], described["dtype"])
+            for name, described in wanted.items()
+            if name not in given
+        }
         found = runner(**{name: array for name, array in given.items() if name in wanted})
         results.append((found["logits"].reshape(-1), found["projected_activations"].reshape(-1)))
     return results
@@ -131,7 +135,9 @@ def written(directory: Path, inputs: tuple[Arrays, ...]) -> Outputs:
         kv, masks = {}, {}
         position = int(arrays["input_pos"][0])
         for kind, layer in drafter.config.kv_layers.items():
-            fitting = [n for n in keys if (arrays[n].shape[1], arrays[n].shape[3]) == (layer.num_kv_heads, layer.head_dim)]
+            fitting = [
+                n for n in keys if (arrays[n].shape[1], arrays[n].shape[3]) == (layer.num_kv_heads, layer.head_dim)
+            ]
             name = fitting[-1 if kind == "full_attention" else 0]
             key, value = arrays[name], arrays[name.replace("_k_", "_v_")]
             kv[kind] = (torch.from_numpy(key), torch.from_numpy(value).transpose(2, 3))
@@ -199,7 +205,7 @@ def try_case(case: Case, style: str) -> Verdict | None:
             extract(file, out, dtype="f32")
         except MtpExtractError as error:
             return Verdict("refused", str(error))
-        except Exception as error:  # any other error is a finding, and is reported as one
+        except Exception as error:  # noqa: BLE001 - any other error is a finding, and is reported as one
             return Verdict("crashed", f"{type(error).__name__}: {error}")
         ours = written(out, inputs)
     if case.why:

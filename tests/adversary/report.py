@@ -1,6 +1,6 @@
 """A table of what extraction makes of every mutation and rewrite, in both styles.
 
-From the repository: ``PYTHONPATH=.:tests python -m adversary.report [NAME …]``, where a name is a part of ``family/name``.
+From the repository: ``PYTHONPATH=.:tests python -m adversary.report [PART …]``, with parts of ``family/name``.
 """
 
 from __future__ import annotations

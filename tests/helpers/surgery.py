@@ -274,12 +274,10 @@ class Graph:
         rotated = int(grouping.inputs[0]) if self.kind(grouping) == "RESHAPE" else queries
         query_normed = self.normed(f"{name}.q_norm")
         select = next(op for op in self.before(masked, scores) if self.kind(op) == "SELECT_V2")
-        turning = [op for op in self.before(rotated, query_normed)]
+        turning = list(self.before(rotated, query_normed))
         cos, sin = (next(int(op.outputs[0]) for op in turning if self.kind(op) == k) for k in ("COS", "SIN"))
         gate, up, down = (self.linear(f"{name}.{role}_proj") for role in ("gate", "up", "down"))
-        activated = next(
-            t for t in map(int, self.producer(int(down.inputs[0])).inputs) if t != int(up.outputs[0])
-        )
+        activated = next(t for t in map(int, self.producer(int(down.inputs[0])).inputs) if t != int(up.outputs[0]))
         return Layer(
             stream=_other(first, attention_branch),
             query_in=int(self.linear(f"{name}.q_proj").inputs[0]),
