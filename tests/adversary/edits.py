@@ -1,0 +1,136 @@
+"""The words that mutations and rewrites are written in: places of a graph, and what to do to a value there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from helpers.surgery import Graph, sound
+
+Change = Callable[[Graph], object]
+"""Changes a graph in place; returns ``False`` where it does not apply to this graph."""
+Edit = Callable[[Graph, int], int]
+"""Computes a new value from one."""
+
+WINDOW = 16
+"""Slots that the shipped drafters' sliding layers see."""
+LOWEST = np.float32(-1e9)
+"""What their hidden scores get."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named change to a sound drafter.
+
+    Attributes:
+        family: what part of the drafter it is about.
+        layers: of the four of the shipped drafter, those that are kept before the change is made.
+        why: of a mutation that the interpreter cannot tell or cannot run, what makes it another function.
+        rounds: of a rewrite, that its weights are its own: rounded, or shared by layers.
+    """
+
+    family: str
+    name: str
+    change: Change
+    layers: tuple[int, ...] = (0, 3)
+    why: str = ""
+    rounds: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.family}/{self.name}"
+
+    def apply(self, style: str) -> Graph | None:
+        """The changed drafter of ``style``; None where the change does not apply to it."""
+        graph = sound(style, self.layers)
+        return None if self.change(graph) is False else graph
+
+
+def at(g: Graph, place: str) -> int:
+    """The tensor called ``place``: ``"0.scores"`` of a layer, a norm's input ``"x final_norm"`` or result, an input…"""
+    if place in ("activations", "input_pos", "mask", "param_tensor"):
+        return g.input(place)
+    if place in ("logits", "projected_activations"):
+        return g.output(place)
+    if place == "state":
+        return g.normed("final_norm")
+    if place in ("pre_projection", "lm_head", "post_projection"):
+        return int(g.linear(place).outputs[0])
+    index, _, name = place.partition(".")
+    return int(getattr(g.layer(int(index)), name))
+
+
+def edge(place: str, edit: Edit) -> Change:
+    """Let everything that reads ``place`` read ``edit`` of it."""
+    return lambda g: g.insert(at(g, place), lambda x: edit(g, x))
+
+
+def put(place: str, edit: Edit, reader: Callable[[Graph], Any]) -> Change:
+    """Let only the operator ``reader`` read ``edit`` of ``place``."""
+    return lambda g: g.insert(at(g, place), lambda x: edit(g, x), [reader(g)])
+
+
+def unary(name: str) -> Edit:
+    return lambda g, x: g.call(name, x)
+
+
+def with_number(name: str, number: float | np.ndarray, *, left: bool = False) -> Edit:
+    """``x`` and a constant; ``left`` puts the constant first."""
+    constant = np.asarray(number, np.float32)
+    return lambda g, x: g.call(name, constant, x) if left else g.call(name, x, constant)
+
+
+def chain(*edits: Edit) -> Edit:
+    def edit(g: Graph, x: int) -> int:
+        for step in edits:
+            x = step(g, x)
+        return x
+
+    return edit
+
+
+def grid(step: float) -> Edit:
+    """To the next multiple of ``step``."""
+    return chain(with_number("MUL", 1 / step), unary("ROUND"), with_number("MUL", step))
+
+
+def mul(number: float | np.ndarray) -> Edit:
+    return with_number("MUL", number)
+
+
+def add(number: float | np.ndarray) -> Edit:
+    return with_number("ADD", number)
+
+
+def turn(g: Graph, a: int, b: int, cos: int, sin: int, sign: float = 1.0) -> tuple[int, int]:
+    if sign < 0:
+        sin = g.call("NEG", sin)
+    left = g.call("SUB", g.call("MUL", a, cos), g.call("MUL", b, sin))
+    return left, g.call("ADD", g.call("MUL", b, cos), g.call("MUL", a, sin))
+
+
+def halves(g: Graph, q: int) -> tuple[int, int]:
+    half = g.shape(q)[-1] // 2
+    return g.part(q, 0, half), g.part(q, half, half)
+
+
+def through(dtype: Any) -> Edit:
+    return lambda g, x: g.cast(g.cast(x, dtype), np.float32)
+
+
+def parameters(scale: float | Sequence[float], zero_point: int | Sequence[int] = 0) -> Any:
+    made = schema.QuantizationParametersT()
+    made.scale = np.atleast_1d(np.asarray(scale, np.float32))
+    made.zeroPoint = np.broadcast_to(np.asarray(zero_point, np.int64), made.scale.shape).copy()
+    return made
+
+
+def each(*changes: Change) -> Change:
+    def change(g: Graph) -> None:
+        for step in changes:
+            step(g)
+
+    return change

@@ -1,0 +1,218 @@
+"""Whether two drafters compute the same: files on Google's interpreter, checkpoints in the reference network.
+
+The inputs tell functions apart: positions below, at and beyond the window, masks with holes, caches that are full of
+other numbers in every slot and head, those that no query may see included.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
+from helpers.make_bundle import pack
+from helpers.surgery import Graph, sound
+
+from adversary.edits import Case
+from mtp_extract import extract
+from mtp_extract.drafter import DraftArguments, load_drafter
+from mtp_extract.errors import MtpExtractError
+
+__all__ = ["APART", "SAME", "Verdict", "apart", "computed", "inputs_of", "original", "try_case", "written"]
+
+SAME = 2e-5
+"""Largest difference, as a share of the range of the outputs, between two that are the same."""
+APART = 5e-5
+"""Least difference, likewise, between two that are not."""
+
+POSITIONS = (3, 16, 40, 201)
+_HOLES = 0.25
+_KEY_SPREAD = 3.0
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+"""Logits and projected state, for every set of inputs."""
+
+
+@cache
+def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ...]:
+    random = np.random.default_rng(2026)
+    found = []
+    for position in POSITIONS:
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, shape in shapes:
+            values = random.standard_normal(shape)
+            if name == "input_pos":
+                arrays[name] = np.array([position], np.int32)
+            elif name == "mask":
+                seen = (np.arange(shape[-1]) <= position) & (random.random(shape[-1]) > _HOLES)
+                seen[position] = True
+                arrays[name] = seen.reshape(shape)
+            elif name == "param_tensor":
+                arrays[name] = np.full(shape, position + 1, np.int32)
+            elif name == "activations":
+                arrays[name] = values.astype(np.float32)
+            else:
+                # Heads are told apart by their spread, K and V by their mean.
+                heads = np.linspace(0.7, 1.3, shape[1])[:, None, None]
+                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else 1.0
+                arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
+        found.append(arrays)
+    return tuple(found)
+
+
+def inputs_of(graph: Graph) -> tuple[Arrays, ...]:
+    """Inputs for the signature of ``graph``, a sound one."""
+    names = sorted(entry.name.decode() for entry in graph.model.signatureDefs[0].inputs)
+    return _inputs(tuple((name, tuple(graph.shape(graph.input(name)))) for name in names))
+
+
+def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
+    """What LiteRT computes of ``graph``, which is changed: its weights become floats.
+
+    With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
+    first, by the rule of its own kernels: codes times the scales along the first axis.
+
+    Args:
+        graph: packed before.
+        inputs: of the sound model; ``graph.adapt`` makes them this one's.
+
+    Raises:
+        RuntimeError, ValueError: the interpreter cannot run the model.
+    """
+    _float_weights(graph)
+    data = pack(graph.model)
+    # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
+    interpreter = Interpreter(
+        model_content=data,
+        experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
+        experimental_preserve_all_tensors=True,
+    )
+    runner = interpreter.get_signature_runner("mtp_drafter")
+    wanted = runner.get_input_details()
+    results = []
+    for arrays in inputs:
+        given = {name: graph.adapt[name](array) if name in graph.adapt else array for name, array in arrays.items()}
+        given |= {
+            name: np.zeros(described["shape"], described["dtype"])
+            for name, described in wanted.items()
+            if name not in given
+        }
+        found = runner(**{name: array for name, array in given.items() if name in wanted})
+        results.append((found["logits"].reshape(-1), found["projected_activations"].reshape(-1)))
+    return results
+
+
+def _float_weights(graph: Graph) -> None:
+    for op in graph.ops:
+        if graph.kind(op) != "FULLY_CONNECTED" or graph.main.tensors[int(op.inputs[0])].type != 0:
+            continue
+        weight = graph.main.tensors[int(op.inputs[1])]
+        if weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1])):
+            weight.buffer = graph.buffer(graph.floats(int(op.inputs[1])).astype(np.float32).tobytes())
+            weight.type, weight.quantization = schema.TensorType.FLOAT32, None
+
+
+@torch.inference_mode()
+def written(directory: Path, inputs: tuple[Arrays, ...]) -> Outputs:
+    """What the checkpoint in ``directory`` computes, in float32.
+
+    A cache is of the layer type whose KV heads and head size are its own; where both have the same, the numbers in
+    the names are in the order of the types.
+    """
+    drafter = load_drafter(directory, dtype=torch.float32)
+    results = []
+    for arrays in inputs:
+        keys = sorted((name for name in arrays if name.startswith("kv_cache_k_")), key=lambda n: int(n.split("_")[-1]))
+        kv, masks = {}, {}
+        position = int(arrays["input_pos"][0])
+        for kind, layer in drafter.config.kv_layers.items():
+            fitting = [
+                n for n in keys if (arrays[n].shape[1], arrays[n].shape[3]) == (layer.num_kv_heads, layer.head_dim)
+            ]
+            name = fitting[-1 if kind == "full_attention" else 0]
+            key, value = arrays[name], arrays[name.replace("_k_", "_v_")]
+            kv[kind] = (torch.from_numpy(key), torch.from_numpy(value).transpose(2, 3))
+            slots = np.arange(key.shape[2])
+            seen = arrays["mask"].reshape(-1).copy()
+            if layer.sliding_window is not None:
+                seen &= (slots <= position) & (slots > position - layer.sliding_window)
+            masks[kind] = torch.from_numpy(seen).reshape(1, 1, -1)
+        embedding, hidden = torch.from_numpy(arrays["activations"]).chunk(2, dim=-1)
+        arguments = DraftArguments(embedding, hidden, kv, torch.tensor([[position]]), masks)
+        found = drafter(*arguments)
+        results.append((found.logits.numpy().reshape(-1), found.projected.numpy().reshape(-1)))
+    return results
+
+
+def apart(ours: Outputs, theirs: Outputs) -> float:
+    """The largest difference, as a share of the range of each output; infinite where numbers or shapes are not."""
+    largest = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+                return np.inf
+            span = max(float(np.ptp(a)), float(np.ptp(b)), 1e-30)
+            largest = max(largest, float(np.abs(a - b).max()) / span)
+    return largest
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What extraction makes of a case.
+
+    Attributes:
+        outcome: "refused", "same" (what is written computes what the file computes), "wrong", or "crashed" (an error
+            that is not one of ours).
+        detail: the message, or what the interpreter says of a file that it cannot run.
+        difference: as a share of the outputs' range; 0 where nothing was written.
+    """
+
+    outcome: str
+    detail: str = ""
+    difference: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.detail or f'{self.difference:.2g}'}"
+
+
+@cache
+def original(style: str, layers: tuple[int, ...] = (0, 3)) -> tuple[tuple[Arrays, ...], Outputs]:
+    """Inputs of the sound drafter of ``style``, and what LiteRT computes of them."""
+    graph = sound(style, layers)
+    inputs = inputs_of(graph)
+    return inputs, computed(graph, inputs)
+
+
+def try_case(case: Case, style: str) -> Verdict | None:
+    """Extract the drafter of ``style`` changed by ``case``; None where that does not apply."""
+    graph = case.apply(style)
+    if graph is None:
+        return None
+    inputs, _ = original(style, case.layers)
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "drafter.tflite", Path(folder) / "out"
+        file.write_bytes(graph.data())
+        try:
+            extract(file, out, dtype="f32")
+        except MtpExtractError as error:
+            return Verdict("refused", str(error))
+        except Exception as error:  # noqa: BLE001 - any other error is a finding, and is reported as one
+            return Verdict("crashed", f"{type(error).__name__}: {error}")
+        ours = written(out, inputs)
+    if case.why:
+        return Verdict("wrong", case.why, np.inf)
+    try:
+        theirs = computed(graph, inputs)
+    except (RuntimeError, ValueError) as error:
+        return Verdict("wrong", f"LiteRT cannot run the file: {error}", np.inf)
+    difference = apart(ours, theirs)
+    return Verdict("same" if difference <= SAME else "wrong", "", difference)

@@ -1,0 +1,53 @@
+"""Changes to what a drafter's graph computes, by family. Each is data: a name, and what is done to the graph.
+
+A few of them make another *drafter* (another window, another soft cap, another theta), which a checkpoint can express:
+then what is written must compute that. Most make something that is no drafter. The rule is the same: refused, or the
+same function as the changed file.
+"""
+
+from __future__ import annotations
+
+from adversary.edits import Case, Change
+from adversary.mutations.composites import COMPOSITES, NAMES, RUNTIME
+from adversary.mutations.gelu import GELU
+from adversary.mutations.grids import GRIDS
+from adversary.mutations.heads import HEADS
+from adversary.mutations.inputs import INPUTS
+from adversary.mutations.masks import MASKS
+from adversary.mutations.norms import NORMS
+from adversary.mutations.order import ORDER
+from adversary.mutations.outputs import OUTPUTS
+from adversary.mutations.residuals import RESIDUALS
+from adversary.mutations.rope import ROPE
+from adversary.mutations.scores import SCORES
+from adversary.mutations.weights import REFUSED_BY_MEANING, WEIGHTS
+
+__all__ = ["MUTATIONS"]
+
+_FAMILIES: dict[str, dict[str, Change]] = {
+    "masks": MASKS,
+    "rope": ROPE,
+    "scores": SCORES,
+    "heads and caches": HEADS,
+    "order": ORDER,
+    "casts and grids": GRIDS,
+    "norms": NORMS,
+    "residuals": RESIDUALS,
+    "outputs": OUTPUTS,
+    "gelu": GELU,
+    "weights": WEIGHTS,
+    "inputs": INPUTS,
+    "composites": COMPOSITES,
+    "names": NAMES,
+}
+
+MUTATIONS: tuple[Case, ...] = tuple(
+    Case(
+        family,
+        name,
+        change,
+        why=RUNTIME if family == "names" else REFUSED_BY_MEANING.get(name, "") if family == "weights" else "",
+    )
+    for family, changes in _FAMILIES.items()
+    for name, change in changes.items()
+)

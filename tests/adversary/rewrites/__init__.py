@@ -1,0 +1,40 @@
+"""Other ways of writing the same function, as exporters and optimizers do.
+
+A rewrite may be refused, and must not be extracted into something else. ``ACCEPTED`` in the tests lists those that are
+read today; that list only grows.
+"""
+
+from __future__ import annotations
+
+from adversary.edits import Case, Change
+from adversary.rewrites.absorbed import ABSORBED
+from adversary.rewrites.blocks import BLOCKS
+from adversary.rewrites.caches import CACHES
+from adversary.rewrites.detours import DETOURS
+from adversary.rewrites.masks import MASKS
+from adversary.rewrites.norms import NORMS
+from adversary.rewrites.scores import SCORES
+from adversary.rewrites.weights import WEIGHTS, layer_twice
+
+__all__ = ["REWRITES"]
+
+_FAMILIES: dict[str, dict[str, Change]] = {
+    "masks": MASKS,
+    "caches": CACHES,
+    "scores and rope": SCORES,
+    "norms": NORMS,
+    "blocks": BLOCKS,
+    "detours": DETOURS,
+    "weights": WEIGHTS,
+    "absorbed": ABSORBED,
+}
+_OTHERS = {"fp16_cast", "fp16_dequantized", "fp16_norms", "shared_by_layers"}
+
+REWRITES: tuple[Case, ...] = (
+    *(
+        Case(f"same: {family}", name, change, rounds=name in _OTHERS)
+        for family, changes in _FAMILIES.items()
+        for name, change in changes.items()
+    ),
+    Case("same: weights", "layer_twice", layer_twice, layers=(0, 1, 3), rounds=True),
+)
