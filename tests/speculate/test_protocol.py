@@ -87,7 +87,7 @@ def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ..
     for prompt, text, result in zip(PROMPTS, texts, results, strict=True):
         own = text[len(prompt) :]
         assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
-        assert 0 < result.accepted < result.drafted
+    assert 0 < sum(r.accepted for r in results) < sum(r.drafted for r in results)
     assert len({len(seen) for seen in caching.rounds}) > 1, "a sequence is to leave before the others"
     whole = {text: generator.base.full_pass(torch.tensor([text]), LAYERS).layers for text in texts}
     for seen in (one for round_ in caching.rounds for one in round_):
