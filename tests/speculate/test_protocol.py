@@ -84,7 +84,7 @@ def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ..
     generator = SpeculativeGenerator(model, drafter)
     written = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
     ends = {token: [(*own, token).index(token) for own in written] for token in range(40)}
-    stop = next(token for token, places in ends.items() if min(places) > 4 and len(set(places)) > 1)
+    stop = next(token for token, places in ends.items() if len({at for at in places if at > 3}) > 1)
     results = generator.generate_batch(PROMPTS, Options(max_new_tokens=TOKENS, drafts=4, stop_token_ids=[stop]))
     for prompt, text, result in zip(PROMPTS, texts, results, strict=True):
         own = text[len(prompt) :]
