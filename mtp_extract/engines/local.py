@@ -33,8 +33,9 @@ class LocalEngine:
         encoded = [codec.encode(prompt, chat_template=options.chat_template) for prompt in prompts]
         found: dict[int, Generation] = {}
         for number, group in enumerate(groups([len(prompt.tokens) for prompt in encoded], self.batch)):
-            # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
-            own = dataclasses.replace(options, seed=options.seed + (number << 32))
+            # Rows of a batch draw other numbers from one seed; batches need seeds of their own, far from a user's next
+            # one, and within the 32 bits that torch's generator looks at.
+            own = dataclasses.replace(options, seed=options.seed + (number << 20))
             results = self.generator.generate_batch([encoded[index] for index in group], own)
             found.update(zip(group, results, strict=True))
         return [found[index] for index in range(len(prompts))]

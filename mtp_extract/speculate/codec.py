@@ -130,7 +130,9 @@ class Codec:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
+        """Tokens that text leaves out: those with a part to play (BOS, EOS, …), and those added as special."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        return frozenset(getattr(self.tokenizer, "all_special_ids", ())) | {n for n, token in added if token.special}
 
     @cached_property
     def _open(self) -> frozenset[int]:

@@ -258,7 +258,7 @@ class _Run:
                     return
                 cache.keep(rows)
                 fed, hidden, pending = fed.keep(rows), hidden[rows], pending[rows]
-                self._rows = rows
+                self._rows = rows if self._previous is not None else None
             fed, hidden, pending, emitted = self._round(cache, fed, hidden, pending)
             for sequence, added, account in emitted:
                 yield _Event(sequence.row, tuple(added), account)

