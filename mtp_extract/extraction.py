@@ -73,7 +73,7 @@ def checkpoint_of(drafter: Drafter) -> Checkpoint:
             tensors[found.role] = FilledTensor(found.shape)
         else:
             source = QuantizedTensor.of(drafter.model, found.tensor)
-            tensors[found.role] = ConstantTensor(found.shape, source, found.factor)
+            tensors[found.role] = ConstantTensor(found.shape, source, found.factor, found.transposed)
     return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
 
 

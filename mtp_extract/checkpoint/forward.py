@@ -6,7 +6,6 @@ multiplied block by block, so that an LM head of 262 144 rows never exists whole
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import CheckpointError
-from mtp_extract.graph.arrays import row_blocks
+from mtp_extract.graph.arrays import gelu, row_blocks
+from mtp_extract.graph.rope import frequencies
 
 if TYPE_CHECKING:
-    from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+    from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 
-__all__ = ["Cache", "Checkpoint", "Step", "forward", "frequencies", "logits"]
+__all__ = ["Cache", "Checkpoint", "Step", "forward", "logits"]
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
@@ -29,7 +29,6 @@ Bools = npt.NDArray[np.bool_]
 Read = Callable[[str], Iterable[Floats]]
 """Role → its numbers in row-major order, in flat chunks of any size."""
 
-_ROOT = np.float32(math.sqrt(2 / math.pi))
 _BLOCK = 1 << 18
 
 
@@ -120,14 +119,6 @@ class Step:
         return values
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
-    """``theta^(−2i / head_dim)``, 0 past the rotated share; ``[head_dim / 2]``."""
-    index = np.arange(head_dim // 2)
-    rotated = int(rope.partial_rotary_factor * head_dim // 2)
-    made: npt.NDArray[np.float64] = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
-    return made
-
-
 def forward(checkpoint: Checkpoint, step: Step) -> tuple[Floats, Floats]:
     """The normalized state ``[samples, queries, width]`` and its projection ``[samples, queries, backbone width]``."""
     config = checkpoint.config
@@ -171,7 +162,7 @@ def _layer(checkpoint: Checkpoint, step: Step, index: int, h: Floats) -> Floats:
     h = h + norm("post_attention_norm", linear("o_proj", mixed, config.hidden_size))
     x = norm("pre_ffw_norm", h)
     gate, up = (linear(role, x, config.intermediate_size) for role in ("gate_proj", "up_proj"))
-    gated = step.note(f"{name}.gelu", _gelu(gate) * up)
+    gated = step.note(f"{name}.gelu", gelu(gate, tanh=config.hidden_activation == "gelu_pytorch_tanh") * up)
     h = h + norm("post_ffw_norm", linear("down_proj", gated, config.hidden_size))
     return step.note(f"{name}.layer_scalar", h * checkpoint.vector(f"{name}.layer_scalar", 1))
 
@@ -180,11 +171,6 @@ def _frequencies(checkpoint: Checkpoint, index: int, layer: LayerConfig) -> Floa
     if checkpoint.frequencies is not None:
         return checkpoint.frequencies[index]
     return frequencies(layer.rope, layer.head_dim).astype(np.float32)
-
-
-def _gelu(x: Floats) -> Floats:
-    made: Floats = np.float32(0.5) * x * (1 + np.tanh(_ROOT * (x + np.float32(0.044715) * x * x * x)))
-    return made
 
 
 def _rotate(x: Floats, positions: npt.NDArray[np.int64], inverse: Floats) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,23 +112,27 @@ class FloatsOnly:
 
 @dataclass(frozen=True)
 class ConstantTensor:
-    """A constant of a graph, divided by the ``factor`` that the converter folded into it (stored = factor × weight)."""
+    """A constant of a graph, divided by the ``factor`` that the converter folded into it (stored = factor × weight).
+
+    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned.
+    """
 
     shape: tuple[int, ...]
     source: QuantizedTensor
     factor: float = 1.0
+    transposed: bool = False
 
     @property
     def scheme(self) -> Scheme | None:
         source = self.source
-        if source.packing is None:
+        if source.packing is None or (self.transposed and source.kind == "blockwise"):
             return None
         return Scheme(
             bits=source.packing.bits,
             signed=source.packing.signed,
             symmetric=source.symmetric,
             kind=source.kind,
-            axis=source.axis,
+            axis=1 - source.axis if self.transposed and source.kind == "per_channel" else source.axis,
             block_size=source.block_size,
         )
 
@@ -150,14 +154,23 @@ class ConstantTensor:
             value = self.source.dequantize().reshape(-1)[:1]
             yield _divided(np.repeat(value, math.prod(self.shape)), self.factor)
             return
+        if self.transposed:
+            yield _divided(self._turned(self.source.dequantize(), first, last), self.factor)
+            return
         for chunk in self.source.chunks(*self._grid_rows(first, last)):
             yield _divided(chunk, self.factor)
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
         if self.source.tensor.elements != math.prod(self.shape):
             yield np.repeat(self.source.codes().reshape(-1)[:1], math.prod(self.shape))
+        elif self.transposed:
+            yield self._turned(self.source.codes(), first, last)
         else:
             yield from self.source.code_chunks(*self._grid_rows(first, last))
+
+    def _turned(self, stored: npt.NDArray[Any], first: int, last: int | None) -> npt.NDArray[Any]:
+        """Rows ``[first, last)`` of what is stored ``[in, out]``, flat."""
+        return np.ascontiguousarray(stored.reshape(self.shape[::-1]).T[first:last]).reshape(-1)
 
     def _grid_rows(self, first: int, last: int | None) -> tuple[int, int]:
         """The source's own rows, which share a scale and may be shorter than these."""

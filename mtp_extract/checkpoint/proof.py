@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, frequencies, logits
-from mtp_extract.checkpoint.inputs import MASK, MASK_LOCAL, Inputs, Reading, draw
+from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, logits
+from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
+from mtp_extract.graph.inputs import MASK, MASK_LOCAL
+from mtp_extract.graph.rope import frequencies, rounding_of
 from mtp_extract.litertlm.tflite import TensorType
 
 if TYPE_CHECKING:
@@ -30,9 +32,6 @@ SEED = 20260101
 TOLERANCE = 1e-5
 """Of the range of an output: what two orders of summation in float32 leave, and no more."""
 
-# How far a table of RoPE frequencies may be from the config's, relatively, and still be a rounding of it.
-_ROUNDING = 2e-6
-_HALF_ROUNDING = 2.0**-11
 _TINY = 1e-3
 
 Floats = npt.NDArray[np.float32]
@@ -161,9 +160,7 @@ def _frequencies(walk: Walk, config: DrafterConfig) -> tuple[Floats, ...]:
     made = []
     for layer, found in zip(config.layers, walk.layers, strict=True):
         mine, table = frequencies(layer.rope, layer.head_dim), np.asarray(found.inverse_frequencies, np.float64)
-        half = np.array_equal(table, table.astype(np.float16))
-        allowed = mine * (_HALF_ROUNDING if half else _ROUNDING) + (2.0**-25 if half else 0.0)
-        same = table.shape == mine.shape and bool((np.abs(table - mine) <= allowed).all())
+        same = table.shape == mine.shape and bool((np.abs(table - mine) <= rounding_of(table)).all())
         made.append((table if same else mine).astype(np.float32))
     return tuple(made)
 

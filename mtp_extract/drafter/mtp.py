@@ -77,6 +77,7 @@ class Layer(nn.Module):
     def __init__(self, config: DrafterConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.approximate = "tanh" if config.hidden_activation == "gelu_pytorch_tanh" else "none"
         width, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * layer.head_dim
         self.pre_attention_norm = RMSNorm(width, config.rms_norm_eps)
         self.q_proj = nn.Linear(width, heads, bias=False)
@@ -107,7 +108,7 @@ class Layer(nn.Module):
     def forward(self, h: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
         h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), kv, position_ids, mask))
         x = self.pre_ffw_norm(h)
-        gated = functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
+        gated = functional.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)
         h = h + self.post_ffw_norm(self.down_proj(gated))
         return h * self.layer_scalar
 

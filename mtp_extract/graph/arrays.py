@@ -13,6 +13,7 @@ the grid of calibrated activations random inputs would leave the range and tell 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +24,12 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
-__all__ = ["Array", "Coded", "Floats", "Lazy", "Numbers", "Weight", "array_of", "matmul", "row_blocks"]
+__all__ = ["Array", "Coded", "Floats", "Lazy", "Numbers", "Weight", "array_of", "gelu", "matmul", "row_blocks"]
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
+_ERF_TERMS = np.polynomial.legendre.leggauss(24)
 _LARGEST = 1 << 25
 _BLOCK = 1 << 18
 """Elements converted at a time: 1 MiB of float32, which stays in a core's own cache."""
@@ -149,3 +151,20 @@ def _block(coded: Coded, part: tuple[Any, ...]) -> Floats:
     if view.strides[0] < view.strides[1]:
         return coded.of(view.T).integers().T
     return coded.of(view).integers()
+
+
+def gelu(x: Floats, *, tanh: bool) -> Floats:
+    """GELU, exact or in its tanh form."""
+    if tanh:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+        return np.float32(0.5) * x * (1 + np.tanh(inner))
+    return (x * (0.5 + 0.5 * _erf(x.astype(np.float64) / math.sqrt(2)))).astype(np.float32)
+
+
+def _erf(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The error function, by Gauss-Legendre quadrature."""
+    nodes, weights = _ERF_TERMS
+    half = np.clip(x, -6, 6)[..., None] / 2
+    # Two halves of the interval, so that 24 points are exact to float64's last digits.
+    parts = sum((np.exp(-((half * (0.5 * nodes + shift)) ** 2)) * weights).sum(-1) for shift in (0.5, 1.5))
+    return np.asarray(parts * half[..., 0] / math.sqrt(math.pi))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import numpy as np
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig, known_drafter
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.rope import read_rope
 
 __all__ = ["read_config"]
-
-_MOST_THETA_DIGITS = 7
-_LARGEST_THETA_EXPONENT = 12
 
 
 def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
@@ -36,8 +31,7 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
     windows = {layer.window for layer in walk.layers if layer.window is not None}
     if len(windows) > 1:
         raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
-    types = tuple(_layer_type(layer) for layer in walk.layers)
-    _expect_one_cache_per_type(walk.layers, types)
+    types = _layer_types(walk.layers)
     ropes = _ropes(walk.layers, types)
     shapes = {role.role: role.shape for role in walk.roles}
     vocab_size, hidden = shapes["lm_head"]
@@ -84,50 +78,36 @@ def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
     known = known_drafter(config)
     if known is None:
         raise UnsupportedError(
-            "The sliding window is applied by the runtime (an input mask_local), so the file does not say how long it "
-            "is, and its geometry is not a known one. Say how long it is.",
+            "The sliding window is applied by the runtime (an input mask_local), or is longer than the file's caches, so "
+            "running the graph does not tell how long it is, and its geometry is not a known one. Say how long it is.",
             remedies=("sliding_window=N",),
         )
     return int(known["sliding_window"])
 
 
-def _expect_one_cache_per_type(layers: tuple[Layer, ...], types: tuple[str, ...]) -> None:
-    # Engines hand a drafter one pair of caches for each layer type.
+def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
+    """Sliding or full, by what each layer sees; where all see everything, by the caches they read.
+
+    Raises:
+        UnsupportedError: layers of one type read different caches; engines hand a drafter one pair for each type.
+    """
+    # Newer runtimes hand the local mask in instead of building it.
+    types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
+    if SLIDING not in types:
+        # A window that is longer than the caches of the file hides nothing.
+        types = [FULL if (la.key, la.value) == (layers[-1].key, layers[-1].value) else SLIDING for la in layers]
     for layer_type in (SLIDING, FULL):
         pairs = sorted({(la.key, la.value) for la, t in zip(layers, types, strict=True) if t == layer_type})
         if len(pairs) > 1:
             found = ", ".join(f"{escape(key)} and {escape(value)}" for key, value in pairs)
             raise UnsupportedError(f"The {layer_type} layers read different caches: {found}; no engine expects that.")
-
-
-def _layer_type(layer: Layer) -> str:
-    # A window in the graph makes a layer sliding. Newer runtimes hand the local mask in instead of building it.
-    return SLIDING if layer.window is not None or any("local" in name for name in layer.masks) else FULL
+    return tuple(types)
 
 
 def _ropes(layers: tuple[Layer, ...], types: tuple[str, ...]) -> dict[str, RopeConfig]:
     ropes: dict[str, RopeConfig] = {}
     for index, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
-        rope = _read_rope(f"layers.{index}", layer.inverse_frequencies, layer.head_dim)
+        rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.head_dim)
         if ropes.setdefault(layer_type, rope) != rope:
             raise UnsupportedError(f"The {layer_type} layers use different RoPE parameters.")
     return ropes
-
-
-def _read_rope(name: str, table: np.ndarray, head_dim: int) -> RopeConfig:
-    """Theta and the rotated share behind a table of inverse frequencies, checked against the whole table."""
-    rotated = int(np.count_nonzero(table))
-    in_range = bool(((table >= 0) & (table <= 1)).all())
-    if not in_range or rotated < 2 or np.any(table[rotated:]) or table[0] != 1.0:
-        raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
-    # The last frequency pins theta best: its exponent is the largest.
-    exponent = -math.log10(table[rotated - 1]) * head_dim / (2 * (rotated - 1))
-    if exponent > _LARGEST_THETA_EXPONENT:
-        raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
-    exact = float(table[rotated - 1]) ** (-head_dim / (2 * (rotated - 1)))
-    for digits in range(1, _MOST_THETA_DIGITS + 1):
-        theta = float(f"{exact:.{digits - 1}e}")
-        expected = np.where(np.arange(table.size) < rotated, theta ** (-2 * np.arange(table.size) / head_dim), 0.0)
-        if np.allclose(table, expected, rtol=2e-6, atol=0):
-            return RopeConfig(theta, 2 * rotated / head_dim)
-    raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")

@@ -15,6 +15,7 @@ and its reader. Names play no part in this.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +24,7 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import Attention, read_attention
-from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, walk_back
 from mtp_extract.graph.patterns import (
     PASSES,
     SHAPE_OPERANDS,
@@ -31,12 +32,12 @@ from mtp_extract.graph.patterns import (
     Aside,
     RmsNorm,
     constant_under,
-    match_gelu,
     match_rms_norm,
     match_soft_cap,
     split_scalar,
     strip,
 )
+from mtp_extract.graph.probe import cache_slots, measure_gate, measure_windows
 from mtp_extract.litertlm.quantized import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -48,7 +49,8 @@ PROJECTED = "projected_activations"
 
 _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24
-_WEIGHTS_FORMAT_SLOT = 1
+_ADJOINT_Y_SLOT = 1
+_NO_FACTOR = 1e-6
 _MOST_SHOWN = 3
 
 
@@ -74,6 +76,7 @@ class FoundRole:
         known_as: names of the tensors that carry the result, for the cross-check of names.
         input, output: static quantization of the op's activations; None where they are float.
         result: the value of the graph that carries the role's result.
+        transposed: whether the constant is stored ``[in, out]``.
     """
 
     role: str
@@ -85,6 +88,7 @@ class FoundRole:
     input: Activation | None = None
     output: Activation | None = None
     result: Value | None = field(default=None, repr=False, compare=False)
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,6 @@ class _Walker:
         soft_cap = match_soft_cap(graph, graph.outputs[LOGITS])
         self._set_aside(soft_cap.aside)
         factor = 1.0 if soft_cap.cap is None else 1.0 / (soft_cap.scale * soft_cap.cap)
-        if abs(factor - 1.0) < 1e-6:
-            factor = 1.0
         head = self._linear("lm_head", soft_cap.x, "whose output becomes the logits", factor)
         post = self._linear("post_projection", graph.outputs[PROJECTED], "whose output is projected_activations")
         norm = self._norm("final_norm", head, "which feeds both heads")
@@ -169,19 +171,25 @@ class _Walker:
             raise RoleError(
                 "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
             )
-        self.count = count = sum(node.kind == "SOFTMAX" for node in graph.nodes)
-        layers: list[Layer] = []
+        self.count = count = _count_layers(graph)
+        attentions: list[Attention] = []
         stream = norm.x
         for index in reversed(range(count)):
-            layer, stream = self._layer(index, stream)
-            layers.append(layer)
+            attention, stream = self._layer(index, stream)
+            attentions.append(attention)
         source = self._linear("pre_projection", stream, "which is fed by activations")
         if strip(source).input_name != ACTIVATIONS:
             raise RoleError(
                 f"pre_projection: expected to read the input {ACTIVATIONS!r}, it reads {strip(source).label}."
             )
-        layers.reverse()
+        attentions.reverse()
         self._account()
+        windows = measure_windows(graph, [a.mixed for a in attentions], [str(a.value.input_name) for a in attentions])
+        slots = cache_slots(graph)
+        layers = [
+            self._layer_facts(f"layers.{index}", attention, window, slots)
+            for index, (attention, window) in enumerate(zip(attentions, windows, strict=True))
+        ]
         if len(self.eps) > 1:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
         if len(self.hidden_activations) > 1:
@@ -196,7 +204,7 @@ class _Walker:
             self._caches(),
         )
 
-    def _layer(self, index: int, out: Value) -> tuple[Layer, Value]:
+    def _layer(self, index: int, out: Value) -> tuple[Attention, Value]:
         name = f"layers.{index}"
         out = strip(out)
         scaled = split_scalar(self.graph, out.producer) if out.producer else None
@@ -221,30 +229,35 @@ class _Walker:
         q_in = self._linear(f"{name}.q_proj", attention.q_norm.x, f"which feeds {name}.q_norm")
         pre_attention = self._norm(f"{name}.pre_attention_norm", q_in, "which feeds the q projection")
         self._same(f"{name}.pre_attention_norm", pre_attention.x, stream)
-        return self._layer_facts(name, attention), strip(stream)
+        return attention, strip(stream)
 
     def _gated(self, name: str, down_in: Value) -> Value:
-        """gelu(gate(x)) · up(x), the input of the down projection; returns x."""
-        product = strip(down_in).producer
-        if product is None or product.kind != "MUL" or not product.binary or product.op.activation:
+        """activation(gate(x)) · up(x), the input of the down projection; returns x."""
+        branches: dict[int, Value] = {}
+
+        def at_matrix(value: Value, node: Node) -> bool:
+            if not _is_matrix(node):
+                return False
+            branches[id(value)] = value
+            return True
+
+        edges, leaves = walk_back([down_in], at_matrix)
+        others = [value for value in leaves if not value.constant]
+        if len(branches) != 2 or others:
+            found = ", ".join(_what(value) for value in (*branches.values(), *others)) or "nothing"
             raise RoleError(
                 f"{name}.gate_proj, {name}.up_proj: expected a product of GELU(gate) and up before {name}.down_proj, "
-                f"found {_what(strip(down_in))}."
+                f"computed from two matrices; found {found}."
             )
-        operands = [product.operand(i) for i in (0, 1)]
-        for gate, up in (operands, reversed(operands)):
-            gelu = match_gelu(self.graph, gate)
-            if gelu is None:
-                continue
-            self._set_aside(gelu.aside)
-            self.hidden_activations.add(gelu.activation)
-            gate_in = self._linear(f"{name}.gate_proj", gelu.x, "whose output goes through GELU")
-            up_in = self._linear(f"{name}.up_proj", up, "whose output is multiplied with GELU(gate)")
-            if strip(gate_in) is not strip(up_in):
-                raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values; they must read the same.")
-            return gate_in
-        found = " and ".join(_what(strip(v)) for v in operands)
-        raise RoleError(f"{name}.gate_proj: expected GELU on one factor before {name}.down_proj, found {found}.")
+        pair = list(branches.values())
+        gate, activation = measure_gate(self.graph, down_in, pair, name)
+        self.hidden_activations.add(activation)
+        self._set_aside(tuple(Aside(v, _plain_reason(node, at, v)) for node, at, v in edges if v.constant))
+        gate_in = self._linear(f"{name}.gate_proj", pair[gate], "whose output goes through GELU")
+        up_in = self._linear(f"{name}.up_proj", pair[1 - gate], "whose output is multiplied with GELU(gate)")
+        if strip(gate_in) is not strip(up_in):
+            raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values; they must read the same.")
+        return gate_in
 
     def _residual(self, name: str, norm: str, value: Value) -> Node:
         node = value.producer
@@ -284,33 +297,55 @@ class _Walker:
             self._found(role, norm.weight, f"weight of the RMSNorm {why}", result, shape=(norm.size,))
 
     def _linear(self, role: str, value: Value, why: str, factor: float = 1.0) -> Value:
-        """The fully-connected op that computes ``value``; takes its weight and returns its input."""
+        """The matrix that ``value`` is a product with; takes it as the weight of ``role`` and returns its input."""
         root = strip(value)
         node = root.producer
-        if node is None or node.kind != "FULLY_CONNECTED":
+        if node is None or node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL"):
             raise RoleError(f"{role}: expected a FULLY_CONNECTED op {why}, found {_what(root)}.")
         if node.op.activation:
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a fused activation, which no drafter is known to have."
             )
-        if node.op.options is not None and node.op.options.integer(_WEIGHTS_FORMAT_SLOT, "b"):
-            raise UnsupportedError(
-                f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
-            )
         if len(node.inputs) < 2 or None in node.inputs[:2]:
             raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             self._bias(role, node, node.inputs[2])
-        weight = strip(node.operand(1), WEIGHT_PASSES)
+        weight, transposed, scale = self._matrix(node)
         if not weight.constant:
             raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {_what(weight)}.")
-        if len(weight.tensor.shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in weight.tensor.shape):
+        shape = tuple(size for size in weight.tensor.shape if size != 1 or len(weight.tensor.shape) == 2)
+        if len(shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in shape):
             raise RoleError(f"{role}: expected a weight [out, in], found {weight.label}.")
-        other = next((r.role for r in self.roles if r.tensor is weight.tensor), None)
-        if other is not None:
-            raise RoleError(f"{role}: {node.op.label} reads the weight of {other}, {weight.label}.")
-        self._found(role, weight, f"weight of {node.op.label}, {why}", root, factor, node)
+        factor /= scale
+        self._found(
+            role,
+            weight,
+            f"weight of {node.op.label}, {why}",
+            root,
+            factor=1.0 if abs(factor - 1.0) < _NO_FACTOR else factor,
+            node=node,
+            shape=shape[::-1] if transposed else shape,
+            transposed=transposed,
+        )
         return node.operand(0)
+
+    def _matrix(self, node: Node) -> tuple[Value, bool, float]:
+        """The weight of ``node``, whether it is stored ``[in, out]``, and the number it is multiplied by before use."""
+        transposed = node.kind == "BATCH_MATMUL" and not _option(node, _ADJOINT_Y_SLOT)
+        value, scale = strip(node.operand(1), WEIGHT_PASSES), 1.0
+        while value.producer is not None:
+            scaled = split_scalar(self.graph, value.producer)
+            if scaled is not None:
+                self._set_aside((Aside(scaled[1], "a factor on a weight"),))
+                value, scale = strip(scaled[0], WEIGHT_PASSES), scale * scaled[2]
+            elif value.producer.kind == "TRANSPOSE" and len(value.tensor.shape) == 2 and value.producer.binary:
+                axes = constant_under(value.producer.operand(1))
+                if axes is None or self.graph.integers(axes).tolist() != [1, 0]:
+                    break
+                value, transposed = strip(value.producer.operand(0), WEIGHT_PASSES), not transposed
+            else:
+                break
+        return value, transposed, scale
 
     def _bias(self, role: str, node: Node, bias: Value) -> None:
         constant = strip(bias, WEIGHT_PASSES)
@@ -331,6 +366,7 @@ class _Walker:
         factor: float = 1.0,
         node: Node | None = None,
         shape: tuple[int, ...] = (1,),
+        transposed: bool = False,
     ) -> None:
         if constant.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: weights of type {constant.tensor.type_name} are not supported.")
@@ -339,13 +375,14 @@ class _Walker:
             FoundRole(
                 role,
                 constant.tensor,
-                constant.tensor.shape if node else shape,
+                shape,
                 factor,
                 why,
                 () if node else tuple(_names(result)),
                 _activation(node.operand(0)) if node else None,
                 _activation(node.outputs[0]) if node and node.outputs else None,
                 result,
+                transposed,
             )
         )
 
@@ -359,30 +396,27 @@ class _Walker:
         for entry in aside:
             self.aside.setdefault(id(entry.value), entry)
 
-    def _layer_facts(self, name: str, attention: Attention) -> Layer:
+    def _layer_facts(self, name: str, attention: Attention, window: int | None, slots: int) -> Layer:
         head_dim = attention.q_norm.size
         width = next(r.shape[0] for r in self.roles if r.role == f"{name}.q_proj")
-        key, value = attention.key.tensor.shape, attention.value.tensor.shape
-        if not head_dim or width % head_dim or key[3] != head_dim or head_dim not in value[2:]:
+        key, value = attention.key.tensor, attention.value.tensor
+        kv_heads = key.elements // max(head_dim * slots, 1)
+        fits = sorted((1, kv_heads, slots, head_dim))
+        if not head_dim or width % head_dim or sorted(key.shape) != fits or sorted(value.shape) != fits:
             raise RoleError(
-                f"{name}: q projection of width {width}, q norm of {head_dim}, key cache {list(key)} and value cache "
-                f"{list(value)} do not fit together."
+                f"{name}: q projection of width {width}, q norm of {head_dim}, key cache {list(key.shape)} and value "
+                f"cache {list(value.shape)} of {slots} slots do not fit together."
             )
-        if key[1] != value[1] or not key[1] or (width // head_dim) % key[1]:
-            raise RoleError(f"{name}: {width // head_dim} query heads do not share {key[1]} and {value[1]} KV heads.")
-        if attention.inverse_frequencies.size * 2 != head_dim:
-            raise RoleError(
-                f"{name}: its RoPE table has {attention.inverse_frequencies.size} frequencies; heads of {head_dim} "
-                f"need {head_dim // 2}."
-            )
+        if not kv_heads or (width // head_dim) % kv_heads:
+            raise RoleError(f"{name}: {width // head_dim} query heads do not share {kv_heads} KV heads.")
         assert attention.key.input_name is not None and attention.value.input_name is not None
         return Layer(
             attention.key.input_name,
             attention.value.input_name,
-            key[1],
+            kv_heads,
             head_dim,
             width // head_dim,
-            attention.window,
+            window,
             attention.masks,
             attention.inverse_frequencies,
         )
@@ -393,12 +427,7 @@ class _Walker:
             if id(value) in self.used or id(value) in self.aside:
                 continue
             reasons = {_plain_reason(node, position, value) for node, position in value.consumers}
-            if None in reasons:
-                raise RoleError(
-                    f"{value.label} plays no role that this release knows; {value.consumers[0][0].op.label} reads it. "
-                    "No checkpoint is written, because it would not be the same function. Please report the file."
-                )
-            reason = " and ".join(sorted(r for r in reasons if r)) or "an output of the signature"
+            reason = " and ".join(sorted(reasons)) or "an output of the signature"
             self.aside[id(value)] = Aside(value, reason)
         self._account_readers()
         self._account_unread()
@@ -574,8 +603,28 @@ def _activation(value: Value) -> Activation | None:
     return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)
 
 
-def _plain_reason(node: Node, position: int, constant: Value) -> str | None:
-    """Why a constant that no pattern claimed is not a weight; None when it might be one."""
+def _plain_reason(node: Node, position: int, constant: Value) -> str:
+    """What a constant is that no pattern claimed."""
     if position in SHAPE_OPERANDS.get(node.kind, ()):
         return "shape, axis or offset"
-    return "index arithmetic" if constant.tensor.type not in NUMBER_TYPES else None
+    if constant.tensor.type not in NUMBER_TYPES:
+        return "index arithmetic"
+    return "a number between the roles, whose result is checked by execution"
+
+
+def _count_layers(graph: FlatGraph) -> int:
+    """One softmax a layer, or, where exporters spell it out, one exponential."""
+    producers = {id(v.producer): v.producer for v in ancestors(graph.outputs[PROJECTED]) if v.producer is not None}
+    kinds = Counter(node.kind for node in producers.values())
+    return next((kinds[kind] for kind in ("SOFTMAX", "EXP") if kinds[kind]), 0)
+
+
+def _is_matrix(node: Node) -> bool:
+    """Whether ``node`` multiplies by a constant of two axes."""
+    if node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL") or len(node.inputs) < 2 or node.inputs[1] is None:
+        return False
+    return all(value.producer is not None or value.constant for value in ancestors(node.inputs[1]))
+
+
+def _option(node: Node, slot: int) -> bool:
+    return bool(node.op.options.scalar(slot, "?", False)) if node.op.options is not None else False

@@ -15,7 +15,7 @@ from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import DTYPES, KERNELS, Call, grid_of
-from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor, stored_floats
 from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = ["Samples", "evaluate", "inputs_of"]
@@ -32,7 +32,12 @@ def inputs_of(values: Sequence[Value]) -> frozenset[str]:
     return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
 
 
-def evaluate(graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[Value]) -> list[list[Array]]:
+def evaluate(
+    graph: FlatGraph,
+    inputs: Mapping[str, Samples],
+    wanted: Sequence[Value],
+    given: Sequence[tuple[Value, Samples]] = (),
+) -> list[list[Array]]:
     """What ``wanted`` are, for every sample.
 
     Args:
@@ -40,6 +45,7 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[V
         inputs: name of a signature's input → its numbers, one entry a sample or one for all. Of an input of a
             quantized type, a :class:`Coded`.
         wanted: values to compute.
+        given: values that are known already, and what they are: what computes them is not run.
 
     Returns:
         per wanted value, an array a sample. Floats are float32; of a quantized type, the real numbers.
@@ -49,8 +55,8 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[V
         RoleError: a value that is read and that nothing computes.
         FormatError: operands that do not fit the operator.
     """
-    samples = max((len(numbers) for numbers in inputs.values()), default=1)
-    run = _Run(graph, inputs, wanted)
+    samples = max((len(numbers) for numbers in (*inputs.values(), *(numbers for _, numbers in given))), default=1)
+    run = _Run(graph, inputs, wanted, given)
     with np.errstate(all="ignore"):
         for node in graph.nodes:
             if id(node) in run.needed:
@@ -60,16 +66,23 @@ def evaluate(graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[V
 
 
 class _Run:
-    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Samples], wanted: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        graph: FlatGraph,
+        inputs: Mapping[str, Samples],
+        wanted: Sequence[Value],
+        given: Sequence[tuple[Value, Samples]],
+    ) -> None:
         self.graph, self.inputs = graph, inputs
-        reached = {id(v): v for start in wanted for v in ancestors(start)}
-        self.needed = {id(v.producer) for v in reached.values() if v.producer is not None}
+        self.known: dict[int, Samples] = {id(value): numbers for value, numbers in given}
+        stops = frozenset(self.known)
+        reached = {id(v): v for start in wanted for v in ancestors(start, stops)}
+        self.needed = {id(v.producer) for key, v in reached.items() if v.producer is not None and key not in self.known}
         self.readers = {
             key: sum(id(node) in self.needed for node, _ in value.consumers) for key, value in reached.items()
         }
         for value in wanted:
             self.readers[id(value)] += 1
-        self.known: dict[int, Samples] = {}
 
     def read(self, value: Value) -> Samples:
         """The numbers of ``value``, for one reader of it."""
@@ -174,8 +187,10 @@ def _constant(graph: FlatGraph, value: Value) -> Numbers:
         kind = DTYPES.get(tensor.type) if tensor.type is not None else None
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
-        weight = Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
-        return weight.floats() if tensor.elements <= _SMALL and tensor.type in FLOAT_TYPES else weight
+        if tensor.elements <= _SMALL and tensor.type in FLOAT_TYPES:
+            # Masks hold infinities; a weight, which is read as one, may not.
+            return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
+        return Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")

@@ -7,7 +7,7 @@ whose body does something else than its name says is not taken at its word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
-__all__ = ["FlatGraph", "Node", "Value", "flatten"]
+__all__ = ["Edge", "FlatGraph", "Node", "Value", "ancestors", "flatten", "walk_back"]
 
 _DEEPEST_COMPOSITE = 8
 _MOST_NODES = 10_000
@@ -250,13 +250,41 @@ def flatten(model: TfliteModel, signature: Signature) -> FlatGraph:
     return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants)
 
 
-def ancestors(start: Value) -> Iterator[Value]:
-    """``start`` and everything it is computed from, each once."""
+def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
+    """``start`` and everything it is computed from, each once; nothing behind a value whose ``id`` is in ``stops``."""
     seen, queue = {id(start)}, [start]
     while queue:
         value = queue.pop()
         yield value
-        for source in value.producer.inputs if value.producer else ():
+        for source in value.producer.inputs if value.producer and id(value) not in stops else ():
             if source is not None and id(source) not in seen:
                 seen.add(id(source))
                 queue.append(source)
+
+
+Edge = tuple[Node, int, Value]
+"""A node, the position of an operand, and the operand."""
+
+
+def walk_back(starts: list[Value], stops: Callable[[Value, Node], bool]) -> tuple[list[Edge], list[Value]]:
+    """Edges walked backwards from ``starts``, and leaves: inputs, constants, values nothing computes.
+
+    The walk goes no further where ``stops`` says so of a value and the node that computes it.
+    """
+    edges: list[Edge] = []
+    leaves: list[Value] = []
+    seen, queue = {id(start) for start in starts}, list(starts)
+    while queue:
+        value = queue.pop()
+        node = value.producer
+        if node is None:
+            leaves.append(value)
+        elif not stops(value, node):
+            for position, source in enumerate(node.inputs):
+                if source is None:
+                    continue
+                edges.append((node, position, source))
+                if id(source) not in seen:
+                    seen.add(id(source))
+                    queue.append(source)
+    return edges, leaves

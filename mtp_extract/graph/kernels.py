@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of, matmul
+from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of, gelu, matmul
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -40,7 +39,6 @@ DTYPES: MappingProxyType[TensorType, type[np.generic]] = MappingProxyType(
 """NumPy types of plain tensors; half precision is computed in float32."""
 
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
-_ERF_TERMS = np.polynomial.legendre.leggauss(24)
 
 
 def grid_of(tensor: Tensor) -> tuple[float, int] | None:
@@ -136,20 +134,7 @@ _MUL = _strict(np.multiply, activation=True)
 
 
 def _gelu(call: Call, x: Numbers) -> Array:
-    values = array_of(x)
-    if call.option(0, "?", False):
-        inner = np.float32(math.sqrt(2 / math.pi)) * (values + np.float32(0.044715) * values * values * values)
-        return np.float32(0.5) * values * (1 + np.tanh(inner))
-    return (values * (0.5 + 0.5 * _erf(values.astype(np.float64) / math.sqrt(2)))).astype(np.float32)
-
-
-def _erf(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The error function: its integral by Gauss' rule, from 0 to x, where 6 is as good as infinity."""
-    nodes, weights = _ERF_TERMS
-    half = np.clip(x, -6, 6)[..., None] / 2
-    # Two halves of the interval, so that 24 points are exact to float64's last digits.
-    parts = sum((np.exp(-((half * (0.5 * nodes + shift)) ** 2)) * weights).sum(-1) for shift in (0.5, 1.5))
-    return np.asarray(parts * half[..., 0] / math.sqrt(math.pi))
+    return gelu(array_of(x), tanh=bool(call.option(0, "?", False)))
 
 
 def _softmax(call: Call, x: Numbers) -> Array:
@@ -290,6 +275,15 @@ def _gather(call: Call, x: Array, indices: Numbers) -> Array:
     flat_x, flat_i = x.reshape(-1, *x.shape[batch:]), chosen.reshape(-1, *chosen.shape[batch:])
     made = [np.take(a, i, axis - batch) for a, i in zip(flat_x, flat_i, strict=True)]
     return np.stack(made).reshape(*x.shape[:batch], *made[0].shape)
+
+
+def _gather_nd(call: Call, x: Array, indices: Numbers) -> Array:
+    chosen = array_of(indices)
+    depth = chosen.shape[-1] if chosen.ndim else 0
+    sizes = np.array(x.shape[:depth])
+    if not 0 < depth <= x.ndim or (chosen.size and not ((chosen >= 0) & (chosen < sizes)).all()):
+        raise call.refuse("takes elements that its operand lacks")
+    return x[tuple(np.moveaxis(chosen, -1, 0))]
 
 
 def _squeeze(call: Call, x: Array) -> Array:
@@ -532,6 +526,7 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         "SLICE": _moves(_slice),
         "STRIDED_SLICE": _moves(_strided_slice),
         "GATHER": _moves(_gather),
+        "GATHER_ND": _moves(_gather_nd),
         "SQUEEZE": _moves(_squeeze),
         "EXPAND_DIMS": _moves(lambda call, x, axis: np.expand_dims(x, _one(axis))),
         "BROADCAST_TO": _moves(lambda call, x, shape: np.broadcast_to(x, _ints(shape))),

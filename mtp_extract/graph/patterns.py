@@ -10,20 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = [
     "Aside",
-    "Gelu",
     "RmsNorm",
     "SoftCap",
-    "match_gelu",
     "match_rms_norm",
-    "match_rope",
     "match_soft_cap",
     "strip",
 ]
@@ -58,7 +53,6 @@ SHAPE_OPERANDS = {
 _RELATIVE = 1e-5
 _MOST_FACTORS = 32
 _LARGEST_CAP = 1e6
-_MOST_GELU_VALUES = 64
 
 
 @dataclass(frozen=True)
@@ -81,15 +75,6 @@ class RmsNorm:
     weight: Value | None
     size: int
     eps: float
-    aside: tuple[Aside, ...]
-
-
-@dataclass(frozen=True)
-class Gelu:
-    """GELU of ``x``; ``activation`` is the name transformers gives the variant."""
-
-    x: Value
-    activation: str
     aside: tuple[Aside, ...]
 
 
@@ -298,92 +283,6 @@ def _squared(graph: FlatGraph, value: Value) -> Value | None:
     return None
 
 
-# The numbers of GELU's tanh form, x/2 · (1 + tanh(sqrt(2/π) · (x + 0.044715·x³))), as exporters fold them.
-_ROOT = math.sqrt(2 / math.pi)
-_GELU_NUMBERS = (0.5, 1.0, 2.0, 3.0, 0.044715, _ROOT, _ROOT * 0.044715, 2 * _ROOT, 1.702)
-_GELU_OPS = frozenset({"MUL", "ADD", "SUB", "POW", "TANH", "SQUARE", "DIV"})
-_UNARY = frozenset({"TANH", "SQUARE"})
-
-
-def match_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
-    """GELU: the builtin, a composite ``…gelu…`` without a body, or the tanh form in plain operators."""
-    node = strip(value).producer
-    if node is None:
-        return None
-    if node.kind == "GELU" and node.unary:
-        approximate = bool(node.op.options.scalar(0, "?", False)) if node.op.options else False
-        return Gelu(strip(node.operand(0)), "gelu_pytorch_tanh" if approximate else "gelu", ())
-    if node.kind.startswith("COMPOSITE:") and "gelu" in node.kind and node.unary:
-        return Gelu(strip(node.operand(0)), "gelu_pytorch_tanh", ())
-    return _match_plain_gelu(graph, value)
-
-
-def _match_plain_gelu(graph: FlatGraph, value: Value) -> Gelu | None:
-    aside: list[Aside] = []
-    roots: dict[int, Value] = {}
-    seen: set[int] = set()
-    queue, tanh = [strip(value)], 0
-    while queue:
-        current = strip(queue.pop())
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if len(seen) > _MOST_GELU_VALUES:
-            return None
-        node = current.producer
-        if current.constant:
-            if current.tensor.elements != 1 or not any(
-                _close(float(graph.floats(current)[0]), number) for number in _GELU_NUMBERS
-            ):
-                return None
-            aside.append(Aside(current, "a number of GELU's tanh form"))
-        elif node is None or node.kind not in _GELU_OPS or node.op.activation:
-            roots[id(current)] = current
-        elif not (node.unary if node.kind in _UNARY else node.binary):
-            return None
-        else:
-            tanh += node.kind == "TANH"
-            queue.extend(node.operand(i) for i in range(len(node.inputs)))
-    if tanh != 1 or len(roots) != 1:
-        return None
-    x = next(iter(roots.values()))
-    if not _computes_gelu(graph, strip(value), x):
-        return None
-    return Gelu(x, "gelu_pytorch_tanh", tuple(aside))
-
-
-def _computes_gelu(graph: FlatGraph, value: Value, x: Value) -> bool:
-    """Whether the operators between ``x`` and ``value`` compute tanh GELU, tried on numbers."""
-    points = np.linspace(-6, 6, 49)
-    expected = 0.5 * points * (1 + np.tanh(_ROOT * (points + 0.044715 * points**3)))
-    known: dict[int, np.ndarray] = {id(x): points}
-
-    def compute(current: Value) -> np.ndarray:
-        current = strip(current)
-        if id(current) not in known:
-            node = current.producer
-            if node is None:
-                known[id(current)] = np.float64(graph.floats(current)[0])
-            else:
-                operands = [compute(node.operand(i)) for i in range(len(node.inputs))]
-                known[id(current)] = _NUMPY[node.kind](*operands)
-        return known[id(current)]
-
-    with np.errstate(all="ignore"):
-        return bool(np.allclose(compute(value), expected, rtol=1e-4, atol=1e-5))
-
-
-_NUMPY = {
-    "MUL": np.multiply,
-    "ADD": np.add,
-    "SUB": np.subtract,
-    "DIV": np.divide,
-    "POW": np.power,
-    "TANH": np.tanh,
-    "SQUARE": np.square,
-}
-
-
 def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     """``cap · tanh(scale · x)``, with or without either factor, or no soft cap at all."""
     aside: list[Aside] = []
@@ -425,37 +324,3 @@ def _unclamped(graph: FlatGraph, value: Value, aside: list[Aside]) -> Value:
             aside.append(Aside(constant, "a bound on the logits that never binds"))
             return strip(node.operand(1 - position))
     return value
-
-
-@dataclass(frozen=True)
-class RopeTable:
-    """Inverse frequencies, float64 ``[head_dim / 2]``: the angle per position."""
-
-    inverse_frequencies: np.ndarray
-    aside: Aside
-
-
-def match_rope(graph: FlatGraph, angle: Value) -> RopeTable | None:
-    """The table behind ``angle``, the operand of a COS or SIN: position times a constant."""
-    current = strip(angle)
-    halves = 1
-    if current.producer is not None and current.producer.kind == "CONCATENATION":
-        operands = [strip(v) for v in current.producer.inputs if v is not None]
-        if len(operands) != 2 or operands[0] is not operands[1]:
-            return None
-        current, halves = operands[0], 2
-    node = current.producer
-    if node is None or node.kind not in ("MUL", "DIV") or not node.binary or node.op.activation:
-        return None
-    for position in (1, 0) if node.kind == "MUL" else (1,):
-        constant = constant_under(node.operand(position))
-        if constant is None or strip(node.operand(1 - position)).input_name is None:
-            continue
-        table = graph.floats(constant).astype(np.float64)
-        if node.kind == "DIV":
-            with np.errstate(divide="ignore"):
-                table = 1 / table
-        if halves == 1 and table.size % 2 == 0 and np.array_equal(table[: table.size // 2], table[table.size // 2 :]):
-            table = table[: table.size // 2]
-        return RopeTable(table, Aside(constant, "RoPE table"))
-    return None

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType, TfliteModel
 
-__all__ = ["Grid", "Packing", "QuantizedTensor", "read_floats"]
+__all__ = ["Grid", "Packing", "QuantizedTensor", "read_floats", "stored_floats"]
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements dequantized at a time: 1 MiB of float32, which stays in a core's own cache."""
@@ -72,7 +72,7 @@ CODE_TYPES = MappingProxyType(
 FLOAT_TYPES = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
 """Element types that hold real numbers."""
 
-NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys()
+NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys() | {TensorType.INT16}
 """Element types that a weight may have."""
 
 # Bytes looked up at a time, by the bits of a code: INT4 and INT8 in pairs, INT2 singly.
@@ -114,7 +114,7 @@ class QuantizedTensor:
     """A constant with what is needed to read it. Nothing is read until asked for.
 
     Attributes:
-        kind: "none" (floats), "per_tensor", "per_channel" or "blockwise".
+        kind: "none" (floats; INT16 too, the vectors of models with every operator quantized), "per_tensor", "per_channel" or "blockwise".
         axis: axis of the channels, for per_channel.
         block_size: elements of the last axis that share a scale, for blockwise; else 0.
         scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
@@ -143,6 +143,8 @@ class QuantizedTensor:
         location = model.locate(tensor)
         if tensor.type in FLOAT_TYPES:
             return cls(tensor, location, "none", 0, 0, np.empty(0, np.float32), np.empty(0, np.int64))
+        if tensor.type is TensorType.INT16 and tensor.quantization is not None:
+            return cls._wide(tensor, location)
         if tensor.type not in CODE_TYPES:
             raise UnsupportedError(f"{tensor.label}: weights of type {tensor.type_name} are not supported.")
         quantization = tensor.quantization
@@ -163,6 +165,16 @@ class QuantizedTensor:
         scale, zero_point = quantization.scale, quantization.zero_point
         kind = "per_tensor" if scale.size == 1 else "per_channel"
         return cls._checked(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)
+
+    @classmethod
+    def _wide(cls, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
+        assert tensor.quantization is not None
+        if tensor.quantization.scale_count != 1 or tensor.quantization.zero_point.any():
+            raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
+        scale = tensor.quantization.scale
+        if not 0 <= scale[0] < _LARGEST_SCALE / (1 << 15):
+            raise FormatError(f"{tensor.label} has a scale of {scale[0]:g}: the file is damaged.")
+        return cls(tensor, location, "none", 0, 0, scale, np.zeros(1, np.int64))
 
     @classmethod
     def _blockwise(cls, model: TfliteModel, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
@@ -277,7 +289,9 @@ class QuantizedTensor:
     def _float_chunks(self, first: int, last: int) -> Iterator[Floats]:
         width = 4 if self.tensor.type is TensorType.FLOAT32 else 2
         for row, rows in self.grid.steps(first, last):
-            values = _floats_of(self.location.read(row * width, rows * width), self.tensor)
+            values = stored_floats(self.location.read(row * width, rows * width), self.tensor)
+            if self.scale.size:
+                values = values * self.scale[0]
             if not np.isfinite(values).all():
                 raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
             yield values
@@ -364,11 +378,14 @@ class Grid:
         values *= self.scale[index, None]
 
 
-def _floats_of(stored: bytes, tensor: Tensor) -> Floats:
+def stored_floats(stored: bytes, tensor: Tensor) -> Floats:
+    """The bytes of a tensor of a floating-point type, or of INT16, as float32; flat, as they are."""
     if tensor.type is TensorType.FLOAT32:
         return np.frombuffer(stored, "<f4")
     if tensor.type is TensorType.FLOAT16:
         return np.frombuffer(stored, "<f2").astype(np.float32)
+    if tensor.type is TensorType.INT16:
+        return np.frombuffer(stored, "<i2").astype(np.float32)
     # A bfloat16 is the upper half of a float32.
     return (np.frombuffer(stored, "<u2").astype(np.uint32) << 16).view(np.float32)
 

@@ -101,6 +101,8 @@ _LONGEST_LABEL = 90
 _COMPOSITE_OPTIONS = 21
 _DETAILS_BLOCKWISE = 2
 _DETAILS_NAMES = MappingProxyType({0: "none", 1: "custom", 2: "blockwise", 3: "multi-axis"})
+# What Google's own externalizer writes for bytes as they would stand in Buffer.data; nothing of LiteRT reads it.
+_PLAIN_PACKINGS = frozenset({"", "unpacked"})
 _EXTERNAL_GROUP = "tflite_weights"
 
 
@@ -345,7 +347,7 @@ class TfliteModel:
                 f"{self.region.source.name}: {tensor.label} points to external buffer {tensor.external_buffer:#x}, "
                 "which the model does not list."
             )
-        if external.packing:
+        if external.packing not in _PLAIN_PACKINGS:
             raise UnsupportedError(
                 f"{tensor.label} is stored with packing {escape(external.packing)!r}, which this release cannot read."
             )

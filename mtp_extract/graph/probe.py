@@ -1,0 +1,229 @@
+"""Measuring what a region of the graph does, by running it: how far a query sees, and how fast it turns.
+
+Exporters write the mask of a sliding window, and the angles of RoPE, in more ways than can be listed. What they compute
+is the same: so it is computed, on inputs whose result says the number that is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.graph.arrays import Array, Coded, Numbers, gelu
+from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
+from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.inputs import (
+    INPUT_POS,
+    PARAM_TENSOR,
+    fill_mask,
+    fill_param,
+    fill_position,
+    is_float,
+    is_mask,
+    numpy_type,
+)
+from mtp_extract.graph.kernels import grid_of
+
+__all__ = ["cache_slots", "measure_frequencies", "measure_gate", "measure_windows"]
+
+_MOST_POSITIONAL = 64
+_LARGEST_TABLE = 1 << 16
+_SPREAD = 1e-3
+_COUNTED = 0.05
+
+
+def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> npt.NDArray[np.float64]:
+    """By how much a query turns from one position to the next: float64 ``[head_dim / 2]``, 0 where it does not turn.
+
+    Args:
+        graph: the operators.
+        nodes: those of one layer's attention.
+        head_dim: width of a head.
+        name: of the layer, for messages.
+
+    Raises:
+        UnsupportedError: nothing in ``nodes`` turns with the position alone, or two things turn differently.
+    """
+    angles = [node.operand(0) for node in nodes if node.kind in ("SIN", "COS") and node.unary]
+    candidates = angles or _positional(graph, nodes)
+    if not candidates or INPUT_POS not in graph.inputs:
+        raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
+    tensor = graph.inputs[INPUT_POS].tensor
+    fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in (0, 1))}
+    found: list[npt.NDArray[np.float64]] = []
+    for still, turned in (pair for pair in evaluate(graph, fed, candidates)):
+        at_zero, at_one = (_row(values, head_dim) for values in (still, turned))
+        if at_zero is None or at_one is None or np.any(at_zero):
+            # Of a value that is not an angle or its sine at position 0, such as a cosine, nothing is read.
+            if angles:
+                raise UnsupportedError(f"{name}: it turns at position 0 already; a checkpoint's RoPE does not.")
+            continue
+        found.append(at_one if angles else np.arcsin(np.clip(at_one, -1, 1)))
+    if not found:
+        raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
+    for other in found[1:]:
+        if other.size != found[0].size or not np.allclose(other, found[0], rtol=1e-6, atol=0):
+            raise UnsupportedError(f"{name}: its query is turned by more than one RoPE table.")
+    table = np.zeros(head_dim // 2)
+    table[: found[0].size] = found[0]
+    return table
+
+
+def _row(values: Array, head_dim: int) -> npt.NDArray[np.float64] | None:
+    """The angles of the first query, once: exporters write them for half a head, or twice for a whole one."""
+    row = np.asarray(values, np.float64).reshape(-1, values.shape[-1])[0] if values.ndim else None
+    if row is None or row.size > head_dim:
+        return None
+    half = row.size // 2
+    if row.size > head_dim // 2 or (row.size % 2 == 0 and half and np.array_equal(row[:half], row[half:])):
+        if row.size % 2 or not np.array_equal(row[:half], row[half:]):
+            return None
+        row = row[:half]
+    return row
+
+
+def _positional(graph: FlatGraph, nodes: Sequence[Node]) -> list[Value]:
+    """Values of floats that are computed from the position and nothing else, the last of each chain."""
+    found: dict[int, Value] = {}
+    for node in nodes:
+        for value in node.inputs:
+            if value is None or value.producer is None or not is_float(value.tensor) or id(value) in found:
+                continue
+            if 1 < value.tensor.elements <= _LARGEST_TABLE and inputs_of([value]) == {INPUT_POS}:
+                found[id(value)] = value
+                if len(found) > _MOST_POSITIONAL:
+                    return []
+    return list(found.values())
+
+
+def measure_windows(graph: FlatGraph, mixed: Sequence[Value], values: Sequence[str]) -> list[int | None]:
+    """How many slots a query of each layer sees, itself included; None for all.
+
+    K is 0 and every slot in view has the same weight. V is 1 everywhere in one run and 1 at the query's own slot in the
+    other, so the ratio of the results counts the slots.
+
+    Args:
+        graph: the operators.
+        mixed: per layer, what its o projection reads.
+        values: per layer, the name of its V cache.
+
+    Raises:
+        UnsupportedError: an input that this release cannot fill, or weights that are not alike.
+    """
+    needed, slots = inputs_of(mixed), cache_slots(graph)
+    queries = max((graph.inputs[n].tensor.elements for n in (INPUT_POS,) if n in needed), default=1)
+    positions = np.arange(slots - queries, slots)
+    if positions[0] < 0:
+        raise RoleError(f"The caches have {slots} slots, fewer than the {queries} queries of a call.")
+    floats = any(is_mask(name) and is_float(graph.inputs[name].tensor) for name in needed)
+    # A mask of floats is added to the scores, or multiplied into them: read the wrong way it hides nothing.
+    found: list[list[int | None]] = []
+    for additive in (True, False) if floats else (True,):
+        fed = dict(_feed(graph, needed, set(values), slots, positions, additive))
+        results = evaluate(graph, fed, mixed)
+        found.append([_count(of_all, of_own, int(positions[0])) for of_all, of_own in results])
+    return max(found, key=lambda windows: sum(window is not None for window in windows))
+
+
+def _count(of_all: Array, of_own: Array, position: int) -> int | None:
+    with np.errstate(all="ignore"):
+        ratio = float(np.abs(of_all).max()) / float(np.abs(of_own.reshape(-1)).min())
+    if not np.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
+        # The weights are not alike or see nothing; execution will tell what is different.
+        return None
+    seen = round(ratio)
+    return None if seen > position else seen
+
+
+def _is_cache(graph: FlatGraph, name: str) -> bool:
+    return len(graph.inputs[name].tensor.shape) == 4 and not is_mask(name) and name != PARAM_TENSOR
+
+
+def cache_slots(graph: FlatGraph) -> int:
+    """Slots of the caches: the axis that they share with a mask, or with one another."""
+    for name, value in graph.inputs.items():
+        if is_mask(name) and value.tensor.shape:
+            return value.tensor.shape[-1]
+    shapes = [set(value.tensor.shape) for name, value in graph.inputs.items() if _is_cache(graph, name)]
+    return max(set.intersection(*shapes), default=1) if shapes else 1
+
+
+def _feed(
+    graph: FlatGraph,
+    needed: frozenset[str],
+    values: set[str],
+    slots: int,
+    positions: npt.NDArray[np.int64],
+    additive: bool,
+) -> Iterator[tuple[str, Samples]]:
+    shown = np.arange(slots) <= positions[:, None]
+    for name in needed:
+        tensor = graph.inputs[name].tensor
+        if name in values:
+            yield name, tuple(_cache(graph, name, own, slots, int(positions[0])) for own in (False, True))
+        elif _is_cache(graph, name):
+            yield name, (np.broadcast_to(np.zeros((), numpy_type(tensor)), tensor.shape),)
+        elif name == INPUT_POS:
+            yield name, (fill_position(tensor, positions),)
+        elif name == PARAM_TENSOR:
+            yield name, (fill_param(tensor, positions),)
+        elif is_mask(name):
+            yield name, (fill_mask(tensor, shown, additive=additive),)
+        else:
+            # The activations: with K at 0 no score depends on them.
+            yield name, (np.ones(tensor.shape, np.float32),)
+
+
+def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) -> Numbers:
+    """A V cache of ones, or with ones at ``position`` alone, along every axis that may be the slots'."""
+    tensor = graph.inputs[name].tensor
+    one = np.ones((), numpy_type(tensor))
+    codes = np.broadcast_to(one, tensor.shape)
+    if own:
+        codes = np.zeros(tensor.shape, one.dtype)
+        for axis, size in enumerate(tensor.shape):
+            if size == slots:
+                codes[(slice(None),) * axis + (position,)] = 1
+    grid = grid_of(tensor)
+    return codes if grid is None else Coded(codes, grid[0])
+
+
+_POINTS = np.linspace(-6, 6, 97, dtype=np.float32)
+_GATES = {
+    "gelu_pytorch_tanh": gelu(_POINTS, tanh=True),
+    "gelu": gelu(_POINTS, tanh=False),
+}
+_FAR_FROM_ANY_GATE = 1e-2
+
+
+def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], name: str) -> tuple[int, str]:
+    """Which of two ``branches`` is the gate of ``product``, activation(gate) · up, and which activation it is.
+
+    The product is linear in up and not in the gate; with up at 1 it is the activation.
+
+    Returns:
+        index of the gate, and transformers' name of the nearest activation.
+
+    Raises:
+        RoleError: the product is linear in neither or both, or no activation of a drafter is near.
+    """
+    shape = branches[0].tensor.shape
+    tiled = np.resize(_POINTS, shape).astype(np.float32)
+    for gate in (0, 1):
+        one, two = (np.full(shape, number, np.float32) for number in (1, 2))
+        given = [(branches[gate], (tiled, tiled)), (branches[1 - gate], (one, two))]
+        at_one, at_two = (values.reshape(-1)[: _POINTS.size] for values in evaluate(graph, {}, [product], given)[0])
+        if not np.allclose(at_two, 2 * at_one, rtol=1e-4, atol=1e-6):
+            continue
+        count = at_one.size
+        apart = {kind: float(np.abs(at_one - expected[:count]).max()) for kind, expected in _GATES.items()}
+        nearest = min(apart, key=lambda kind: apart[kind])
+        if apart[nearest] < _FAR_FROM_ANY_GATE:
+            return gate, nearest
+    raise RoleError(
+        f"{name}.gate_proj, {name}.up_proj: expected a product of GELU(gate) and up before {name}.down_proj; what the "
+        "graph computes of the two is another function."
+    )

@@ -1,0 +1,78 @@
+"""RoPE frequencies as a graph has them, and the parameters behind them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.architecture.config import RopeConfig
+from mtp_extract.errors import UnsupportedError
+
+__all__ = ["frequencies", "read_rope", "rounding_of"]
+
+_MOST_THETA_DIGITS = 7
+_LARGEST_THETA_EXPONENT = 12
+_GRIDS = (127, 255, 32767, 65535)
+# A frequency in float32, made by a power, a reciprocal or a sine, is right to this share of itself.
+_EXACT = 2e-6
+_HALF = 2.0**-11
+# Half a step, and what the scale itself is rounded by.
+_HALF_STEP = 0.501
+_HALF_SUBNORMAL = 2.0**-25
+
+Table = npt.NDArray[np.float64]
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> Table:
+    """``theta^(−2i / head_dim)``, 0 past the rotated share; float64 ``[head_dim / 2]``."""
+    index = np.arange(head_dim // 2)
+    rotated = int(rope.partial_rotary_factor * head_dim // 2)
+    made: Table = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
+    return made
+
+
+def rounding_of(table: Table) -> Table:
+    """How far each entry of ``table`` may be from the number it stands for.
+
+    Files hold their tables in F32, in F16 (models of half precision), or on a grid of INT8 or INT16 (models whose every
+    operator is quantized); which one shows in the numbers.
+    """
+    largest = float(np.abs(table).max(initial=0.0)) or 1.0
+    if np.array_equal(table, table.astype(np.float16).astype(np.float64)):
+        return np.abs(table) * _HALF + _HALF_SUBNORMAL
+    for steps in _GRIDS:
+        codes = table / largest * steps
+        if bool((np.abs(codes - np.round(codes)) < steps * _EXACT).all()):
+            return np.full(table.shape, largest / steps * _HALF_STEP)
+    return np.abs(table) * _EXACT
+
+
+def read_rope(name: str, table: Table, head_dim: int) -> RopeConfig:
+    """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
+
+    Raises:
+        UnsupportedError: no theta and share make this table.
+    """
+    allowed = rounding_of(table)
+    seen = int(np.count_nonzero(table))
+    if seen < 2 or np.any(table[seen:]) or bool((table < 0).any()) or abs(table[0] - 1.0) > _EXACT + allowed[0]:
+        raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
+    index = np.arange(1, seen)
+    # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
+    doubt = allowed[1:seen] / table[1:seen] / index
+    best = int(index[np.argmin(doubt)])
+    exponent = -math.log10(table[best]) * head_dim / (2 * best)
+    if exponent > _LARGEST_THETA_EXPONENT:
+        raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
+    # The roundest number first: a coarse grid leaves room for several.
+    for digits in range(_MOST_THETA_DIGITS + 1):
+        theta = float(f"{10**exponent:.{digits - 1}e}") if digits else 10.0 ** round(exponent)
+        # What follows may be not rotated, or rotated by so little that the grid has no step for it.
+        for rotated in (head_dim // 2, seen):
+            rope = RopeConfig(theta, 2 * rotated / head_dim)
+            expected = frequencies(rope, head_dim)
+            if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _EXACT)).all()):
+                return rope
+    raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")
