@@ -131,11 +131,13 @@ def frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
 def forward(checkpoint: Checkpoint, step: Step) -> tuple[Floats, Floats]:
     """The normalized state ``[samples, queries, width]`` and its projection ``[samples, queries, backbone width]``."""
     config = checkpoint.config
-    h = step.note("pre_projection", checkpoint.linear("pre_projection", step.activations, config.hidden_size))
-    for index in range(len(config.layers)):
-        h = _layer(checkpoint, step, index, h)
-    h = step.note("final_norm", checkpoint.norm("final_norm", h))
-    projected = checkpoint.linear("post_projection", h, config.backbone_hidden_size)
+    # What is not a number is for the caller to see.
+    with np.errstate(all="ignore"):
+        h = step.note("pre_projection", checkpoint.linear("pre_projection", step.activations, config.hidden_size))
+        for index in range(len(config.layers)):
+            h = _layer(checkpoint, step, index, h)
+        h = step.note("final_norm", checkpoint.norm("final_norm", h))
+        projected = checkpoint.linear("post_projection", h, config.backbone_hidden_size)
     return h, step.note("post_projection", projected)
 
 

@@ -44,6 +44,8 @@ _HOLES = 0.2
 # Scores of a standard deviation of about one: every slot of a window has a say.
 _QUIET_SCORES = 1.2
 _QUIET_CODE = 10
+# V of floats: small, so that the epsilon of the norm behind the attention shows.
+_SMALL_VALUES = 0.01
 _LOUDER = 12
 _LOUD_SLOTS = 512
 # Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
@@ -108,7 +110,10 @@ class Inputs:
                 names.setdefault(name, ways)
         sliding = [i for i, layer in enumerate(self.config.layers) if layer.sliding_window is not None]
         # A graph that is told the range of slots to read, as the published ones are, need not look at the mask too.
-        masked = [True, False] if sliding and self.mask is not None and PARAM_TENSOR in self.graph else [True]
+        masked = [True]
+        if sliding and self.mask is not None and PARAM_TENSOR in self.graph:
+            reads = any(MASK in self.walk.layers[i].masks for i in sliding)
+            masked = [reads, not reads]
         for count, (flag, *ways) in enumerate(product(masked, *names.values())):
             if count < _MOST_READINGS:
                 yield Reading(dict(zip(names, ways, strict=True)), bool(flag))
@@ -298,7 +303,7 @@ def _fill_cache(
         raise UnsupportedError(f"The cache {tensor.label} is {tensor.type_name}, which this release cannot fill.")
     largest = _LARGEST_CODE.get(tensor.type, 127) if tensor.type is not None else 127
     grid = grid_of(tensor)
-    target = _QUIET_SCORES / norm if norm else 1.0
+    target = _QUIET_SCORES / norm if norm else _SMALL_VALUES
     if tensor.type in _FLOATS:
         scale, zero_point = 2.0 ** round(math.log2(target / _QUIET_CODE)), 0
     elif grid is not None:
