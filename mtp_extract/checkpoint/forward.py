@@ -149,10 +149,9 @@ def logits(checkpoint: Checkpoint, state: Floats, trace: Mapping[str, Floats] | 
     cap = checkpoint.config.final_logit_softcap
     if cap is None:
         return made
-    made = made / np.float32(cap)
-    np.tanh(made, out=made)
-    made *= np.float32(cap)
-    return made
+    capped: Floats = np.tanh(made / np.float32(cap))
+    capped *= np.float32(cap)
+    return capped
 
 
 def _layer(checkpoint: Checkpoint, step: Step, index: int, h: Floats) -> Floats:
@@ -223,4 +222,5 @@ def _attend(q: Floats, layer: LayerConfig, key: Cache, value: Cache, seen: Bools
         for span in spans:
             mixed[:, head] += (flat[:, span] @ value.slots(head, span)).reshape(samples * queries, -1, width)
     step.note(f"{name}.weights", weights.reshape(samples, queries, heads, count))
-    return mixed.reshape(samples, queries, heads * width)
+    made: Floats = mixed.reshape(samples, queries, heads * width)
+    return made

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +22,10 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.forward import Cache, Step
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.graph.arrays import Coded, Numbers
+from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples
 from mtp_extract.graph.flat import FlatGraph, Value
-from mtp_extract.graph.kernels import DTYPES, grid_of
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _SMALL_VALUES = 0.01
 _LOUDER = 12
 _LOUD_SLOTS = 512
 # Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
-_DRAWN = 1 << 20
+_DRAWN = 1 << 18
 # What LiteRT's runtime writes where a float mask hides a slot.
 _HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
 _MOST_READINGS = 32
@@ -114,9 +114,8 @@ class Inputs:
         if sliding and self.mask is not None and PARAM_TENSOR in self.graph:
             reads = any(MASK in self.walk.layers[i].masks for i in sliding)
             masked = [reads, not reads]
-        for count, (flag, *ways) in enumerate(product(masked, *names.values())):
-            if count < _MOST_READINGS:
-                yield Reading(dict(zip(names, ways, strict=True)), bool(flag))
+        for flag, axes in islice(product(masked, product(*names.values())), _MOST_READINGS):
+            yield Reading(dict(zip(names, axes, strict=True)), flag)
 
     def step(self, reading: Reading, trace: dict[str, Any] | None = None) -> Step:
         """The same inputs as a checkpoint sees them."""
@@ -124,10 +123,7 @@ class Inputs:
         return Step(
             self.activations,
             positions,
-            [
-                (self._cache(found.key, reading), self._cache(found.value, reading))
-                for found in self.walk.layers
-            ],
+            [(self._cache(found.key, reading), self._cache(found.value, reading)) for found in self.walk.layers],
             [self._seen(layer.sliding_window, positions, reading) for layer in self.config.layers],
             trace,
         )
@@ -314,7 +310,8 @@ def _fill_cache(
     if norm is not None:
         reach = min(max(round(target * math.sqrt(3) / scale), 2), largest)
     stored = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
-    codes = _draw_codes(tensor.shape, slots, reach, loud if norm is not None else slice(0, 0), zero_point, stored, random)
+    louder = loud if norm is not None else slice(0, 0)
+    codes = _draw_codes(tensor.shape, slots, reach, louder, zero_point, stored, random)
     if tensor.type in _FLOATS or grid is not None:
         return Coded(codes, scale, zero_point), (scale, zero_point)
     return codes, (scale, zero_point)
@@ -382,7 +379,8 @@ def _fill_position(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None or tensor.elements not in (1, positions.size):
         raise UnsupportedError(f"The input {tensor.label} cannot hold the positions of {positions.size} queries.")
-    return positions[: tensor.elements].reshape(tensor.shape).astype(kind)
+    filled: Numbers = positions[: tensor.elements].reshape(tensor.shape).astype(kind)
+    return filled
 
 
 def _fill_param(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
@@ -402,5 +400,5 @@ def _fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], additive: bool) -> 
     rows = shown if tensor.elements == shown.size else shown[:1]
     if tensor.type in _FLOATS and additive:
         hidden = np.float32(_HIDDEN.get(tensor.type, _HIDDEN[TensorType.FLOAT32]))
-        return np.where(rows, np.float32(0), hidden).reshape(tensor.shape)
-    return rows.reshape(tensor.shape).astype(kind)
+        return np.asarray(np.where(rows, np.float32(0), hidden).reshape(tensor.shape))
+    return np.asarray(rows.reshape(tensor.shape), kind)

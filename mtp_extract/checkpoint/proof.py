@@ -276,8 +276,8 @@ def _explain(
         mine = trace[places[first].name][sample]
         what = _scores(results[first][sample], mine, position)
     return first, ProofError(
-        f"{name}: the graph and the checkpoint part here{f' ({what})' if what else ''}, by {apart[first][sample]:.2g} of "
-        f"the range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
+        f"{name}: the graph and the checkpoint part here{what and f' ({what})'}, by {apart[first][sample]:.2g} of the "
+        f"range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
         "checkpoint of this kind does; nothing is written. Please report the file."
     )
 

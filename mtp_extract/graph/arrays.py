@@ -50,9 +50,9 @@ class Coded:
         """The same grid with other codes."""
         return replace(self, codes=codes)
 
-    def integers(self, part: tuple[Any, ...] = ()) -> Floats:
-        """``codes − zero_point`` of ``part``, as float32, C-contiguous: the numbers up to the scale."""
-        values = np.ascontiguousarray(self.codes[part], np.float32)
+    def integers(self) -> Floats:
+        """``codes − zero_point`` as float32, C-contiguous: the numbers up to the scale."""
+        values = np.ascontiguousarray(self.codes, np.float32)
         if self.zero_point:
             values = values - np.float32(self.zero_point)
         return values
@@ -60,8 +60,8 @@ class Coded:
     def floats(self) -> Floats:
         """All the numbers."""
         _bound(self.shape)
-        values = self.integers() * np.float32(self.scale)
-        return values.reshape(self.shape)
+        values: Floats = (self.integers() * np.float32(self.scale)).reshape(self.shape)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,32 +120,29 @@ def matmul(left: Floats, right: Coded | Array, transposed: bool) -> Floats:
     exists as floats.
     """
     if not isinstance(right, Coded):
-        return np.matmul(left, np.swapaxes(right, -1, -2) if transposed else right)
+        product: Floats = np.matmul(left, np.swapaxes(right, -1, -2) if transposed else right)
+        return product
     codes = np.swapaxes(right.codes, -1, -2) if transposed else right.codes
     inner, outer = codes.shape[-2:]
     batch = np.broadcast_shapes(left.shape[:-2], codes.shape[:-2])
     lefts = np.broadcast_to(left, (*batch, *left.shape[-2:]))
-    rights = right.of(np.broadcast_to(codes, (*batch, inner, outer)))
+    rights = np.broadcast_to(codes, (*batch, inner, outer))
     result = np.zeros((*batch, left.shape[-2], outer), np.float32)
-    along_inner = inner >= outer
+    longer = max(inner, outer)
     step = max(1, _BLOCK // max(1, min(inner, outer)))
     for index in np.ndindex(*batch):
-        for start in range(0, inner if along_inner else outer, step):
-            span = slice(start, start + step)
-            if along_inner:
-                if not lefts[(*index, slice(None), span)].any():
-                    # Weights of attention outside a window are exactly 0, and integers are finite.
-                    continue
-                result[index] += lefts[(*index, slice(None), span)] @ _block(rights, (*index, span, slice(None)))
-            else:
-                result[(*index, slice(None), span)] = lefts[index] @ _block(rights, (*index, slice(None), span))
+        rows, matrix, made = lefts[index], rights[index], result[index]
+        for span in (slice(start, start + step) for start in range(0, longer, step)):
+            if inner < outer:
+                made[:, span] = rows @ _block(right.of(matrix[:, span]))
+            # Weights of attention outside a window are exactly 0, and integers are finite.
+            elif rows[:, span].any():
+                made += rows[:, span] @ _block(right.of(matrix[span]))
     result *= np.float32(right.scale)
     return result
 
 
-def _block(coded: Coded, part: tuple[Any, ...]) -> Floats:
-    """A two-dimensional part of ``coded`` as floats, converted in the order in which it lies in memory."""
-    view = coded.codes[part]
-    if view.strides[0] < view.strides[1]:
-        return coded.of(view.T).integers().T
-    return coded.of(view).integers()
+def _block(coded: Coded) -> Floats:
+    """The integers of a matrix, converted in the order in which they lie in memory."""
+    down, across = coded.codes.strides
+    return coded.of(coded.codes.T).integers().T if down < across else coded.integers()

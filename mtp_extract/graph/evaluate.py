@@ -13,8 +13,9 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.call import DTYPES, Call, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import DTYPES, KERNELS, Call, grid_of
+from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 

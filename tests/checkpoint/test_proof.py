@@ -149,7 +149,7 @@ def test_the_heads_of_k_and_v_are_told_apart() -> None:
 
 def test_a_tensor_of_another_size_is_an_error() -> None:
     def shorter(read: Read) -> Read:
-        return lambda name: ([np.concatenate(list(read(name)))[:-64]] if name == "lm_head" else read(name))
+        return lambda name: [np.concatenate(list(read(name)))[:-64]] if name == "lm_head" else read(name)
 
     with pytest.raises(CheckpointError, match="lm_head: expected 512 rows"):
         held(variant("jax_published"), read=shorter)
@@ -159,7 +159,7 @@ def test_not_a_number_is_no_proof() -> None:
     def poisoned(read: Read) -> Read:
         return lambda name: [c * np.float32(np.nan) for c in read(name)] if name == "final_norm" else read(name)
 
-    with pytest.raises(ProofError, match="^final_norm: "):
+    with pytest.raises(ProofError, match=r"^final_norm: "):
         held(variant("jax_published"), read=poisoned)
 
 
@@ -180,7 +180,7 @@ def test_caches_whose_names_contradict_their_use_are_refused() -> None:
     other = {b"kv_cache_k_2": b"kv_cache_v_2", b"kv_cache_v_2": b"kv_cache_k_2"}
     for entry in model.signatureDefs[0].inputs:
         entry.name = other.get(entry.name, entry.name)
-    with pytest.raises(UnsupportedError, match="is used as K"):
+    with pytest.raises(UnsupportedError, match=r"is used as K"):
         held(Memory(pack(model)))
 
 

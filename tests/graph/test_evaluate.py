@@ -75,11 +75,11 @@ def binary() -> Iterator[OneOp]:
         for left, right in SHAPES:
             yield OneOp(kind, (floats(*left), const(floats(*right, low=0.5))), options(option))
         for activation in (1, 2, 3):
-            yield OneOp(
-                kind, (floats(6), floats(6, low=0.5)), options(option, fusedActivationFunction=activation)
-            )
+            yield OneOp(kind, (floats(6), floats(6, low=0.5)), options(option, fusedActivationFunction=activation))
         yield OneOp(kind, (ints(7), ints(7, low=1)), options(option), results=("int32",))
-    yield OneOp("DIV", (np.array([-7, 7, -7, 7], np.int32), np.array([2, 2, -2, -2], np.int32)), options("Div"), ("int32",))
+    yield OneOp(
+        "DIV", (np.array([-7, 7, -7, 7], np.int32), np.array([2, 2, -2, -2], np.int32)), options("Div"), ("int32",)
+    )
     most = np.array([2**31 - 1, -(2**31)], np.int32)
     yield OneOp("ADD", (most, np.array([1, -1], np.int32)), options("Add"), results=("int32",))
     yield OneOp("MUL", (most, np.array([3, 5], np.int32)), options("Mul"), results=("int32",))
@@ -163,7 +163,9 @@ def counted() -> Iterator[OneOp]:
             )
     for exclusive in (False, True):
         for reverse in (False, True):
-            yield OneOp("CUMSUM", (ints(2, 5), number(1)), options("Cumsum", exclusive=exclusive, reverse=reverse), ("int32",))
+            yield OneOp(
+                "CUMSUM", (ints(2, 5), number(1)), options("Cumsum", exclusive=exclusive, reverse=reverse), ("int32",)
+            )
     one_hot = (np.array([0, 2, 5], np.int32), number(4), const(np.float32(3)), const(np.float32(-1)))
     for axis in (-1, 0):
         yield OneOp("ONE_HOT", one_hot, options("OneHot", axis=axis))
@@ -232,7 +234,7 @@ def test_samples_in_lock_step_are_each_on_its_own(case: OneOp) -> None:
 
 
 def test_every_operator_of_the_list_is_tried() -> None:
-    # QUANTIZE is an identity here and rounds there: the drafters with static activations try it.
+    # QUANTIZE is an identity here and rounds there: drafters with static activations try it.
     assert {case.kind for case in CASES} == set(KERNELS) - {"QUANTIZE"}
 
 

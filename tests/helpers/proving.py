@@ -24,9 +24,7 @@ Reconfigure = Callable[[DrafterConfig], DrafterConfig]
 Reread = Callable[[Read], Read]
 
 
-def held(
-    source: Path | Source, config: Reconfigure = lambda config: config, read: Reread = lambda read: read
-) -> Proof:
+def held(source: Path | Source, config: Reconfigure = lambda config: config, read: Reread = lambda read: read) -> Proof:
     """The proof of the drafter in ``source``; ``config`` and ``read`` plant faults in its checkpoint."""
     with open_bundle(source) as opened:
         drafter = opened.drafter()
