@@ -25,18 +25,14 @@ from mtp_extract.graph.arrays import Coded, Numbers
 from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples
+from mtp_extract.graph.fill import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, fill_mask, fill_param, fill_position
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 if TYPE_CHECKING:
     from mtp_extract.drafter.config import DrafterConfig
 
-__all__ = ["INPUT_POS", "MASK", "MASK_LOCAL", "PARAM_TENSOR", "Inputs", "Reading", "draw"]
-
-INPUT_POS = "input_pos"
-MASK = "mask"
-MASK_LOCAL = "mask_local"
-PARAM_TENSOR = "param_tensor"
+__all__ = ["Inputs", "Reading", "draw"]
 
 _FLOATS = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
 _LARGEST_CODE = {TensorType.INT16: 32767}
@@ -50,8 +46,6 @@ _LOUDER = 12
 _LOUD_SLOTS = 512
 # Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
 _DRAWN = 1 << 18
-# What LiteRT's runtime writes where a float mask hides a slot.
-_HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
 _MOST_READINGS = 32
 _PASSED = frozenset(
     {"CAST", "RESHAPE", "SLICE", "STRIDED_SLICE", "TRANSPOSE", "DEQUANTIZE", "QUANTIZE", "EXPAND_DIMS", "SQUEEZE"}
@@ -222,12 +216,12 @@ def draw(
         fed[name] = (numbers,)
     fed[ACTIVATIONS], activations = _fill_activations(graph.inputs[ACTIVATIONS].tensor, activations)
     if INPUT_POS in needed:
-        fed[INPUT_POS] = tuple(_fill_position(graph.inputs[INPUT_POS].tensor, p) for p in all_positions)
+        fed[INPUT_POS] = tuple(fill_position(graph.inputs[INPUT_POS].tensor, p) for p in all_positions)
     if PARAM_TENSOR in needed:
-        fed[PARAM_TENSOR] = tuple(_fill_param(graph.inputs[PARAM_TENSOR].tensor, p) for p in all_positions)
+        fed[PARAM_TENSOR] = tuple(fill_param(graph.inputs[PARAM_TENSOR].tensor, p) for p in all_positions)
     for name, shown in ((MASK, mask), (MASK_LOCAL, local)):
         if name in needed:
-            fed[name] = tuple(_fill_mask(graph.inputs[name].tensor, m, additive) for m in shown)
+            fed[name] = tuple(fill_mask(graph.inputs[name].tensor, m, additive) for m in shown)
     return Inputs(
         config,
         walk,
@@ -373,32 +367,3 @@ def _fill_activations(tensor: Tensor, values: npt.NDArray[np.float32]) -> tuple[
         raise UnsupportedError(f"The input {tensor.label} is {tensor.type_name}, which this release cannot fill.")
     # Real numbers all the same: on the grid, most of them would leave the calibrated range.
     return tuple(v.reshape(tensor.shape) for v in values), values
-
-
-def _fill_position(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
-    if kind is None or tensor.elements not in (1, positions.size):
-        raise UnsupportedError(f"The input {tensor.label} cannot hold the positions of {positions.size} queries.")
-    filled: Numbers = positions[: tensor.elements].reshape(tensor.shape).astype(kind)
-    return filled
-
-
-def _fill_param(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
-    """The slots that are written and read: [start, end, end], then zeros."""
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
-    if kind is None or tensor.elements < 3:
-        raise UnsupportedError(f"The input {tensor.label} is none that this release knows how to fill.")
-    values = np.zeros(tensor.elements, kind)
-    values[:3] = positions[0], positions[-1] + 1, positions[-1] + 1
-    return values.reshape(tensor.shape)
-
-
-def _fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], additive: bool) -> Numbers:
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
-    if kind is None or tensor.elements not in (shown.size, shown.shape[-1]):
-        raise UnsupportedError(f"The mask {tensor.label} does not cover the {shown.shape[-1]} slots of the caches.")
-    rows = shown if tensor.elements == shown.size else shown[:1]
-    if tensor.type in _FLOATS and additive:
-        hidden = np.float32(_HIDDEN.get(tensor.type, _HIDDEN[TensorType.FLOAT32]))
-        return np.asarray(np.where(rows, np.float32(0), hidden).reshape(tensor.shape))
-    return np.asarray(rows.reshape(tensor.shape), kind)

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, frequencies, logits
-from mtp_extract.checkpoint.inputs import MASK, MASK_LOCAL, Inputs, Reading, draw
+from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
+from mtp_extract.graph.fill import MASK, MASK_LOCAL
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.litertlm.tflite import TensorType
 

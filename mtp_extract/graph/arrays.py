@@ -128,6 +128,8 @@ def matmul(left: Floats, right: Coded | Array, transposed: bool) -> Floats:
     lefts = np.broadcast_to(left, (*batch, *left.shape[-2:]))
     rights = np.broadcast_to(codes, (*batch, inner, outer))
     result = np.zeros((*batch, left.shape[-2], outer), np.float32)
+    if not left.any():
+        return result
     longer = max(inner, outer)
     step = max(1, _BLOCK // max(1, min(inner, outer)))
     for index in np.ndindex(*batch):
