@@ -66,20 +66,46 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A constant as stored, of ``shape``, which keeps the last axis of the tensor; transposed in its last two if so."""
+    """A constant as stored, dequantized where it is used.
+
+    Attributes:
+        source: the constant.
+        shape: of the array it stands for.
+        exchanged: whether the last two axes of ``shape`` are stored the other way round.
+        through_dequantize: whether an operator made floats of it, or a kernel is left to.
+    """
 
     source: QuantizedTensor
     shape: tuple[int, ...]
+    exchanged: bool = False
     through_dequantize: bool = False
-
-    def rows(self) -> Iterator[Floats]:
-        """Blocks ``[rows, shape[-1]]`` in order; each may be overwritten by the next."""
-        return row_blocks(self.source.chunks(), self.shape[-1] if self.shape else 1)
 
     def floats(self) -> Floats:
         """All the numbers."""
         _bound(self.shape)
-        return self.source.dequantize().reshape(self.shape)
+        if not self.exchanged:
+            return self.source.dequantize().reshape(self.shape)
+        stored = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return np.swapaxes(self.source.dequantize().reshape(stored), -1, -2)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it has two axes longer than one at most, the last ones."""
+        return len(self.shape) >= 2 and all(size == 1 for size in self.shape[:-2])
+
+    def times(self, x: Floats, transposed: bool) -> Floats:
+        """``x`` ``[n, in]`` times the matrix, or its transpose, row by row as they are stored."""
+        inner, outer = self.shape[:-3:-1] if transposed else self.shape[-2:]
+        made = np.zeros((len(x), outer), np.float32)
+        at, outputs = 0, transposed != self.exchanged
+        for block in row_blocks(self.source.chunks(), inner if outputs else outer):
+            span = slice(at, at + len(block))
+            if outputs:
+                np.matmul(x, block.T, out=made[:, span])
+            else:
+                made += x[:, span] @ block
+            at += len(block)
+        return made
 
 
 Lazy = (Coded, Weight)

@@ -17,7 +17,7 @@ from mtp_extract.graph.call import DTYPES, Call, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor
-from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 __all__ = ["Samples", "evaluate", "inputs_of"]
 
@@ -174,12 +174,20 @@ def _constant(graph: FlatGraph, value: Value) -> Numbers:
     if tensor.elements == 0:
         kind = DTYPES.get(tensor.type) if tensor.type is not None else None
         return np.empty(tensor.shape, kind or np.float32)
+    if tensor.type in FLOAT_TYPES and tensor.elements <= _SMALL and not tensor.sparse:
+        return _numbers(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
     if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
-        weight = Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
-        return weight.floats() if tensor.elements <= _SMALL and tensor.type in FLOAT_TYPES else weight
+        return Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")
     stored = np.frombuffer(graph.model.locate(tensor).read(), np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)
     grid = grid_of(tensor) if tensor.type is TensorType.INT16 else None
     return stored if grid is None else Coded(stored, *grid)
+
+
+def _numbers(stored: bytes, tensor: Tensor) -> Array:
+    """Floating-point numbers as they are: a masked score may be −∞, and a table that divides holds ∞."""
+    if tensor.type is TensorType.BFLOAT16:
+        return (np.frombuffer(stored, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(stored, "<f2" if tensor.type is TensorType.FLOAT16 else "<f4").astype(np.float32)

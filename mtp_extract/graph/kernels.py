@@ -7,6 +7,7 @@ those of the TFLite schema, in the order in which it declares them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -51,7 +52,7 @@ def _cast(call: Call, x: Numbers) -> Numbers:
 def _dequantize(call: Call, x: Numbers) -> Numbers:
     """The same real numbers: on the grid of calibrated activations, random inputs would tell nothing about weights."""
     if isinstance(x, Weight):
-        return Weight(x.source, x.shape, through_dequantize=True)
+        return replace(x, through_dequantize=True)
     if isinstance(x, Coded) and call.result.type not in (TensorType.FLOAT32, TensorType.FLOAT16):
         # From one grid to another, as reals.
         return x.floats()
@@ -59,12 +60,14 @@ def _dequantize(call: Call, x: Numbers) -> Numbers:
 
 
 def _batch_matmul(call: Call, left: Numbers, right: Numbers) -> Array:
-    a = array_of(left)
+    a, transposed = array_of(left), bool(call.option(1, "?", False))
     if call.option(0, "?", False):
         a = np.swapaxes(a, -1, -2)
-    b = right if isinstance(right, Coded) else array_of(right)
-    return matmul(a, b, bool(call.option(1, "?", False)))
-    # A matrix of integers is summed in the type of the result.
+    if isinstance(right, Weight) and right.matrix and a.ndim >= len(right.shape):
+        _check_weight(call, right, 1 if not transposed else 0)
+        flat = np.ascontiguousarray(a, np.float32).reshape(-1, a.shape[-1])
+        return right.times(flat, transposed).reshape(*a.shape[:-1], -1)
+    return matmul(a, right if isinstance(right, Coded) else array_of(right), transposed)
 
 
 def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Array:
@@ -76,12 +79,8 @@ def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | No
         raise call.refuse(f"multiplies {list(values.shape)} with a weight of {list(weight.shape)}")
     flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
     if isinstance(weight, Weight):
-        _check_weight(call, weight)
-        made = np.empty((flat.shape[0], rows), np.float32)
-        at = 0
-        for block in weight.rows():
-            np.matmul(flat, block.T, out=made[:, at : at + len(block)])
-            at += len(block)
+        _check_weight(call, weight, 0)
+        made = weight.times(flat, transposed=True)
     else:
         made = matmul(flat, weight, transposed=True)
     if bias is not None:
@@ -90,17 +89,18 @@ def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | No
     return call.activate(made.reshape((*values.shape[:-1], rows) if keeps else (-1, rows)))
 
 
-def _check_weight(call: Call, weight: Weight) -> None:
+def _check_weight(call: Call, weight: Weight, axis: int) -> None:
     """What LiteRT's kernel makes of a quantized weight must be what its scales and zero points say."""
     source = weight.source
     if weight.through_dequantize or source.kind == "none":
         return
     if source.packing is not None and not source.packing.signed:
         raise call.refuse(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
-    if source.kind == "per_channel" and source.axis != 0:
-        raise call.refuse(
-            f"reads {source.tensor.label}, whose scales run along axis {source.axis}: LiteRT applies them along axis 0"
-        )
+    if weight.exchanged:
+        raise call.refuse(f"reads {source.tensor.label} transposed, as codes")
+    if source.kind == "per_channel" and source.axis != axis + len(source.tensor.shape) - 2:
+        where = f"whose scales run along axis {source.axis}"
+        raise call.refuse(f"reads {source.tensor.label}, {where}: LiteRT applies them to the outputs")
     if not source.symmetric:
         raise call.refuse(f"reads {source.tensor.label}, whose zero points are not 0: LiteRT ignores them")
 

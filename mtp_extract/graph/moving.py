@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +34,9 @@ def _reshape(call: Call, x: Numbers, shape: Numbers | None = None) -> Numbers:
     if isinstance(x, Weight):
         known = -math.prod(sizes) if -1 in sizes else 0
         sizes = [math.prod(x.shape) // max(known, 1) if s == -1 else s for s in sizes]
-        if sizes and x.shape and sizes[-1] == x.shape[-1] and math.prod(sizes) == math.prod(x.shape):
-            return Weight(x.source, tuple(sizes), x.through_dequantize)
+        # Rows stay rows.
+        if not x.exchanged and sizes[-1:] == list(x.shape[-1:]) and math.prod(sizes) == math.prod(x.shape):
+            return replace(x, shape=tuple(sizes))
     try:
         made: Numbers = _moves(lambda _, values: values.reshape(sizes))(call, x)
     except ValueError as error:
@@ -42,8 +44,12 @@ def _reshape(call: Call, x: Numbers, shape: Numbers | None = None) -> Numbers:
     return made
 
 
-def _transpose(call: Call, x: Array, order: Numbers) -> Array:
-    return np.transpose(x, ints(order))
+def _transpose(call: Call, x: Numbers, order: Numbers) -> Numbers:
+    axes = ints(order)
+    if isinstance(x, Weight) and x.matrix and axes == [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]:
+        return replace(x, shape=tuple(x.shape[axis] for axis in axes), exchanged=not x.exchanged)
+    moved: Numbers = _moves(lambda _, values: np.transpose(values, axes))(call, x)
+    return moved
 
 
 def _slice(call: Call, x: Array, begin: Numbers, size: Numbers) -> Array:
@@ -159,7 +165,7 @@ def _lookup(call: Call, ids: Numbers, table: Numbers) -> Array:
 MOVING: MappingProxyType[str, Kernel] = MappingProxyType(
     {
         "RESHAPE": _reshape,
-        "TRANSPOSE": _moves(_transpose),
+        "TRANSPOSE": _transpose,
         "SLICE": _moves(_slice),
         "STRIDED_SLICE": _moves(_strided_slice),
         "GATHER": _moves(_gather),

@@ -66,7 +66,8 @@ def windows(graph: FlatGraph, weights: Sequence[Value]) -> tuple[int | None, ...
 
 
 def _window(index: int, seen: npt.NDArray[np.bool_], positions: Sequence[int]) -> int | None:
-    lengths = set()
+    lengths: set[int] = set()
+    whole = 0
     for position, row in zip(positions, seen, strict=True):
         slots = np.flatnonzero(row)
         if not slots.size or slots[-1] != position or slots.size != position - slots[0] + 1:
@@ -75,12 +76,14 @@ def _window(index: int, seen: npt.NDArray[np.bool_], positions: Sequence[int]) -
                 f"layers.{index}: at position {position} its attention sees {shown}; expected those up to its own, or "
                 "a window of them."
             )
-        lengths.add(None if not slots[0] else int(slots.size))
-    # A window as long as the caches is none; one that is longer than a position is not seen there.
-    found = lengths - {None}
-    if len(found) > 1 or (found and None in lengths and max(found) <= positions[0]):
-        raise UnsupportedError(f"layers.{index}: its window has different lengths at different positions: {lengths}.")
-    return found.pop() if found else None
+        if slots[0]:
+            lengths.add(int(slots.size))
+        else:
+            whole = position + 1
+    # A position within the window sees all before it.
+    if len(lengths) > 1 or any(length < whole for length in lengths):
+        raise UnsupportedError(f"layers.{index}: its window is not as long at every position: {sorted(lengths)}.")
+    return lengths.pop() if lengths else None
 
 
 def _seen(weights: npt.NDArray[np.float32], slots: int) -> npt.NDArray[np.bool_]:
