@@ -122,11 +122,13 @@ class Step:
 def forward(checkpoint: Checkpoint, step: Step) -> tuple[Floats, Floats]:
     """The normalized state ``[samples, queries, width]`` and its projection ``[samples, queries, backbone width]``."""
     config = checkpoint.config
-    h = step.note("pre_projection", checkpoint.linear("pre_projection", step.activations, config.hidden_size))
-    for index in range(len(config.layers)):
-        h = _layer(checkpoint, step, index, h)
-    h = step.note("final_norm", checkpoint.norm("final_norm", h))
-    projected = checkpoint.linear("post_projection", h, config.backbone_hidden_size)
+    # What is not a number is for the caller to see.
+    with np.errstate(all="ignore"):
+        h = step.note("pre_projection", checkpoint.linear("pre_projection", step.activations, config.hidden_size))
+        for index in range(len(config.layers)):
+            h = _layer(checkpoint, step, index, h)
+        h = step.note("final_norm", checkpoint.norm("final_norm", h))
+        projected = checkpoint.linear("post_projection", h, config.backbone_hidden_size)
     return h, step.note("post_projection", projected)
 
 
@@ -138,10 +140,9 @@ def logits(checkpoint: Checkpoint, state: Floats, trace: Mapping[str, Floats] | 
     cap = checkpoint.config.final_logit_softcap
     if cap is None:
         return made
-    made = made / np.float32(cap)
-    np.tanh(made, out=made)
-    made *= np.float32(cap)
-    return made
+    capped: Floats = np.tanh(made / np.float32(cap))
+    capped *= np.float32(cap)
+    return capped
 
 
 def _layer(checkpoint: Checkpoint, step: Step, index: int, h: Floats) -> Floats:
@@ -207,4 +208,5 @@ def _attend(q: Floats, layer: LayerConfig, key: Cache, value: Cache, seen: Bools
         for span in spans:
             mixed[:, head] += (flat[:, span] @ value.slots(head, span)).reshape(samples * queries, -1, width)
     step.note(f"{name}.weights", weights.reshape(samples, queries, heads, count))
-    return mixed.reshape(samples, queries, heads * width)
+    made: Floats = mixed.reshape(samples, queries, heads * width)
+    return made

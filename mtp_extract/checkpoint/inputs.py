@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,19 +22,11 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.forward import Cache, Step
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.graph.arrays import Coded, Numbers
+from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples
+from mtp_extract.graph.fill import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, fill_mask, fill_param, fill_position
 from mtp_extract.graph.flat import FlatGraph, Value
-from mtp_extract.graph.inputs import (
-    INPUT_POS,
-    MASK,
-    MASK_LOCAL,
-    PARAM_TENSOR,
-    fill_mask,
-    fill_param,
-    fill_position,
-)
-from mtp_extract.graph.kernels import DTYPES, grid_of
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 if TYPE_CHECKING:
@@ -48,10 +40,12 @@ _HOLES = 0.2
 # Scores of a standard deviation of about one: every slot of a window has a say.
 _QUIET_SCORES = 1.2
 _QUIET_CODE = 10
+# V of floats: small, so that the epsilon of the norm behind the attention shows.
+_SMALL_VALUES = 0.01
 _LOUDER = 12
 _LOUD_SLOTS = 512
 # Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
-_DRAWN = 1 << 20
+_DRAWN = 1 << 18
 _MOST_READINGS = 32
 _PASSED = frozenset(
     {"CAST", "RESHAPE", "SLICE", "STRIDED_SLICE", "TRANSPOSE", "DEQUANTIZE", "QUANTIZE", "EXPAND_DIMS", "SQUEEZE"}
@@ -110,11 +104,12 @@ class Inputs:
                 names.setdefault(name, ways)
         sliding = [i for i, layer in enumerate(self.config.layers) if layer.sliding_window is not None]
         # A graph that is told the range of slots to read, as the published ones are, need not look at the mask too.
-        told = PARAM_TENSOR in self.graph or self.local is not None
-        masked = [True, False] if sliding and self.mask is not None and told else [True]
-        for count, (flag, *ways) in enumerate(product(masked, *names.values())):
-            if count < _MOST_READINGS:
-                yield Reading(dict(zip(names, ways, strict=True)), bool(flag))
+        masked = [True]
+        if sliding and self.mask is not None and (PARAM_TENSOR in self.graph or self.local is not None):
+            reads = any(MASK in self.walk.layers[i].masks for i in sliding)
+            masked = [reads, not reads]
+        for flag, axes in islice(product(masked, product(*names.values())), _MOST_READINGS):
+            yield Reading(dict(zip(names, axes, strict=True)), flag)
 
     def step(self, reading: Reading, trace: dict[str, Any] | None = None) -> Step:
         """The same inputs as a checkpoint sees them."""
@@ -226,7 +221,7 @@ def draw(
         fed[PARAM_TENSOR] = tuple(fill_param(graph.inputs[PARAM_TENSOR].tensor, p) for p in all_positions)
     for name, shown in ((MASK, mask), (MASK_LOCAL, local)):
         if name in needed:
-            fed[name] = tuple(fill_mask(graph.inputs[name].tensor, m, additive=additive) for m in shown)
+            fed[name] = tuple(fill_mask(graph.inputs[name].tensor, m, additive) for m in shown)
     return Inputs(
         config,
         walk,
@@ -298,7 +293,7 @@ def _fill_cache(
         raise UnsupportedError(f"The cache {tensor.label} is {tensor.type_name}, which this release cannot fill.")
     largest = _LARGEST_CODE.get(tensor.type, 127) if tensor.type is not None else 127
     grid = grid_of(tensor)
-    target = _QUIET_SCORES / norm if norm else 1.0
+    target = _QUIET_SCORES / norm if norm else _SMALL_VALUES
     if tensor.type in _FLOATS:
         scale, zero_point = 2.0 ** round(math.log2(target / _QUIET_CODE)), 0
     elif grid is not None:
@@ -309,9 +304,8 @@ def _fill_cache(
     if norm is not None:
         reach = min(max(round(target * math.sqrt(3) / scale), 2), largest)
     stored = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
-    codes = _draw_codes(
-        tensor.shape, slots, reach, loud if norm is not None else slice(0, 0), zero_point, stored, random
-    )
+    louder = loud if norm is not None else slice(0, 0)
+    codes = _draw_codes(tensor.shape, slots, reach, louder, zero_point, stored, random)
     if tensor.type in _FLOATS or grid is not None:
         return Coded(codes, scale, zero_point), (scale, zero_point)
     return codes, (scale, zero_point)

@@ -52,9 +52,9 @@ class Coded:
         """The same grid with other codes."""
         return replace(self, codes=codes)
 
-    def integers(self, part: tuple[Any, ...] = ()) -> Floats:
-        """``codes − zero_point`` of ``part``, as float32, C-contiguous: the numbers up to the scale."""
-        values = np.ascontiguousarray(self.codes[part], np.float32)
+    def integers(self) -> Floats:
+        """``codes − zero_point`` as float32, C-contiguous: the numbers up to the scale."""
+        values = np.ascontiguousarray(self.codes, np.float32)
         if self.zero_point:
             values = values - np.float32(self.zero_point)
         return values
@@ -62,26 +62,52 @@ class Coded:
     def floats(self) -> Floats:
         """All the numbers."""
         _bound(self.shape)
-        values = self.integers() * np.float32(self.scale)
-        return values.reshape(self.shape)
+        values: Floats = (self.integers() * np.float32(self.scale)).reshape(self.shape)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A constant as stored, of ``shape``, which keeps the last axis of the tensor; transposed in its last two if so."""
+    """A constant as stored, dequantized where it is used.
+
+    Attributes:
+        source: the constant.
+        shape: of the array it stands for.
+        exchanged: whether the last two axes of ``shape`` are stored the other way round.
+        through_dequantize: whether an operator made floats of it, or a kernel is left to.
+    """
 
     source: QuantizedTensor
     shape: tuple[int, ...]
+    exchanged: bool = False
     through_dequantize: bool = False
-
-    def rows(self) -> Iterator[Floats]:
-        """Blocks ``[rows, shape[-1]]`` in order; each may be overwritten by the next."""
-        return row_blocks(self.source.chunks(), self.shape[-1] if self.shape else 1)
 
     def floats(self) -> Floats:
         """All the numbers."""
         _bound(self.shape)
-        return self.source.dequantize().reshape(self.shape)
+        if not self.exchanged:
+            return self.source.dequantize().reshape(self.shape)
+        stored = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return np.swapaxes(self.source.dequantize().reshape(stored), -1, -2)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it has two axes longer than one at most, the last ones."""
+        return len(self.shape) >= 2 and all(size == 1 for size in self.shape[:-2])
+
+    def times(self, x: Floats, transposed: bool) -> Floats:
+        """``x`` ``[n, in]`` times the matrix, or its transpose, row by row as they are stored."""
+        inner, outer = self.shape[:-3:-1] if transposed else self.shape[-2:]
+        made = np.zeros((len(x), outer), np.float32)
+        at, outputs = 0, transposed != self.exchanged
+        for block in row_blocks(self.source.chunks(), inner if outputs else outer):
+            span = slice(at, at + len(block))
+            if outputs:
+                np.matmul(x, block.T, out=made[:, span])
+            else:
+                made += x[:, span] @ block
+            at += len(block)
+        return made
 
 
 Lazy = (Coded, Weight)
@@ -122,47 +148,46 @@ def matmul(left: Floats, right: Coded | Array, transposed: bool) -> Floats:
     exists as floats.
     """
     if not isinstance(right, Coded):
-        return np.matmul(left, np.swapaxes(right, -1, -2) if transposed else right)
+        product: Floats = np.matmul(left, np.swapaxes(right, -1, -2) if transposed else right)
+        return product
     codes = np.swapaxes(right.codes, -1, -2) if transposed else right.codes
     inner, outer = codes.shape[-2:]
     batch = np.broadcast_shapes(left.shape[:-2], codes.shape[:-2])
     lefts = np.broadcast_to(left, (*batch, *left.shape[-2:]))
-    rights = right.of(np.broadcast_to(codes, (*batch, inner, outer)))
+    rights = np.broadcast_to(codes, (*batch, inner, outer))
     result = np.zeros((*batch, left.shape[-2], outer), np.float32)
-    along_inner = inner >= outer
+    if not left.any():
+        return result
+    longer = max(inner, outer)
     step = max(1, _BLOCK // max(1, min(inner, outer)))
     for index in np.ndindex(*batch):
-        for start in range(0, inner if along_inner else outer, step):
-            span = slice(start, start + step)
-            if along_inner:
-                if not lefts[(*index, slice(None), span)].any():
-                    # Weights of attention outside a window are exactly 0, and integers are finite.
-                    continue
-                result[index] += lefts[(*index, slice(None), span)] @ _block(rights, (*index, span, slice(None)))
-            else:
-                result[(*index, slice(None), span)] = lefts[index] @ _block(rights, (*index, slice(None), span))
+        rows, matrix, made = lefts[index], rights[index], result[index]
+        for span in (slice(start, start + step) for start in range(0, longer, step)):
+            if inner < outer:
+                made[:, span] = rows @ _block(right.of(matrix[:, span]))
+            # Weights of attention outside a window are exactly 0, and integers are finite.
+            elif rows[:, span].any():
+                made += rows[:, span] @ _block(right.of(matrix[span]))
     result *= np.float32(right.scale)
     return result
 
 
-def _block(coded: Coded, part: tuple[Any, ...]) -> Floats:
-    """A two-dimensional part of ``coded`` as floats, converted in the order in which it lies in memory."""
-    view = coded.codes[part]
-    if view.strides[0] < view.strides[1]:
-        return coded.of(view.T).integers().T
-    return coded.of(view).integers()
+def _block(coded: Coded) -> Floats:
+    """The integers of a matrix, converted in the order in which they lie in memory."""
+    down, across = coded.codes.strides
+    return coded.of(coded.codes.T).integers().T if down < across else coded.integers()
 
 
 def gelu(x: Floats, *, tanh: bool) -> Floats:
     """GELU, exact or in its tanh form."""
     if tanh:
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-        return np.float32(0.5) * x * (1 + np.tanh(inner))
-    return (x * (0.5 + 0.5 * _erf(x.astype(np.float64) / math.sqrt(2)))).astype(np.float32)
+        return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
+    return np.asarray(x * (0.5 + 0.5 * _erf(x.astype(np.float64) / math.sqrt(2))), np.float32)
 
 
 def _erf(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The error function, by Gauss-Legendre quadrature."""
+    """The error function: its integral by Gauss' rule, from 0 to x, where 6 is as good as infinity."""
     nodes, weights = _ERF_TERMS
     half = np.clip(x, -6, 6)[..., None] / 2
     # Two halves of the interval, so that 24 points are exact to float64's last digits.

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.fill import INPUT_POS, PARAM_TENSOR, is_mask
 from mtp_extract.graph.flat import FlatGraph, Node, Value, walk_back
-from mtp_extract.graph.inputs import INPUT_POS, PARAM_TENSOR, is_mask
 from mtp_extract.graph.patterns import SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.quantized import NUMBER_TYPES

@@ -78,7 +78,7 @@ def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
     known = known_drafter(config)
     if known is None:
         raise UnsupportedError(
-            "The sliding window is applied by the runtime (an input mask_local), or is longer than the file's caches, so "
+            "The sliding window is applied by the runtime (an input mask_local), or is longer than the file's caches: "
             "running the graph does not tell how long it is, and its geometry is not a known one. Say how long it is.",
             remedies=("sliding_window=N",),
         )
@@ -107,7 +107,7 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
 def _ropes(layers: tuple[Layer, ...], types: tuple[str, ...]) -> dict[str, RopeConfig]:
     ropes: dict[str, RopeConfig] = {}
     for index, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
-        rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.head_dim)
+        rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.frequency_rounding, layer.head_dim)
         if ropes.setdefault(layer_type, rope) != rope:
             raise UnsupportedError(f"The {layer_type} layers use different RoPE parameters.")
     return ropes

@@ -38,6 +38,7 @@ from mtp_extract.graph.patterns import (
     strip,
 )
 from mtp_extract.graph.probe import cache_slots, measure_gate, measure_windows
+from mtp_extract.graph.rope import rounding_of
 from mtp_extract.litertlm.quantized import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -112,6 +113,7 @@ class Layer:
     window: int | None
     masks: tuple[str, ...]
     inverse_frequencies: np.ndarray
+    frequency_rounding: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -333,16 +335,16 @@ class _Walker:
         """The weight of ``node``, whether it is stored ``[in, out]``, and the number it is multiplied by before use."""
         transposed = node.kind == "BATCH_MATMUL" and not _option(node, _ADJOINT_Y_SLOT)
         value, scale = strip(node.operand(1), WEIGHT_PASSES), 1.0
-        while value.producer is not None:
-            scaled = split_scalar(self.graph, value.producer)
+        while (maker := value.producer) is not None:
+            scaled = split_scalar(self.graph, maker)
             if scaled is not None:
                 self._set_aside((Aside(scaled[1], "a factor on a weight"),))
                 value, scale = strip(scaled[0], WEIGHT_PASSES), scale * scaled[2]
-            elif value.producer.kind == "TRANSPOSE" and len(value.tensor.shape) == 2 and value.producer.binary:
-                axes = constant_under(value.producer.operand(1))
+            elif maker.kind == "TRANSPOSE" and len(value.tensor.shape) == 2 and maker.binary:
+                axes = constant_under(maker.operand(1))
                 if axes is None or self.graph.integers(axes).tolist() != [1, 0]:
                     break
-                value, transposed = strip(value.producer.operand(0), WEIGHT_PASSES), not transposed
+                value, transposed = strip(maker.operand(0), WEIGHT_PASSES), not transposed
             else:
                 break
         return value, transposed, scale
@@ -419,6 +421,7 @@ class _Walker:
             window,
             attention.masks,
             attention.inverse_frequencies,
+            rounding_of(attention.inverse_frequencies, self.graph),
         )
 
     def _account(self) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.call import DTYPES, Call, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import DTYPES, KERNELS, Call, grid_of
+from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor, stored_floats
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -186,10 +187,10 @@ def _constant(graph: FlatGraph, value: Value) -> Numbers:
     if tensor.elements == 0:
         kind = DTYPES.get(tensor.type) if tensor.type is not None else None
         return np.empty(tensor.shape, kind or np.float32)
+    if tensor.type in FLOAT_TYPES and tensor.elements <= _SMALL and not tensor.sparse:
+        # As they are: a masked score may be −∞, and a table that divides holds ∞.
+        return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
     if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
-        if tensor.elements <= _SMALL and tensor.type in FLOAT_TYPES:
-            # Masks hold infinities; a weight, which is read as one, may not.
-            return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
         return Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None:

@@ -6,6 +6,7 @@ is the same: so it is computed, on inputs whose result says the number that is l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,19 +14,12 @@ import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.arrays import Array, Coded, Numbers, gelu
+from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
+from mtp_extract.graph.fill import INPUT_POS, PARAM_TENSOR, fill_mask, fill_param, fill_position, is_mask
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.graph.inputs import (
-    INPUT_POS,
-    PARAM_TENSOR,
-    fill_mask,
-    fill_param,
-    fill_position,
-    is_float,
-    is_mask,
-    numpy_type,
-)
-from mtp_extract.graph.kernels import grid_of
+from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.tflite import Tensor
 
 __all__ = ["cache_slots", "measure_frequencies", "measure_gate", "measure_windows"]
 
@@ -74,9 +68,9 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
 
 def _row(values: Array, head_dim: int) -> npt.NDArray[np.float64] | None:
     """The angles of the first query, once: exporters write them for half a head, or twice for a whole one."""
-    row = np.asarray(values, np.float64).reshape(-1, values.shape[-1])[0] if values.ndim else None
-    if row is None or row.size > head_dim:
+    if not values.ndim or values.shape[-1] > head_dim:
         return None
+    row: npt.NDArray[np.float64] = np.asarray(values, np.float64).reshape(-1, values.shape[-1])[0]
     half = row.size // 2
     if row.size > head_dim // 2 or (row.size % 2 == 0 and half and np.array_equal(row[:half], row[half:])):
         if row.size % 2 or not np.array_equal(row[:half], row[half:]):
@@ -90,7 +84,7 @@ def _positional(graph: FlatGraph, nodes: Sequence[Node]) -> list[Value]:
     found: dict[int, Value] = {}
     for node in nodes:
         for value in node.inputs:
-            if value is None or value.producer is None or not is_float(value.tensor) or id(value) in found:
+            if value is None or value.producer is None or value.tensor.type not in FLOAT_TYPES or id(value) in found:
                 continue
             if 1 < value.tensor.elements <= _LARGEST_TABLE and inputs_of([value]) == {INPUT_POS}:
                 found[id(value)] = value
@@ -118,7 +112,7 @@ def measure_windows(graph: FlatGraph, mixed: Sequence[Value], values: Sequence[s
     positions = np.arange(slots - queries, slots)
     if positions[0] < 0:
         raise RoleError(f"The caches have {slots} slots, fewer than the {queries} queries of a call.")
-    floats = any(is_mask(name) and is_float(graph.inputs[name].tensor) for name in needed)
+    floats = any(is_mask(name) and graph.inputs[name].tensor.type in FLOAT_TYPES for name in needed)
     # A mask of floats is added to the scores, or multiplied into them: read the wrong way it hides nothing.
     found: list[list[int | None]] = []
     for additive in (True, False) if floats else (True,):
@@ -129,9 +123,9 @@ def measure_windows(graph: FlatGraph, mixed: Sequence[Value], values: Sequence[s
 
 
 def _count(of_all: Array, of_own: Array, position: int) -> int | None:
-    with np.errstate(all="ignore"):
-        ratio = float(np.abs(of_all).max()) / float(np.abs(of_own.reshape(-1)).min())
-    if not np.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
+    own = float(np.abs(of_own).min())
+    ratio = float(np.abs(of_all).max()) / own if own else math.inf
+    if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
         # The weights are not alike or see nothing; execution will tell what is different.
         return None
     seen = round(ratio)
@@ -165,7 +159,7 @@ def _feed(
         if name in values:
             yield name, tuple(_cache(graph, name, own, slots, int(positions[0])) for own in (False, True))
         elif _is_cache(graph, name):
-            yield name, (np.broadcast_to(np.zeros((), numpy_type(tensor)), tensor.shape),)
+            yield name, (np.broadcast_to(np.zeros((), _type_of(tensor)), tensor.shape),)
         elif name == INPUT_POS:
             yield name, (fill_position(tensor, positions),)
         elif name == PARAM_TENSOR:
@@ -180,7 +174,7 @@ def _feed(
 def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) -> Numbers:
     """A V cache of ones, or with ones at ``position`` alone, along every axis that may be the slots'."""
     tensor = graph.inputs[name].tensor
-    one = np.ones((), numpy_type(tensor))
+    one = np.ones((), _type_of(tensor))
     codes = np.broadcast_to(one, tensor.shape)
     if own:
         codes = np.zeros(tensor.shape, one.dtype)
@@ -227,3 +221,10 @@ def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], na
         f"{name}.gate_proj, {name}.up_proj: expected a product of GELU(gate) and up before {name}.down_proj; what the "
         "graph computes of the two is another function."
     )
+
+
+def _type_of(tensor: Tensor) -> type[np.generic]:
+    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    if kind is None:
+        raise UnsupportedError(f"The input {tensor.label} is {tensor.type_name}, which this release cannot fill.")
+    return kind

@@ -9,12 +9,16 @@ import numpy.typing as npt
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.graph.flat import FlatGraph
+from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = ["frequencies", "read_rope", "rounding_of"]
 
 _MOST_THETA_DIGITS = 7
 _LARGEST_THETA_EXPONENT = 12
-_GRIDS = (127, 255, 32767, 65535)
+# Steps from 0 to the largest number, symmetric or not.
+_GRIDS = {TensorType.INT8: (127, 128, 255), TensorType.INT16: (32767, 32768, 65535)}
+_ON_GRID = 1e-2
 # A frequency in float32, made by a power, a reciprocal or a sine, is right to this share of itself.
 _EXACT = 2e-6
 _HALF = 2.0**-11
@@ -33,29 +37,33 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Table:
     return made
 
 
-def rounding_of(table: Table) -> Table:
+def rounding_of(table: Table, graph: FlatGraph) -> Table:
     """How far each entry of ``table`` may be from the number it stands for.
 
     Files hold their tables in F32, in F16 (models of half precision), or on a grid of INT8 or INT16 (models whose every
-    operator is quantized); which one shows in the numbers.
+    operator is quantized): which one shows in the constants, and in the numbers.
     """
-    largest = float(np.abs(table).max(initial=0.0)) or 1.0
-    if np.array_equal(table, table.astype(np.float16).astype(np.float64)):
+    sizes = (table.size, 2 * table.size)
+    types = {value.tensor.type for value in graph.constants.values() if value.tensor.elements in sizes}
+    if TensorType.FLOAT16 in types and np.array_equal(table, table.astype(np.float16).astype(np.float64)):
         return np.abs(table) * _HALF + _HALF_SUBNORMAL
-    for steps in _GRIDS:
-        codes = table / largest * steps
-        if bool((np.abs(codes - np.round(codes)) < steps * _EXACT).all()):
-            return np.full(table.shape, largest / steps * _HALF_STEP)
+    largest = float(np.abs(table).max(initial=0.0)) or 1.0
+    for kind, counts in _GRIDS.items():
+        for steps in counts if kind in types else ():
+            codes = table / largest * steps
+            if bool((np.abs(codes - np.rint(codes)) < _ON_GRID).all()):
+                return np.full(table.shape, largest / steps * _HALF_STEP)
     return np.abs(table) * _EXACT
 
 
-def read_rope(name: str, table: Table, head_dim: int) -> RopeConfig:
+def read_rope(name: str, table: Table, allowed: Table, head_dim: int) -> RopeConfig:
     """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
+
+    ``allowed`` is how far an entry may be off, as :func:`rounding_of` says.
 
     Raises:
         UnsupportedError: no theta and share make this table.
     """
-    allowed = rounding_of(table)
     seen = int(np.count_nonzero(table))
     if seen < 2 or np.any(table[seen:]) or bool((table < 0).any()) or abs(table[0] - 1.0) > _EXACT + allowed[0]:
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")

@@ -114,7 +114,8 @@ class QuantizedTensor:
     """A constant with what is needed to read it. Nothing is read until asked for.
 
     Attributes:
-        kind: "none" (floats; INT16 too, the vectors of models with every operator quantized), "per_tensor", "per_channel" or "blockwise".
+        kind: "none" (floats; INT16 too, the vectors of models whose every operator is quantized), "per_tensor",
+            "per_channel" or "blockwise".
         axis: axis of the channels, for per_channel.
         block_size: elements of the last axis that share a scale, for blockwise; else 0.
         scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16

@@ -109,6 +109,7 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("RESHAPE", (bools(2, 3), index(6)), results=("bool",))
     yield OneOp("RESHAPE", (x,), options("Reshape", newShape=[3, 8]))
     yield OneOp("TRANSPOSE", (x, index(2, 0, 1)))
+    yield OneOp("TRANSPOSE", (const(floats(40_000, 2)), index(1, 0)))
     yield OneOp("SLICE", (x, index(0, 1, 1), index(2, -1, 2)), result_shape=(2, 2, 2))
     yield OneOp("EXPAND_DIMS", (x, number(-2)))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
@@ -139,6 +140,7 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("SELECT", (np.array([True, False]), x, x + 1))
     for shapes in SHAPES[:4]:
         yield OneOp("SELECT_V2", (bools(*shapes[1]), floats(*shapes[0]), const(np.float32(-1e9))))
+    yield OneOp("SELECT_V2", (bools(2, 3), floats(2, 3), const(np.float32(-np.inf))))
     yield OneOp("SELECT_V2", (bools(1, 3), ints(2, 1), ints(2, 3)), results=("int32",))
     yield OneOp("EMBEDDING_LOOKUP", (np.array([2, 0], np.int32), const(floats(3, 4))))
 
@@ -192,6 +194,12 @@ def multiplied() -> Iterator[OneOp]:
         options("FullyConnected", fusedActivationFunction=1),
     )
     yield OneOp("FULLY_CONNECTED", (floats(3, 8), floats(5, 8), None), options("FullyConnected"))
+    for right, adj_y in (((8, 5), False), ((1, 5, 8), True)):
+        yield OneOp("BATCH_MATMUL", (floats(1, 3, 8), const(floats(*right))), options("BatchMatMul", adjY=adj_y))
+    wide = const(floats(80_000, 4))
+    yield OneOp("FULLY_CONNECTED", (floats(3, 4), wide, None), options("FullyConnected"))
+    yield OneOp("BATCH_MATMUL", (floats(1, 2, 4), wide), options("BatchMatMul", adjY=True))
+    yield OneOp("BATCH_MATMUL", (floats(1, 2, 80_000, low=0, high=1e-3), wide), options("BatchMatMul"))
     for left, right in (((2, 3, 4), (2, 4, 5)), ((1, 2, 3, 4), (4, 5)), ((2, 1, 3, 4), (1, 3, 4, 5))):
         for adj_x in (False, True):
             for adj_y in (False, True):
@@ -234,7 +242,7 @@ def test_samples_in_lock_step_are_each_on_its_own(case: OneOp) -> None:
 
 
 def test_every_operator_of_the_list_is_tried() -> None:
-    # QUANTIZE is an identity here and rounds there: the drafters with static activations try it.
+    # QUANTIZE is an identity here and rounds there: drafters with static activations try it.
     assert {case.kind for case in CASES} == set(KERNELS) - {"QUANTIZE"}
 
 

@@ -1,0 +1,200 @@
+"""Operators of the evaluator that move elements and compute none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.call import Call, Kernel, grid_of, ints, one
+
+__all__ = ["MOVING"]
+
+
+# Operators that move elements. They hand codes on as they are, lazily, and never look at them.
+def _moves(function: Callable[..., Any]) -> Kernel:
+    def kernel(call: Call, x: Numbers, *rest: Numbers) -> Any:
+        source, target = grid_of(call.tensor(0)) if not isinstance(x, Weight) else None, call.result
+        if source is not None and source != grid_of(target):
+            raise call.refuse(f"hands the codes of {call.tensor(0).label} on with another scale")
+        if isinstance(x, Coded):
+            return x.of(function(call, x.codes, *rest))
+        return function(call, array_of(x), *rest)
+
+    return kernel
+
+
+def _reshape(call: Call, x: Numbers, shape: Numbers | None = None) -> Numbers:
+    sizes = ints(shape) if shape is not None else list(call.numbers(0))
+    if isinstance(x, Weight):
+        known = -math.prod(sizes) if -1 in sizes else 0
+        sizes = [math.prod(x.shape) // max(known, 1) if s == -1 else s for s in sizes]
+        # Rows stay rows.
+        if not x.exchanged and sizes[-1:] == list(x.shape[-1:]) and math.prod(sizes) == math.prod(x.shape):
+            return replace(x, shape=tuple(sizes))
+    try:
+        made: Numbers = _moves(lambda _, values: values.reshape(sizes))(call, x)
+    except ValueError as error:
+        raise call.refuse(f"cannot give its operand the shape {sizes}") from error
+    return made
+
+
+def _transpose(call: Call, x: Numbers, order: Numbers) -> Numbers:
+    axes = ints(order)
+    if isinstance(x, Weight) and x.matrix and axes == [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]:
+        return replace(x, shape=tuple(x.shape[axis] for axis in axes), exchanged=not x.exchanged)
+    moved: Numbers = _moves(lambda _, values: np.transpose(values, axes))(call, x)
+    return moved
+
+
+def _slice(call: Call, x: Array, begin: Numbers, size: Numbers) -> Array:
+    starts, sizes = ints(begin), ints(size)
+    ends = [d if n == -1 else b + n for b, n, d in zip(starts, sizes, x.shape, strict=True)]
+    if any(not 0 <= b <= e <= d for b, e, d in zip(starts, ends, x.shape, strict=True)):
+        raise call.refuse(f"takes {starts} to {ends} of {list(x.shape)}")
+    return x[tuple(slice(b, e) for b, e in zip(starts, ends, strict=True))]
+
+
+def _strided_slice(call: Call, x: Array, begin: Numbers, end: Numbers, strides: Numbers) -> Array:
+    begin_mask, end_mask, ellipsis, new_axis, shrink = (call.option(slot, "i") for slot in range(5))
+    relative = call.option(5, "?", False)
+    index: list[Any] = []
+    for i, (first, last, step) in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
+        if ellipsis >> i & 1:
+            index.append(...)
+        elif new_axis >> i & 1:
+            index.append(None)
+        elif shrink >> i & 1:
+            index.append(0 if begin_mask >> i & 1 else first)
+        else:
+            stop = first + last if relative else last
+            index.append(slice(None if begin_mask >> i & 1 else first, None if end_mask >> i & 1 else stop, step))
+    try:
+        return np.asarray(x[tuple(index)])
+    except IndexError as error:
+        raise call.refuse("takes elements that its operand lacks") from error
+
+
+def _gather(call: Call, x: Array, indices: Numbers) -> Array:
+    axis, batch = call.option(0, "i"), call.option(1, "i")
+    chosen = array_of(indices)
+    axis, batch = axis % max(x.ndim, 1), batch % max(chosen.ndim, 1) if batch < 0 else batch
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
+        raise call.refuse("takes elements that its operand lacks")
+    if not batch:
+        return np.take(x, chosen, axis)
+    flat_x, flat_i = x.reshape(-1, *x.shape[batch:]), chosen.reshape(-1, *chosen.shape[batch:])
+    made = [np.take(a, i, axis - batch) for a, i in zip(flat_x, flat_i, strict=True)]
+    return np.stack(made).reshape(*x.shape[:batch], *made[0].shape)
+
+
+def _gather_nd(call: Call, x: Array, indices: Numbers) -> Array:
+    chosen = array_of(indices)
+    depth = chosen.shape[-1] if chosen.ndim else 0
+    sizes = np.array(x.shape[:depth])
+    if not 0 < depth <= x.ndim or (chosen.size and not ((chosen >= 0) & (chosen < sizes)).all()):
+        raise call.refuse("takes elements that its operand lacks")
+    return np.asarray(x[tuple(np.moveaxis(chosen, -1, 0))])
+
+
+def _squeeze(call: Call, x: Array) -> Array:
+    axes = tuple(call.numbers(0)) or tuple(i for i, d in enumerate(x.shape) if d == 1)
+    return np.squeeze(x, axes)
+
+
+def _joined(call: Call, join: Callable[..., Array], operands: Sequence[Numbers], axis: int) -> Numbers:
+    for position in range(len(operands)):
+        grid = grid_of(call.tensor(position))
+        if grid is not None and grid != grid_of(call.result):
+            raise call.refuse(f"hands the codes of {call.tensor(position).label} on with another scale")
+    if call.tensor(0).type is not None and len({call.tensor(i).type for i in range(len(operands))}) > 1:
+        raise call.refuse("joins tensors of different types")
+    return call.activate(join([array_of(v) for v in operands], axis))
+
+
+def _concatenate(call: Call, *operands: Numbers) -> Numbers:
+    return _joined(call, np.concatenate, operands, call.option(0, "i"))
+
+
+def _pack(call: Call, *operands: Numbers) -> Numbers:
+    return _joined(call, np.stack, operands, call.option(1, "i"))
+
+
+def _split(call: Call, axis: Numbers, x: Numbers) -> tuple[Array, ...]:
+    return tuple(np.split(array_of(x), call.option(0, "i"), one(axis)))
+
+
+def _split_v(call: Call, x: Numbers, sizes: Numbers, axis: Numbers) -> tuple[Array, ...]:
+    values, lengths, along = array_of(x), ints(sizes), one(axis)
+    if -1 in lengths:
+        lengths[lengths.index(-1)] = values.shape[along] - sum(lengths) - 1
+    return tuple(np.split(values, np.cumsum(lengths)[:-1], along))
+
+
+def _unpack(call: Call, x: Numbers) -> tuple[Array, ...]:
+    return tuple(np.moveaxis(array_of(x), call.option(1, "i"), 0))
+
+
+def _update_slice(call: Call, x: Numbers, update: Numbers, starts: Numbers) -> Array:
+    values, new = np.array(array_of(x)), array_of(update)
+    at = [min(max(s, 0), d - n) for s, d, n in zip(ints(starts), values.shape, new.shape, strict=True)]
+    values[tuple(slice(s, s + n) for s, n in zip(at, new.shape, strict=True))] = new
+    return values
+
+
+def _select(call: Call, condition: Numbers, yes: Numbers, no: Numbers) -> Array:
+    chosen, a, b = array_of(condition), array_of(yes), array_of(no)
+    if call.node.kind == "SELECT" and chosen.ndim == 1 and a.ndim > 1:
+        # The first version chooses whole rows by a vector, and broadcasts nothing else.
+        chosen = chosen.reshape(-1, *(1,) * (a.ndim - 1))
+    if a.dtype != b.dtype:
+        raise call.refuse("chooses between numbers of different types")
+    return np.where(chosen, a, b)
+
+
+def _pad(call: Call, x: Numbers, sizes: Numbers, value: Numbers | None = None) -> Array:
+    pads = array_of(sizes).reshape(-1, 2).tolist()
+    fill = 0 if value is None else array_of(value).reshape(-1)[0]
+    return np.pad(array_of(x), pads, constant_values=fill)
+
+
+def _lookup(call: Call, ids: Numbers, table: Numbers) -> Array:
+    chosen = array_of(ids)
+    values = array_of(table)
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < values.shape[0]):
+        raise call.refuse("takes rows that its table lacks")
+    return values[chosen]
+
+
+MOVING: MappingProxyType[str, Kernel] = MappingProxyType(
+    {
+        "RESHAPE": _reshape,
+        "TRANSPOSE": _transpose,
+        "SLICE": _moves(_slice),
+        "STRIDED_SLICE": _moves(_strided_slice),
+        "GATHER": _moves(_gather),
+        "GATHER_ND": _moves(_gather_nd),
+        "SQUEEZE": _moves(_squeeze),
+        "EXPAND_DIMS": _moves(lambda call, x, axis: np.expand_dims(x, one(axis))),
+        "BROADCAST_TO": _moves(lambda call, x, shape: np.broadcast_to(x, ints(shape))),
+        "TILE": _moves(lambda call, x, times: np.tile(x, ints(times))),
+        "REVERSE_V2": _moves(lambda call, x, axes: np.flip(x, tuple(ints(axes)))),
+        "PAD": _pad,
+        "PADV2": _pad,
+        "CONCATENATION": _concatenate,
+        "PACK": _pack,
+        "SPLIT": _split,
+        "SPLIT_V": _split_v,
+        "UNPACK": _unpack,
+        "DYNAMIC_UPDATE_SLICE": _update_slice,
+        "SELECT": _select,
+        "SELECT_V2": _select,
+        "EMBEDDING_LOOKUP": _lookup,
+    }
+)
+"""Operators that move, join and choose elements."""
