@@ -76,10 +76,12 @@ def inputs_of(graph: Graph) -> tuple[Arrays, ...]:
 
 
 def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
-    """What LiteRT computes of ``graph``, which is changed: its weights become floats.
+    """What LiteRT computes of ``graph`` in floats; the graph is changed to that end.
 
     With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
-    first, by the rule of its own kernels: codes times the scales along the first axis.
+    first, by the rule of its own kernels: codes times the scales along the first axis. Static quantization of
+    activations (a QUANTIZE and the DEQUANTIZE that undoes it) is taken away: a checkpoint of floats has none, and its
+    record says so.
 
     Args:
         graph: packed before.
@@ -89,6 +91,7 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
         RuntimeError, ValueError: the interpreter cannot run the model.
     """
     _float_weights(graph)
+    _float_activations(graph)
     data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
@@ -119,6 +122,13 @@ def _float_weights(graph: Graph) -> None:
         if weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1])):
             weight.buffer = graph.buffer(graph.floats(int(op.inputs[1])).astype(np.float32).tobytes())
             weight.type, weight.quantization = schema.TensorType.FLOAT32, None
+
+
+def _float_activations(graph: Graph) -> None:
+    for op in [op for op in graph.ops if graph.kind(op) == "DEQUANTIZE"]:
+        source = graph.producer(int(op.inputs[0]))
+        if source is not None and graph.kind(source) == "QUANTIZE":
+            graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
 
 
 @torch.inference_mode()
@@ -207,7 +217,10 @@ def try_case(case: Case, style: str) -> Verdict | None:
             return Verdict("refused", str(error))
         except Exception as error:  # noqa: BLE001 - any other error is a finding, and is reported as one
             return Verdict("crashed", f"{type(error).__name__}: {error}")
-        ours = written(out, inputs)
+        try:
+            ours = written(out, inputs)
+        except MtpExtractError as error:
+            return Verdict("wrong", f"what was written cannot be loaded: {error}", np.inf)
     if case.why:
         return Verdict("wrong", case.why, np.inf)
     try:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import Change, Edit, edge, grid, parameters, through, unary
+from adversary.edits import Change, Edit, edge, grid, parameters, quantized, through, unary
 
 
-def quantized(scale: float, back: float | None = None, zero_point: int = 0) -> Edit:
-    """QUANTIZE to INT8 with ``scale``, DEQUANTIZE with ``back``."""
+def rescaled(scale: float, back: float) -> Edit:
+    """QUANTIZE to INT8 with ``scale``; a RESHAPE hands the codes on as if their scale were ``back``; DEQUANTIZE."""
 
     def edit(g: Graph, x: int) -> int:
-        codes = g.call("QUANTIZE", x, dtype=np.int8)
-        g.main.tensors[codes].quantization = parameters(scale, zero_point)
-        if back is None:
-            return g.call("DEQUANTIZE", codes, dtype=np.float32)
-        other = g.call("QUANTIZE", codes, dtype=np.int8)
-        g.main.tensors[other].quantization = parameters(back, zero_point)
+        codes = quantized(g, x, scale)
         shifted = g.call("RESHAPE", codes, np.array(g.shape(x), np.int32), shape=g.shape(x))
-        g.main.tensors[shifted].quantization = parameters(back, zero_point)
+        g.main.tensors[shifted].quantization = parameters(back)
         return g.call("DEQUANTIZE", shifted, dtype=np.float32)
 
     return edit
@@ -48,10 +43,7 @@ GRIDS: dict[str, Change] = {
         }.items()
         for name, edit in edits.items()
     },
-    "state_quantized_coarsely": edge("state", quantized(0.5)),
-    "product_saturated": edge("0.product", quantized(0.002)),
-    "stream_quantized_with_two_scales": edge("1.stream", quantized(0.05, 0.1)),
-    "projected_quantized_with_two_scales": edge("projected_activations", quantized(0.05, 0.04)),
-    "query_quantized_with_two_scales": edge("0.query", quantized(0.1, 0.15)),
-    "down_quantized_off_centre": edge("0.down", quantized(0.05, zero_point=120)),
+    "stream_quantized_with_two_scales": edge("1.stream", rescaled(0.05, 0.1)),
+    "projected_quantized_with_two_scales": edge("projected_activations", rescaled(0.05, 0.04)),
+    "query_quantized_with_two_scales": edge("0.query", rescaled(0.1, 0.15)),
 }
