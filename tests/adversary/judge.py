@@ -33,7 +33,8 @@ SAME = 2e-5
 APART = 5e-5
 """Least difference, likewise, between two that are not."""
 
-POSITIONS = (3, 16, 40, 201)
+SAMPLES = ((3, 1.0), (16, 1.0), (40, 1.0), (201, 1.0), (100, 8.0))
+"""Position, and how loud activations and values are: a bound that is far out shows only where they are."""
 _HOLES = 0.25
 _KEY_SPREAD = 3.0
 
@@ -46,7 +47,7 @@ Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ...]:
     random = np.random.default_rng(2026)
     found = []
-    for position in POSITIONS:
+    for position, loudness in SAMPLES:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, shape in shapes:
             values = random.standard_normal(shape)
@@ -59,11 +60,11 @@ def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ..
             elif name == "param_tensor":
                 arrays[name] = np.full(shape, position + 1, np.int32)
             elif name == "activations":
-                arrays[name] = values.astype(np.float32)
+                arrays[name] = (values * loudness).astype(np.float32)
             else:
                 # Heads are told apart by their spread, K and V by their mean.
                 heads = np.linspace(0.7, 1.3, shape[1])[:, None, None]
-                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else 1.0
+                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else loudness
                 arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
         found.append(arrays)
     return tuple(found)
@@ -221,11 +222,9 @@ def try_case(case: Case, style: str) -> Verdict | None:
             ours = written(out, inputs)
         except MtpExtractError as error:
             return Verdict("wrong", f"what was written cannot be loaded: {error}", np.inf)
-    if case.why:
-        return Verdict("wrong", case.why, np.inf)
     try:
         theirs = computed(graph, inputs)
     except (RuntimeError, ValueError) as error:
-        return Verdict("wrong", f"LiteRT cannot run the file: {error}", np.inf)
+        return Verdict("wrong", case.why or f"LiteRT cannot run the file: {error}", np.inf)
     difference = apart(ours, theirs)
     return Verdict("same" if difference <= SAME else "wrong", "", difference)

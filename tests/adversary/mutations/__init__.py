@@ -20,7 +20,8 @@ from adversary.mutations.outputs import OUTPUTS
 from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
-from adversary.mutations.weights import REFUSED_BY_MEANING, WEIGHTS
+from adversary.mutations.subtle import SUBTLE
+from adversary.mutations.weights import NOT_SEEN, WEIGHTS
 
 __all__ = ["MUTATIONS"]
 
@@ -37,6 +38,7 @@ _FAMILIES: dict[str, dict[str, Change]] = {
     "gelu": GELU,
     "weights": WEIGHTS,
     "inputs": INPUTS,
+    "subtle": SUBTLE,
     "composites": COMPOSITES,
     "names": NAMES,
 }
@@ -46,7 +48,7 @@ MUTATIONS: tuple[Case, ...] = tuple(
         family,
         name,
         change,
-        why=RUNTIME if family == "names" else REFUSED_BY_MEANING.get(name, "") if family == "weights" else "",
+        why=RUNTIME if family == "names" else NOT_SEEN.get(name, "") if family == "weights" else "",
     )
     for family, changes in _FAMILIES.items()
     for name, change in changes.items()

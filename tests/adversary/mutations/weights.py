@@ -178,7 +178,7 @@ WEIGHTS: dict[str, Change] = {
     "shuffled_format": option(UP, "weightsFormat", schema.FullyConnectedOptionsWeightsFormat.SHUFFLED4x16INT8),
 }
 
-REFUSED_BY_MEANING = {
+NOT_SEEN = {
     "axis_of_columns": "the file says that scales are by column; LiteRT's kernels take them by row",
     "axis_out_of_range": "no such axis",
     "axis_negative": "no such axis",
