@@ -58,7 +58,8 @@ def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ..
                 seen[position] = True
                 arrays[name] = seen.reshape(shape)
             elif name == "param_tensor":
-                arrays[name] = np.full(shape, position + 1, np.int32)
+                arrays[name] = np.zeros(shape, np.int32)
+                arrays[name][..., :3] = position, position + 1, position + 1
             elif name == "activations":
                 arrays[name] = (values * loudness).astype(np.float32)
             else:
