@@ -134,3 +134,10 @@ def each(*changes: Change) -> Change:
             step(g)
 
     return change
+
+
+def quantized(g: Graph, x: int, scale: float, zero_point: int = 0) -> int:
+    """INT8 codes of ``x``."""
+    codes = g.call("QUANTIZE", x, dtype=np.int8)
+    g.main.tensors[codes].quantization = parameters(scale, zero_point)
+    return codes

@@ -33,7 +33,8 @@ SAME = 2e-5
 APART = 5e-5
 """Least difference, likewise, between two that are not."""
 
-POSITIONS = (3, 16, 40, 201)
+SAMPLES = ((3, 1.0), (16, 1.0), (40, 1.0), (201, 1.0), (100, 8.0))
+"""Position, and how loud activations and values are: a bound that is far out shows only where they are."""
 _HOLES = 0.25
 _KEY_SPREAD = 3.0
 
@@ -46,7 +47,7 @@ Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ...]:
     random = np.random.default_rng(2026)
     found = []
-    for position in POSITIONS:
+    for position, loudness in SAMPLES:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, shape in shapes:
             values = random.standard_normal(shape)
@@ -57,13 +58,14 @@ def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ..
                 seen[position] = True
                 arrays[name] = seen.reshape(shape)
             elif name == "param_tensor":
-                arrays[name] = np.full(shape, position + 1, np.int32)
+                arrays[name] = np.zeros(shape, np.int32)
+                arrays[name][..., :3] = position, position + 1, position + 1
             elif name == "activations":
-                arrays[name] = values.astype(np.float32)
+                arrays[name] = (values * loudness).astype(np.float32)
             else:
                 # Heads are told apart by their spread, K and V by their mean.
                 heads = np.linspace(0.7, 1.3, shape[1])[:, None, None]
-                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else 1.0
+                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else loudness
                 arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
         found.append(arrays)
     return tuple(found)
@@ -76,10 +78,12 @@ def inputs_of(graph: Graph) -> tuple[Arrays, ...]:
 
 
 def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
-    """What LiteRT computes of ``graph``, which is changed: its weights become floats.
+    """What LiteRT computes of ``graph`` in floats; the graph is changed to that end.
 
     With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
-    first, by the rule of its own kernels: codes times the scales along the first axis.
+    first, by the rule of its own kernels: codes times the scales along the first axis. Static quantization of
+    activations (a QUANTIZE and the DEQUANTIZE that undoes it) is taken away: a checkpoint of floats has none, and its
+    record says so.
 
     Args:
         graph: packed before.
@@ -89,6 +93,7 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
         RuntimeError, ValueError: the interpreter cannot run the model.
     """
     _float_weights(graph)
+    _float_activations(graph)
     data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
@@ -119,6 +124,13 @@ def _float_weights(graph: Graph) -> None:
         if weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1])):
             weight.buffer = graph.buffer(graph.floats(int(op.inputs[1])).astype(np.float32).tobytes())
             weight.type, weight.quantization = schema.TensorType.FLOAT32, None
+
+
+def _float_activations(graph: Graph) -> None:
+    for op in [op for op in graph.ops if graph.kind(op) == "DEQUANTIZE"]:
+        source = graph.producer(int(op.inputs[0]))
+        if source is not None and graph.kind(source) == "QUANTIZE":
+            graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
 
 
 @torch.inference_mode()
@@ -207,12 +219,13 @@ def try_case(case: Case, style: str) -> Verdict | None:
             return Verdict("refused", str(error))
         except Exception as error:  # noqa: BLE001 - any other error is a finding, and is reported as one
             return Verdict("crashed", f"{type(error).__name__}: {error}")
-        ours = written(out, inputs)
-    if case.why:
-        return Verdict("wrong", case.why, np.inf)
+        try:
+            ours = written(out, inputs)
+        except MtpExtractError as error:
+            return Verdict("wrong", f"what was written cannot be loaded: {error}", np.inf)
     try:
         theirs = computed(graph, inputs)
     except (RuntimeError, ValueError) as error:
-        return Verdict("wrong", f"LiteRT cannot run the file: {error}", np.inf)
+        return Verdict("wrong", case.why or f"LiteRT cannot run the file: {error}", np.inf)
     difference = apart(ours, theirs)
     return Verdict("same" if difference <= SAME else "wrong", "", difference)

@@ -15,12 +15,14 @@ from adversary.mutations.heads import HEADS
 from adversary.mutations.inputs import INPUTS
 from adversary.mutations.masks import MASKS
 from adversary.mutations.norms import NORMS
+from adversary.mutations.operators import OPERATORS, UNKNOWN
 from adversary.mutations.order import ORDER
 from adversary.mutations.outputs import OUTPUTS
 from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
-from adversary.mutations.weights import REFUSED_BY_MEANING, WEIGHTS
+from adversary.mutations.subtle import SUBTLE
+from adversary.mutations.weights import NOT_SEEN, WEIGHTS
 
 __all__ = ["MUTATIONS"]
 
@@ -37,16 +39,20 @@ _FAMILIES: dict[str, dict[str, Change]] = {
     "gelu": GELU,
     "weights": WEIGHTS,
     "inputs": INPUTS,
+    "operators": OPERATORS,
+    "subtle": SUBTLE,
     "composites": COMPOSITES,
     "names": NAMES,
 }
+
+_WHY = {"weights": NOT_SEEN, "names": dict.fromkeys(NAMES, RUNTIME), "operators": UNKNOWN}
 
 MUTATIONS: tuple[Case, ...] = tuple(
     Case(
         family,
         name,
         change,
-        why=RUNTIME if family == "names" else REFUSED_BY_MEANING.get(name, "") if family == "weights" else "",
+        why=_WHY.get(family, {}).get(name, ""),
     )
     for family, changes in _FAMILIES.items()
     for name, change in changes.items()

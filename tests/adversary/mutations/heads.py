@@ -91,6 +91,17 @@ def extra_slot(g: Graph) -> None:
     g.insert(layer.visible, lambda x: g.call("LOGICAL_OR", x, g.constant(slots(g) == 255, np.bool_)), [layer.select])
 
 
+def caches_cut(g: Graph) -> None:
+    """Nothing beyond slot 127 is read."""
+    layer = g.layer(1)
+    key, value = g.input("kv_cache_k_3"), g.input("kv_cache_v_3")
+    readers = g.readers(key), g.readers(value)
+    zeros = g.constant(np.zeros([1, g.shape(key)[1], 128, 64])), g.constant(np.zeros([1, g.shape(value)[1], 64, 128]))
+    g.rewire(key, g.join([g.part(key, 0, 128, 2), zeros[0]], 2), readers[0])
+    g.rewire(value, g.join([g.part(value, 0, 128, 3), zeros[1]], 3), readers[1])
+    g.insert(layer.visible, lambda x: g.call("LOGICAL_AND", x, g.constant(slots(g) < 128, np.bool_)), [layer.select])
+
+
 def updated_slot(g: Graph) -> None:
     """The newest slot of the keys is overwritten."""
     key = g.input("kv_cache_k_3")
@@ -173,6 +184,7 @@ HEADS: dict[str, Change] = {
     "key_half_cleared": cache_edit("key", mul(np.repeat([1.0, 0.0], 16).reshape(1, 1, 1, 32))),
     "value_of_every_second_slot": cache_edit("value", lambda g, x: g.gather(x, [i // 2 * 2 for i in range(256)], 2), 1),
     "extra_slot": extra_slot,
+    "caches_cut": caches_cut,
     "newest_key_overwritten": updated_slot,
     "result_plus_newest_value": edge("1.attended", lambda g, x: g.call("ADD", x, g.constant(np.full(g.shape(x), 0.1)))),
     "result_minus_query": edge("0.attended", lambda g, x: g.call("SUB", x, g.layer(0).queries)),

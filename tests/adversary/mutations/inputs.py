@@ -6,7 +6,7 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import Change, Edit, add, edge, mul, unary, with_number
-from adversary.mutations.masks import both, first_param, slots, visible
+from adversary.mutations.masks import both, end_param, slots, visible
 
 
 def half(which: int, edit: Edit) -> Change:
@@ -56,19 +56,19 @@ INPUTS: dict[str, Change] = {
     "position_modulo_64": position_everywhere(lambda g, x: g.call("FLOOR_MOD", x, np.array([64], np.int32))),
     "position_bounded": position_everywhere(lambda g, x: g.call("MINIMUM", x, np.array([100], np.int32))),
     "position_doubled": position_everywhere(lambda g, x: g.call("ADD", x, x)),
-    "position_is_param_tensor": position_everywhere(lambda g, x: first_param(g)),
-    "position_plus_param_tensor": position_everywhere(lambda g, x: g.call("ADD", x, first_param(g))),
+    "position_is_param_tensor": position_everywhere(lambda g, x: end_param(g)),
+    "position_plus_param_tensor": position_everywhere(lambda g, x: g.call("ADD", x, end_param(g))),
     "position_is_constant": position_everywhere(lambda g, x: g.constant([7], np.int32)),
     "stream_plus_position": edge(
         "1.stream",
         lambda g, x: g.call("ADD", x, g.call("MUL", g.cast(g.input("input_pos"), np.float32), np.float32(0.01))),
     ),
-    "logits_plus_param_tensor": edge("logits", lambda g, x: g.call("ADD", x, g.cast(first_param(g), np.float32))),
+    "logits_plus_param_tensor": edge("logits", lambda g, x: g.call("ADD", x, g.cast(end_param(g), np.float32))),
     "stream_plus_key": edge(
         "1.stream",
         lambda g, x: g.call("ADD", x, g.reshape(g.slice(g.input("kv_cache_k_3"), [0] * 4, [1, 1, 1, 64]), [1, 1, 64])),
     ),
     "mask_of_param_tensor": visible(
-        1, lambda g, x: both(g, x, g.call("GREATER", first_param(g), slots(g) + np.int32(8)))
+        1, lambda g, x: both(g, x, g.call("GREATER", end_param(g), slots(g) + np.int32(8)))
     ),
 }

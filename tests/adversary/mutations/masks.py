@@ -152,8 +152,9 @@ def compared_with(old: str, number: Callable[[Graph], int]) -> Change:
     return change
 
 
-def first_param(g: Graph) -> int:
-    return g.reshape(g.slice(g.input("param_tensor"), [0, 0, 0, 0], [1, 1, 1, 1]), [1])
+def end_param(g: Graph) -> int:
+    """One past the last slot, where ``param_tensor`` is [start, end, end, …]."""
+    return g.reshape(g.slice(g.input("param_tensor"), [0, 0, 0, 1], [1, 1, 1, 1]), [1])
 
 
 def joined_comparison(g: Graph) -> None:
@@ -228,7 +229,7 @@ MASKS: dict[str, Change] = {
     "second_query_sees_all": group_sees_all(2),
     "in_chunks": visible(1, by_distance("FLOOR_DIV", 16)),
     "dilated": visible(1, by_distance("FLOOR_MOD", 2)),
-    "causal_by_param_tensor": compared_with("LESS", first_param),
+    "causal_by_param_tensor": compared_with("LESS", end_param),
     "position_doubled": compared_with("LESS", lambda g: g.call("ADD", g.input("input_pos"), g.input("input_pos"))),
     "window_below_128": compared_with(
         "LESS", lambda g: g.call("MINIMUM", g.input("input_pos"), np.array([128], np.int32))

@@ -166,6 +166,8 @@ WEIGHTS: dict[str, Change] = {
     "int8_typed_bool": weight(OUT, typed("BOOL")),
     "scales_nan": weight(OUT, scales(lambda s: np.where(np.arange(s.size) == 3, np.nan, s))),
     "scales_infinite": weight(POST, scales(lambda s: np.where(np.arange(s.size) == 3, np.inf, s))),
+    "scales_negative": weight(OUT, scales(lambda s: np.where(np.arange(s.size) % 2 == 0, -s, s))),
+    "scales_zero": weight(OUT, scales(lambda s: np.where(np.arange(s.size) < 8, 0.0, s))),
     "scales_too_few": weight(OUT, scales(lambda s: s[:-1])),
     "scales_too_many": weight(OUT, scales(lambda s: np.append(s, s[:1]))),
     "axis_of_columns": weight(POST, dimension(1)),
@@ -178,7 +180,7 @@ WEIGHTS: dict[str, Change] = {
     "shuffled_format": option(UP, "weightsFormat", schema.FullyConnectedOptionsWeightsFormat.SHUFFLED4x16INT8),
 }
 
-REFUSED_BY_MEANING = {
+NOT_SEEN = {
     "axis_of_columns": "the file says that scales are by column; LiteRT's kernels take them by row",
     "axis_out_of_range": "no such axis",
     "axis_negative": "no such axis",
@@ -191,6 +193,8 @@ REFUSED_BY_MEANING = {
     "int8_typed_uint8": "the codes mean other numbers",
     "int4_typed_int8": "half of the bytes are missing",
     "int8_typed_int4": "half of the bytes are left over",
+    "scales_negative": weight(OUT, scales(lambda s: np.where(np.arange(s.size) % 2 == 0, -s, s))),
+    "scales_zero": weight(OUT, scales(lambda s: np.where(np.arange(s.size) < 8, 0.0, s))),
     "scales_too_few": "a row has no scale",
     "scales_too_many": "a scale has no row",
     "scales_nan": "not a number",

@@ -8,7 +8,7 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Change, Edit, chain, edge, halves, unary, with_number
+from adversary.edits import Change, Edit, chain, edge, halves, quantized, unary, with_number
 
 
 def dead_operator(g: Graph) -> None:
@@ -69,6 +69,11 @@ def reversed_twice(g: Graph, x: int) -> int:
     return g.gather(g.gather(x, order, -1), order, -1)
 
 
+def on_a_grid(scale: float, zero_point: int = 0) -> Edit:
+    """INT8 activations, statically quantized: what the numbers are meant to be does not change."""
+    return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point), dtype=np.float32)
+
+
 PLACES = (
     "activations",
     "pre_projection",
@@ -100,6 +105,9 @@ DETOURS: dict[str, Change] = {
         for index, (name, edit) in enumerate(NOTHING.items())
         for shift in (0, 4)
     },
+    "state_quantized": edge("state", on_a_grid(0.1)),
+    "product_quantized_off_centre": edge("0.product", on_a_grid(0.05, 20)),
+    "query_input_quantized": edge("0.query_in", on_a_grid(0.05)),
     "composites_opened": lambda g: g.open_all(),
     "token_as_output": extra_output("token", arg_max),
     "state_as_output": extra_output("state", lambda g: g.normed("final_norm")),
