@@ -39,14 +39,25 @@ def _cast(call: Call, x: Numbers) -> Numbers:
     else:
         values = array_of(x) / np.float32(grid[0]) + np.float32(grid[1])
     if not isinstance(values, Lazy):
-        with np.errstate(invalid="ignore"):
-            values = values != 0 if kind is np.bool_ else values.astype(kind)
+        values = _converted(values, kind)
     made = grid_of(target)
     if made is None:
         return values
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
         return Coded(values, *made)
     raise call.refuse("casts to codes")
+
+
+def _converted(values: Array, kind: type[np.generic]) -> Array:
+    """Integers wrap around; floats are cut towards zero and stop at the limits, as does what is not a number."""
+    if kind is np.bool_:
+        return np.not_equal(values, 0)
+    if values.dtype.kind != "f" or not issubclass(kind, np.integer):
+        return values.astype(kind)
+    limits, wide = np.iinfo(kind), values.astype(np.float64)
+    beyond = ~(wide < float(limits.max))
+    cut = np.where(beyond, 0, np.maximum(wide, float(limits.min)))
+    return np.where(beyond, limits.max, cut.astype(kind)).astype(kind)
 
 
 def _dequantize(call: Call, x: Numbers) -> Numbers:

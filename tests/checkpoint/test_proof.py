@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.make_bundle import Memory, load, pack
+from helpers.make_drafter import DrafterSpec, plain_drafter
 from helpers.proving import Floats, Read, held
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
@@ -33,6 +34,12 @@ def test_the_sample_is_proven(sample: Path) -> None:
     assert max(*proof.logits, *proof.projected) <= TOLERANCE / 4
     assert proof.sliding_masked
     assert proof.as_json()["positions"] == list(proof.positions)
+
+
+@pytest.mark.parametrize("windows", [(None,), (4, None), (3, 3, None)])
+def test_plain_operators_are_proven(windows: tuple[int | None, ...]) -> None:
+    proof = held(Memory(plain_drafter(DrafterSpec(windows=windows))))
+    assert max(*proof.logits, *proof.projected) <= TOLERANCE / 4
 
 
 def test_a_proof_repeats_itself(sample: Path) -> None:

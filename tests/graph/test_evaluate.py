@@ -180,6 +180,10 @@ def counted() -> Iterator[OneOp]:
     for source, target in (*wanted, ("int64", "int32"), ("int32", "int8")):
         x = floats(2, 5, low=-300, high=300).astype(source)
         yield OneOp("CAST", (x,), options("Cast"), results=(target,))
+    far = np.array([-3.7, 300, -300, 127.6, 70000, -70000, 3e9, -3e9, 1e19, -1e19, np.nan, np.inf, -np.inf], np.float32)
+    for target in ("uint8", "int8", "int16", "int32", "int64"):
+        yield OneOp("CAST", (far,), options("Cast"), results=(target,))
+        yield OneOp("CAST", (np.array([-3, 300, 70000, -70000], np.int32),), options("Cast"), results=(target,))
 
 
 def multiplied() -> Iterator[OneOp]:

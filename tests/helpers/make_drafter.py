@@ -106,12 +106,17 @@ class _Graph:
 
     def linear(self, x: int, out: int) -> int:
         *front, width = self.shape_of(x)
-        return self.op("FULLY_CONNECTED", [x, self.matrix(out, width), -1], [*front, out])
+        options = schema.FullyConnectedOptionsT()
+        # Without it, LiteRT makes two axes of what has three.
+        options.keepNumDims = True
+        return self.op("FULLY_CONNECTED", [x, self.matrix(out, width), -1], [*front, out], options=options)
 
     def norm(self, x: int) -> int:
         shape = self.shape_of(x)
         squared = self.op("MUL", [x, x], shape)
-        mean = self.op("MEAN", [squared, self.constant([len(shape) - 1], "i32")], [*shape[:-1], 1])
+        kept = schema.ReducerOptionsT()
+        kept.keepDims = True
+        mean = self.op("MEAN", [squared, self.constant([len(shape) - 1], "i32")], [*shape[:-1], 1], options=kept)
         above = self.op("ADD", [mean, self.constant(1e-6)], [*shape[:-1], 1])
         normed = self.op("MUL", [x, self.op("RSQRT", [above], [*shape[:-1], 1])], shape)
         return self.op("MUL", [normed, self.constant(self.rng.uniform(0.5, 2, shape[-1]))], shape)
