@@ -43,6 +43,9 @@ _QUIET_CODE = 10
 # V of floats: small, so that the epsilon of the norm behind the attention shows.
 _SMALL_VALUES = 0.01
 _LOUDER = 12
+_QUIET_SLOTS = 8
+_LOUD_VALUES = 200
+_LOUD_ACTIVATIONS = 20
 _LOUD_SLOTS = 512
 # Numbers drawn for a head of a cache, and how many fewer slots in a row may be loud for it.
 _DRAWN = 1 << 18
@@ -207,6 +210,7 @@ def draw(
         mask[sample, query, all_positions[sample, query]] = local[sample, query, all_positions[sample, query]] = True
     activations = random.standard_normal((count, queries, 2 * config.backbone_hidden_size)).astype(np.float32)
     activations[0] *= np.float32(spread)
+    activations[-1] *= np.float32(_LOUD_ACTIVATIONS)
     fed: dict[str, Samples] = {}
     scales: dict[str, tuple[float, int]] = {}
     for name in sorted(caches):
@@ -303,9 +307,12 @@ def _fill_cache(
     reach = largest
     if norm is not None:
         reach = min(max(round(target * math.sqrt(3) / scale), 2), largest)
-    stored = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
-    louder = loud if norm is not None else slice(0, 0)
-    codes = _draw_codes(tensor.shape, slots, reach, louder, zero_point, stored, random)
+    louder, factor = (loud, _LOUDER) if norm is not None else (slice(0, 0), 1)
+    stored: np.dtype[Any] = np.dtype(kind if tensor.type not in _FLOATS else np.int8)
+    if norm is None and tensor.type in _FLOATS:
+        # What bounds a value shows where there are large ones; the first query, which sees few slots, sees small ones.
+        louder, factor, stored = slice(_QUIET_SLOTS, slots), _LOUD_VALUES, np.dtype(np.int16)
+    codes = _draw_codes(tensor.shape, slots, reach, louder, factor, zero_point, stored, random)
     if tensor.type in _FLOATS or grid is not None:
         return Coded(codes, scale, zero_point), (scale, zero_point)
     return codes, (scale, zero_point)
@@ -316,6 +323,7 @@ def _draw_codes(
     slots: int,
     reach: int,
     loud: slice,
+    factor: int,
     zero_point: int,
     kind: np.dtype[Any],
     random: np.random.Generator,
@@ -333,9 +341,9 @@ def _draw_codes(
     if step == columns or rows == slots:
         first = loud.start + -(-(columns - step) // step)
         if rows == slots:
-            numbers[:, first * step : max(first, loud.stop) * step] *= _LOUDER
+            numbers[:, first * step : max(first, loud.stop) * step] *= factor
         else:
-            numbers.reshape(heads, rows, columns)[..., loud] *= _LOUDER
+            numbers.reshape(heads, rows, columns)[..., loud] *= factor
     limits = np.iinfo(kind)
     codes = np.clip(numbers + zero_point, limits.min + 1, limits.max).astype(kind)
     size = kind.itemsize

@@ -15,10 +15,18 @@ import numpy as np
 from mtp_extract.graph.arithmetic import ARITHMETIC
 from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of, matmul
 from mtp_extract.graph.call import DTYPES, Call, Kernel, grid_of, ints, one
+from mtp_extract.graph.flat import ancestors
 from mtp_extract.graph.moving import MOVING
 from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = ["KERNELS"]
+
+
+def _of_position(call: Call) -> bool:
+    """Whether the operand is computed from the position alone."""
+    operand = call.node.operand(0)
+    names = {v.input_name for v in ancestors(operand) if v.input_name is not None}
+    return names == {"input_pos"}
 
 
 def _cast(call: Call, x: Numbers) -> Numbers:
@@ -40,6 +48,9 @@ def _cast(call: Call, x: Numbers) -> Numbers:
         values = array_of(x) / np.float32(grid[0]) + np.float32(grid[1])
     if not isinstance(values, Lazy):
         values = _converted(values, kind)
+        if target.type is TensorType.FLOAT16 and _of_position(call):
+            # Activations are taken as the floats they stand for, but an angle in half precision is another angle.
+            values = values.astype(np.float16).astype(np.float32)
     made = grid_of(target)
     if made is None:
         return values

@@ -45,7 +45,7 @@ def rounding_of(table: Table, graph: FlatGraph) -> Table:
     """
     sizes = (table.size, 2 * table.size)
     types = {value.tensor.type for value in graph.constants.values() if value.tensor.elements in sizes}
-    # Converters turn constants of half precision into float32; numbers that are all representable in half are no chance.
+    # Converters turn constants of half precision into float32: that all of them are representable in half is no chance.
     if np.array_equal(table, table.astype(np.float16).astype(np.float64)):
         return np.abs(table) * _HALF + _HALF_SUBNORMAL
     largest = float(np.abs(table).max(initial=0.0)) or 1.0

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Drafter, open_bundle
 from mtp_extract.checkpoint.formats import transformers
 from mtp_extract.checkpoint.proof import Proof, prove
-from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.graph import flatten, walk
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
