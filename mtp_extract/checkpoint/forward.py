@@ -20,7 +20,7 @@ from mtp_extract.graph.rope import frequencies
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 
-__all__ = ["Cache", "Checkpoint", "Step", "forward", "logits"]
+__all__ = ["Cache", "Step", "Written", "forward", "logits"]
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
@@ -33,7 +33,7 @@ _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Written:
     """A config, the tensors by role, and the frequencies of RoPE by layer (``[head_dim / 2]``), if not the config's.
 
     Frequencies are handed in where another rounding of the same numbers is meant: at position 24 000 the last bit of
@@ -119,7 +119,7 @@ class Step:
         return values
 
 
-def forward(checkpoint: Checkpoint, step: Step) -> tuple[Floats, Floats]:
+def forward(checkpoint: Written, step: Step) -> tuple[Floats, Floats]:
     """The normalized state ``[samples, queries, width]`` and its projection ``[samples, queries, backbone width]``."""
     config = checkpoint.config
     # What is not a number is for the caller to see.
@@ -132,7 +132,7 @@ def forward(checkpoint: Checkpoint, step: Step) -> tuple[Floats, Floats]:
     return h, step.note("post_projection", projected)
 
 
-def logits(checkpoint: Checkpoint, state: Floats, trace: Mapping[str, Floats] | None = None) -> Floats:
+def logits(checkpoint: Written, state: Floats, trace: Mapping[str, Floats] | None = None) -> Floats:
     """The logits of :func:`forward`'s state, soft-capped, ``[samples, queries, vocabulary]``."""
     made = checkpoint.linear("lm_head", state, checkpoint.config.vocab_size)
     if isinstance(trace, dict):
@@ -145,7 +145,7 @@ def logits(checkpoint: Checkpoint, state: Floats, trace: Mapping[str, Floats] | 
     return capped
 
 
-def _layer(checkpoint: Checkpoint, step: Step, index: int, h: Floats) -> Floats:
+def _layer(checkpoint: Written, step: Step, index: int, h: Floats) -> Floats:
     config, name = checkpoint.config, f"layers.{index}"
 
     def norm(role: str, x: Floats) -> Floats:
@@ -168,7 +168,7 @@ def _layer(checkpoint: Checkpoint, step: Step, index: int, h: Floats) -> Floats:
     return step.note(f"{name}.layer_scalar", h * checkpoint.vector(f"{name}.layer_scalar", 1))
 
 
-def _frequencies(checkpoint: Checkpoint, index: int, layer: LayerConfig) -> Floats:
+def _frequencies(checkpoint: Written, index: int, layer: LayerConfig) -> Floats:
     if checkpoint.frequencies is not None:
         return checkpoint.frequencies[index]
     return frequencies(layer.rope, layer.head_dim).astype(np.float32)

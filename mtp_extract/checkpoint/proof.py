@@ -6,6 +6,7 @@ propose what a graph is; this decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.forward import Checkpoint, Read, forward, logits
+from mtp_extract.checkpoint.forward import Read, Written, forward, logits
 from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
@@ -63,16 +64,22 @@ class Proof:
     tolerance: float
 
     def as_json(self) -> dict[str, Any]:
-        """For ``extraction.json``."""
+        """For ``extraction.json``; ``differences_below`` are shares of the range of each output."""
         return {
             "seed": self.seed,
             "positions": list(self.positions),
             "cache_slots": self.slots,
             "cache_axes": {name: list(axes) for name, axes in self.layouts.items()},
             "sliding_layers_read_mask": self.sliding_masked,
-            "difference_of_range": {"logits": list(self.logits), "projected_activations": list(self.projected)},
+            "differences_below": {"logits": _decade(self.logits), "projected_activations": _decade(self.projected)},
             "tolerance": self.tolerance,
         }
+
+
+def _decade(shares: Sequence[float]) -> float:
+    """The power of ten that none of ``shares`` exceeds: the digits differ from processor to processor."""
+    largest = max(shares)
+    return float(f"1e{math.ceil(math.log10(largest))}") if largest > 0 else 0.0
 
 
 def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed: int = SEED) -> Proof:
@@ -90,7 +97,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed:
         UnsupportedError: the graph holds an operator or an input that cannot be evaluated.
         CheckpointError: a tensor does not have the size that the config says.
     """
-    checkpoint = Checkpoint(config, read, _frequencies(walk, config))
+    checkpoint = Written(config, read, _frequencies(walk, config))
     outputs = [graph.outputs[PROJECTED], graph.outputs[LOGITS]]
     needed = inputs_of(outputs)
     tried: list[tuple[float, Inputs, Reading]] = []
@@ -110,7 +117,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed:
 def _judge(
     graph: FlatGraph,
     walk: Walk,
-    checkpoint: Checkpoint,
+    checkpoint: Written,
     inputs: Inputs,
     reading: Reading,
     heads: tuple[list[Floats], Floats],
@@ -131,9 +138,7 @@ def _judge(
     )
 
 
-def _drawings(
-    graph: FlatGraph, walk: Walk, checkpoint: Checkpoint, needed: frozenset[str], seed: int
-) -> Iterator[Inputs]:
+def _drawings(graph: FlatGraph, walk: Walk, checkpoint: Written, needed: frozenset[str], seed: int) -> Iterator[Inputs]:
     """The inputs, once for every way to write a mask of floats."""
     config = checkpoint.config
     norms = [
@@ -148,7 +153,7 @@ def _drawings(
         yield draw(graph, walk, config, needed, norms, spread, seed, additive)
 
 
-def _small_activations(checkpoint: Checkpoint, epsilon: float) -> float:
+def _small_activations(checkpoint: Written, epsilon: float) -> float:
     """A spread of activations that leaves the stream's mean square far below ``epsilon``, the graph's.
 
     A norm takes away what the epsilon of the one before it does to the scale; only where both see next to nothing does
@@ -241,7 +246,7 @@ def _softmax_before(value: Value) -> Value | None:
 
 
 def _explain(
-    graph: FlatGraph, walk: Walk, checkpoint: Checkpoint, inputs: Inputs, reading: Reading
+    graph: FlatGraph, walk: Walk, checkpoint: Written, inputs: Inputs, reading: Reading
 ) -> tuple[int, ProofError]:
     """How many places agree, and the error that names the first role at which the two part."""
     trace: dict[str, Any] = {}
@@ -258,7 +263,7 @@ def _explain(
     if name.endswith(".weights"):
         name = name.removesuffix("weights") + "attention"
         mine = trace[places[first].name][sample]
-        what = _scores(results[first][sample], mine, position)
+        what = _scores(places[first].name.removesuffix(".weights"), results[first][sample], mine, position)
     return first, ProofError(
         f"{name}: the graph and the checkpoint part here{what and f' ({what})'}, by {apart[first][sample]:.2g} of the "
         f"range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
@@ -266,7 +271,7 @@ def _explain(
     )
 
 
-def _scores(found: npt.NDArray[Any], mine: npt.NDArray[Any], position: int) -> str:
+def _scores(layer: str, found: npt.NDArray[Any], mine: npt.NDArray[Any], position: int) -> str:
     """How the weights of attention differ: other slots are seen, or the same ones are scored otherwise."""
     if found.size != mine.size:
         return f"{found.size} scores for {mine.size}"
@@ -275,4 +280,4 @@ def _scores(found: npt.NDArray[Any], mine: npt.NDArray[Any], position: int) -> s
         slots = np.flatnonzero(seen & ~hidden)
         if slots.size:
             return f"the mask: at position {position} {what} slot {slots[-1]}, the config and the mask input do not"
-    return "RoPE, the scale of the scores, or the order of heads or dimensions of Q and K"
+    return f"{layer}.q_norm's result is turned or scored otherwise: RoPE, a scale, or the order of heads or dimensions"

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 
 from mtp_extract.errors import FormatError, NoDrafterError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.attention import Attention, read_attention
+from mtp_extract.graph.attention import EXPONENTIALS, Attention, read_attention
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, walk_back
 from mtp_extract.graph.patterns import (
     PASSES,
@@ -173,7 +173,7 @@ class _Walker:
             raise RoleError(
                 "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
             )
-        self.count = count = _count_layers(graph)
+        self.count = count = _count_layers(graph, {id(graph.outputs[LOGITS]), id(soft_cap.x)})
         attentions: list[Attention] = []
         stream = norm.x
         for index in reversed(range(count)):
@@ -615,11 +615,15 @@ def _plain_reason(node: Node, position: int, constant: Value) -> str:
     return "a number between the roles, whose result is checked by execution"
 
 
-def _count_layers(graph: FlatGraph) -> int:
-    """One softmax a layer, or, where exporters spell it out, one exponential."""
-    producers = {id(v.producer): v.producer for v in ancestors(graph.outputs[PROJECTED]) if v.producer is not None}
-    kinds = Counter(node.kind for node in producers.values())
-    return next((kinds[kind] for kind in ("SOFTMAX", "EXP") if kinds[kind]), 0)
+def _count_layers(graph: FlatGraph, logits: set[int]) -> int:
+    """One softmax a layer, or, where exporters spell it out, one exponential; what is made of the logits is no layer."""
+    kinds = Counter(
+        node.kind
+        for node in graph.nodes
+        if node.kind in EXPONENTIALS
+        and not any(id(v) in logits for source in node.inputs if source is not None for v in ancestors(source))
+    )
+    return kinds["SOFTMAX"] or kinds["EXP"]
 
 
 def _is_matrix(node: Node) -> bool:

@@ -291,7 +291,8 @@ class QuantizedTensor:
         width = 4 if self.tensor.type is TensorType.FLOAT32 else 2
         for row, rows in self.grid.steps(first, last):
             values = stored_floats(self.location.read(row * width, rows * width), self.tensor)
-            if self.scale.size:
+            # By the type, never by the scales: floats may carry some that mean nothing.
+            if self.tensor.type is TensorType.INT16:
                 values = values * self.scale[0]
             if not np.isfinite(values).all():
                 raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")

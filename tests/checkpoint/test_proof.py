@@ -12,9 +12,9 @@ from helpers.make_bundle import Memory, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from helpers.proving import Floats, Read, held
 from helpers.variant_files import REFUSED, VARIANTS, variant
-from mtp_extract.graph.roles import roles_of
 
 from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.checkpoint.inputs import Inputs
 from mtp_extract.checkpoint.proof import TOLERANCE, Proof
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError

@@ -128,6 +128,8 @@ def moved() -> Iterator[OneOp]:
     for axis in (0, 1, -1):
         yield OneOp("GATHER", (x, ints(2, 2, low=0, high=1)), options("Gather", axis=axis))
     yield OneOp("GATHER", (x, ints(2, 2, low=0, high=2)), options("Gather", axis=1, batchDims=1))
+    yield OneOp("GATHER_ND", (x, ints(4, 1, low=0, high=1)))
+    yield OneOp("GATHER_ND", (x, ints(3, 2, low=0, high=1)))
     for begin in (-2, 0, 1, 9):
         yield OneOp("DYNAMIC_UPDATE_SLICE", (floats(3, 5), floats(2, 2), np.array([begin, 1], np.int32)))
     rows = np.array([1, 0], np.int32), np.array([3, 4], np.int32), np.array([1, 2], np.int32)

@@ -17,8 +17,8 @@ from mtp_extract.architecture.roles import role_table, roles_of
 from mtp_extract.bundle import Drafter, open_bundle
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.graph.config import _read_rope
 from mtp_extract.graph.names import check_names
+from mtp_extract.graph.rope import read_rope
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 USUAL = {
@@ -153,7 +153,7 @@ def test_rope_is_read_from_its_table(theta: float, partial: float) -> None:
     dim = 256
     index = np.arange(dim // 2)
     table = np.where(index < partial * dim / 2, theta ** (-2 * index / dim), 0).astype(np.float32).astype(np.float64)
-    assert _read_rope("layers.0", table, dim) == Rope(theta, partial)
+    assert read_rope("layers.0", table, 1e-6 * table, dim) == Rope(theta, partial)
 
 
 @pytest.mark.parametrize("damage", ["scaled", "gap", "noise"])
@@ -166,4 +166,4 @@ def test_other_rope_tables_are_refused(damage: str) -> None:
     else:
         table[10] *= 1.001
     with pytest.raises(UnsupportedError, match="RoPE"):
-        _read_rope("layers.0", table, 128)
+        read_rope("layers.0", table, 1e-6 * table, 128)
