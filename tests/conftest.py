@@ -1,7 +1,8 @@
-"""What all tests share: the sample and its truth."""
+"""What all tests share: the sample and its truth, and which tests need PyTorch."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,25 @@ import pytest
 from helpers.variant_files import HERE
 
 from mtp_extract.data import sample_base, sample_bundle
+
+# Folders and files; single tests elsewhere are marked where they stand.
+NEED_TORCH = ("adversary", "drafter", "engines", "speculate", "validate", "checkpoint/test_transformers.py")
+
+
+def _needs_torch(path: Path) -> bool:
+    here = Path(__file__).parent
+    return any(path.is_relative_to(here / name) for name in NEED_TORCH)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without PyTorch, what imports it is not there; the rest is the torch-free subset."""
+    return True if find_spec("torch") is None and _needs_torch(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _needs_torch(item.path):
+            item.add_marker("torch")
 
 
 @pytest.fixture(scope="session")

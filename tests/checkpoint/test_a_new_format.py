@@ -21,7 +21,6 @@ from mtp_extract.checkpoint.formats import FORMATS, Listed, format_named, format
 from mtp_extract.checkpoint.lazy import FilledTensor, Scheme, read_floats
 from mtp_extract.checkpoint.planned import OutputFile, plan_floats
 from mtp_extract.checkpoint.safetensors_file import StoredWeight, read_header
-from mtp_extract.drafter import load_drafter
 
 
 class ToyFormat:
@@ -80,7 +79,15 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
     assert replace(found.config, max_position_embeddings=known.config.max_position_embeddings) == known.config
     for role, tensor in known.tensors.items():
         np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensor), err_msg=role)
-    assert load_drafter(directory).config == found.config
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("registered")
+def test_the_reference_drafter_loads_it(sample: Path, tmp_path: Path) -> None:
+    from mtp_extract.drafter import load_drafter
+
+    extract(sample, tmp_path / "toy", format="toy")
+    assert load_drafter(tmp_path / "toy").config == FORMAT.read_config(tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("registered")
