@@ -119,7 +119,7 @@ def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
     assert not [path for path, text in paths.items() if "__import__" in text]
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/records.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/records.md", "README.md", "CONTRIBUTING.md"])
 def test_every_path_that_is_named_exists(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     spans = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text)
