@@ -1,7 +1,8 @@
-"""What all tests share: the sample and its truth."""
+"""What all tests share: the sample and its truth, and which tests need PyTorch."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,29 @@ import pytest
 from helpers.variant_files import HERE
 
 from mtp_extract.data import sample_base, sample_bundle
+
+# Folders and files; single tests elsewhere are marked where they stand.
+NEED_TORCH = ("adversary", "drafter", "engines", "speculate", "validate", "checkpoint/test_transformers.py")
+
+SLOW = ("adversary", "hostile")
+
+
+def _under(path: Path, names: tuple[str, ...]) -> bool:
+    here = Path(__file__).parent
+    return any(path.is_relative_to(here / name) for name in names)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without PyTorch, what imports it is not there; the rest is the torch-free subset."""
+    return True if find_spec("torch") is None and _under(collection_path, NEED_TORCH) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _under(item.path, NEED_TORCH):
+            item.add_marker("torch")
+        if _under(item.path, SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_metadata() -> None:
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
     assert set(scripts) == {"mtp-extract", "mtp-inspect", "mtp-upload", "mtp-validate"}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    assert {name.replace("_", "-") for name in required} == {"numpy", "typer", "huggingface-hub"}
+    assert {name.replace("_", "-") for name in required} == {"numpy", "typer", "huggingface-hub", "xxhash"}
 
 
 @pytest.mark.parametrize("name", ["roles", "geometries", "tflite_schema", "bundles"])

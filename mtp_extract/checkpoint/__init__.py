@@ -1,1 +1,1 @@
-"""Writing checkpoints: one module a layout, over a streaming safetensors writer."""
+"""Checkpoints: what they are, how formats write and read them, how they are proven, recorded and checked."""

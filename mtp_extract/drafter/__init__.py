@@ -3,8 +3,8 @@
 >>> drafter = load_drafter("DIR")                                     # doctest: +SKIP
 >>> logits, projected = drafter(inputs, shared_kv, position_ids)      # doctest: +SKIP
 
-``protocol`` says what any drafter is to the loop, ``mtp`` is the network, ``config`` reads its geometry (no torch
-needed), ``masks`` says what a query may see, ``heads`` has the centroid head, ``load`` reads checkpoints strictly.
+``protocol`` says what any drafter is to the loop, ``mtp`` is the network, ``masks`` says what a query may see,
+``heads`` has the centroid head, ``load`` reads checkpoints strictly.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from mtp_extract.checkpoint.staging import staged_directory
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 
 
+@pytest.mark.torch
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
 def test_bf16_rounds_as_torch_does(bits: list[int]) -> None:

@@ -1,0 +1,130 @@
+"""The rooms of docs/architecture.md: the tree is whole, imports run downwards, and nothing imports in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mtp_extract"
+DOCUMENT = ROOT / "docs" / "architecture.md"
+
+
+@cache
+def tree() -> tuple[tuple[int, str], ...]:
+    """The tree of the document: (depth below the package, path relative to the package), in order."""
+    (block,) = re.findall(r"```text\nmtp_extract/\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    listed, folders = [], [""]
+    for line in block.splitlines():
+        spaces, name, about = re.fullmatch(r"( +)(\S+) +(\S.*)", line).groups()
+        depth = len(spaces) // 2
+        path = folders[depth - 1] + name
+        folders[depth:] = [path if name.endswith("/") else ""]
+        listed.append((depth, path))
+        assert about
+    return tuple(listed)
+
+
+@cache
+def rooms() -> tuple[str, ...]:
+    """What stands directly below the package, highest first."""
+    return tuple(path for depth, path in tree() if depth == 1)
+
+
+def room_of(path: str) -> str:
+    """The room of a file; of nested ones the innermost."""
+    return max((room for room in rooms() if path == room or (room.endswith("/") and path.startswith(room))), key=len)
+
+
+@cache
+def modules() -> dict[str, str]:
+    """Dotted name → path relative to the package."""
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE)
+        parts = path.with_suffix("").parts
+        found[".".join(("mtp_extract", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path.as_posix()
+    return found
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Module → the modules of the package that it imports anywhere in it, in functions and for type checkers too."""
+    return {name: frozenset(_imported(name)) for name in modules()}
+
+
+def _imported(module: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse((PACKAGE / modules()[module]).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where they go"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in modules():
+                    yield name
+                elif node.module in modules():
+                    yield node.module
+
+
+def test_every_file_of_the_package_stands_in_the_tree() -> None:
+    listed = [path for _, path in tree()]
+    assert len(listed) == len(set(listed))
+    assert not [path for path in listed if not (PACKAGE / path).exists()], "listed, and not there"
+    # An __init__.py that only gathers names needs no line of its own, nor do the data files.
+    missing = [p for p in modules().values() if p not in listed and not p.endswith("__init__.py")]
+    assert not missing, "give it a line in docs/architecture.md"
+    folders = {Path(path).parent.as_posix() + "/" for path in modules().values() if "/" in path}
+    assert not folders - set(listed), "give it a line in docs/architecture.md"
+
+
+def test_imports_run_downwards() -> None:
+    order = {room: number for number, room in enumerate(rooms())}
+    paths = modules()
+    upwards = [
+        f"{paths[module]} ({room_of(paths[module])}) imports {paths[other]} ({room_of(paths[other])})"
+        for module, others in imports().items()
+        for other in others
+        if order[room_of(paths[module])] > order[room_of(paths[other])]
+    ]
+    assert not upwards
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = {module: others - {module} for module, others in imports().items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules())
+
+
+def test_the_imports_are_seen() -> None:
+    """The tests above are worth what this reading is: one of a function, one for type checkers, one of a module."""
+    assert "mtp_extract.extraction" in imports()["mtp_extract.validate.run"]
+    assert "mtp_extract.checkpoint.lazy" in imports()["mtp_extract.checkpoint.checkpoint"]
+    assert "mtp_extract.extraction" in imports()["mtp_extract"]
+    assert room_of("validate/report/tables.py") == "validate/report/tables.py"
+    assert room_of("validate/run.py") == "validate/"
+
+
+def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
+    """An import that this reading cannot see stands where names are listed, or asks for another package."""
+    paths = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in modules().values()}
+    listing = {"__init__.py", "validate/__init__.py", "checkpoint/formats/__init__.py"}
+    others = {"io/http.py", "validate/extras.py"}
+    assert {path for path, text in paths.items() if "import_module" in text} == listing | others
+    assert not [path for path, text in paths.items() if "__import__" in text]
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/records.md", "README.md", "CONTRIBUTING.md"])
+def test_every_path_that_is_named_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    spans = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text)
+    words = {word.strip("()[],:;'\"").split("::")[0] for span in spans for word in span.split()}
+    tops = {path.name for folder in (ROOT, PACKAGE) for path in folder.iterdir() if path.is_dir()}
+    named = sorted(word for word in words if "/" in word and word.split("/")[0] in tops)
+    assert not [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()]
+    assert named

@@ -1,0 +1,36 @@
+"""What a validation writes is what docs/records.md and the schema say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from helpers.schemas import validator
+
+from mtp_extract.validate.acceptance.generation import Divergence
+from mtp_extract.validate.report.document import as_json
+from mtp_extract.validate.result import Validation
+
+
+def _check(validation: Validation) -> None:
+    validator("report")(json.loads(json.dumps(as_json(validation), allow_nan=False)))
+
+
+def test_a_whole_validation(validation: Validation) -> None:
+    _check(validation)
+
+
+def test_a_text_that_parts_from_the_base(validation: Validation) -> None:
+    assert validation.generation is not None
+    first, *more = validation.generation.lengths
+    parted = replace(
+        first, identical_prompts=0, divergences=(Divergence(0, 3, 1.5, False), Divergence(1, 0, None, True))
+    )
+    _check(replace(validation, generation=replace(validation.generation, lengths=(parted, *more))))
+
+
+def test_what_was_not_measured(validation: Validation) -> None:
+    _check(replace(validation, parity=None))
+    _check(
+        replace(validation, base=None, settings={"seed": 0}, agreement=None, workloads={}, controls=(), generation=None)
+    )
