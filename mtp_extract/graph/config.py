@@ -93,9 +93,10 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     """
     # Newer runtimes hand the local mask in instead of building it.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
-    if SLIDING not in types:
+    last = {layers[-1].key, layers[-1].value}
+    if SLIDING not in types and all({la.key, la.value} == last or not {la.key, la.value} & last for la in layers):
         # A window that is longer than the caches of the file hides nothing.
-        types = [FULL if (la.key, la.value) == (layers[-1].key, layers[-1].value) else SLIDING for la in layers]
+        types = [FULL if la.key in last else SLIDING for la in layers]
     for layer_type in (SLIDING, FULL):
         pairs = sorted({(la.key, la.value) for la, t in zip(layers, types, strict=True) if t == layer_type})
         if len(pairs) > 1:

@@ -50,6 +50,7 @@ PROJECTED = "projected_activations"
 
 _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24
+_WEIGHTS_FORMAT_SLOT = 1
 _ADJOINT_Y_SLOT = 1
 _NO_FACTOR = 1e-6
 _MOST_SHOWN = 3
@@ -307,6 +308,10 @@ class _Walker:
         if node.op.activation:
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a fused activation, which no drafter is known to have."
+            )
+        if node.kind == "FULLY_CONNECTED" and node.op.options and node.op.options.integer(_WEIGHTS_FORMAT_SLOT, "b"):
+            raise UnsupportedError(
+                f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
             )
         if len(node.inputs) < 2 or None in node.inputs[:2]:
             raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
@@ -616,7 +621,7 @@ def _plain_reason(node: Node, position: int, constant: Value) -> str:
 
 
 def _count_layers(graph: FlatGraph, logits: set[int]) -> int:
-    """One softmax a layer, or, where exporters spell it out, one exponential; what is made of the logits is no layer."""
+    """One softmax a layer, or, where exporters spell it out, one exponential; what the logits feed is no layer."""
     kinds = Counter(
         node.kind
         for node in graph.nodes
@@ -628,8 +633,8 @@ def _count_layers(graph: FlatGraph, logits: set[int]) -> int:
 
 def _is_matrix(node: Node) -> bool:
     """Whether ``node`` multiplies by a constant of two axes."""
-    if node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL") or len(node.inputs) < 2 or node.inputs[1] is None:
-        return False
+    if node.kind != "BATCH_MATMUL" or len(node.inputs) < 2 or node.inputs[1] is None:
+        return node.kind == "FULLY_CONNECTED"
     return all(value.producer is not None or value.constant for value in ancestors(node.inputs[1]))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import FormatError, RoleError, UnsupportedError
 from mtp_extract.graph.arrays import Array, Coded, Numbers, gelu
 from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
@@ -48,7 +48,9 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     tensor = graph.inputs[INPUT_POS].tensor
     fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in (0, 1))}
     found: list[npt.NDArray[np.float64]] = []
-    for still, turned in (pair for pair in evaluate(graph, fed, candidates)):
+    for still, turned in evaluate(graph, fed, candidates):
+        if not np.isfinite(turned).all():
+            raise FormatError(f"{name}: its RoPE table holds values that are not finite: the file is damaged.")
         at_zero, at_one = (_row(values, head_dim) for values in (still, turned))
         if at_zero is None or at_one is None or np.any(at_zero):
             # Of a value that is not an angle or its sine at position 0, such as a cosine, nothing is read.

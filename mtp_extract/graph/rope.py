@@ -66,7 +66,12 @@ def read_rope(name: str, table: Table, allowed: Table, head_dim: int) -> RopeCon
         UnsupportedError: no theta and share make this table.
     """
     seen = int(np.count_nonzero(table))
-    if seen < 2 or np.any(table[seen:]) or bool((table < 0).any()) or abs(table[0] - 1.0) > _EXACT + allowed[0]:
+    if (
+        seen < 2
+        or np.any(table[seen:])
+        or bool(((table < 0) | (table > 1 + allowed)).any())
+        or abs(table[0] - 1.0) > _EXACT + allowed[0]
+    ):
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
     index = np.arange(1, seen)
     # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.

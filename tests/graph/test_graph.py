@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.make_bundle import Memory, pack
+from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.architecture.config import FULL, SLIDING
@@ -105,11 +107,16 @@ def test_rotated_weights_are_refused_by_name() -> None:
 
 
 def test_a_window_left_to_the_runtime_must_be_said() -> None:
-    with open_bundle(variant("jax_published_mask_local")) as opened:
+    longer_than_the_caches = Memory(pack(plain_model(DrafterSpec(windows=(1000, None)))))
+    with open_bundle(longer_than_the_caches) as opened:
         with pytest.raises(UnsupportedError, match="Say how long it is") as caught:
             opened.drafter()
         assert caught.value.remedies == ("sliding_window=N",)
-        assert opened.drafter(sliding_window=16).config == read("jax_published").config
+        assert opened.drafter(sliding_window=1000).config.sliding_window == 1000
+
+
+def test_a_window_that_the_runtime_says_too_is_measured() -> None:
+    assert read("jax_published_mask_local").config == read("jax_published").config
 
 
 def test_published_names_confirm(sample: Path) -> None:

@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 from helpers.make_bundle import code_names, kind, load, pack
-from helpers.variant_files import VARIANTS, variant
+from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError
 
-WINDOWS = {name: (16, 16, 16, None) for name in VARIANTS if name != "jax_hadamard"} | {
-    "torch_odd_sizes": (7, 7, 7, None),
-    # Its runtime hands the window in.
-    "jax_published_mask_local": (12, 12, 12, None),
-}
+WINDOWS = dict.fromkeys(sorted(set(VARIANTS) - REFUSED), (16, 16, 16, None)) | {"torch_odd_sizes": (7, 7, 7, None)}
 
 
 def measured(source: Path) -> tuple[int | None, ...]:
     with open_bundle(source) as opened:
-        return tuple(layer.sliding_window for layer in opened.drafter(sliding_window=12).config.layers)
+        return tuple(layer.sliding_window for layer in opened.drafter().config.layers)
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWS))

@@ -8,8 +8,8 @@ from typing import Any
 
 HERE = Path(__file__).parent.parent
 VARIANTS: dict[str, Any] = json.loads((HERE / "variants" / "truth.json").read_text())
-REFUSED = {"jax_hadamard", "jax_published_mask_local"}
-"""Those that must not be extracted: rotated weights, and a window that only the user can say."""
+REFUSED = {"jax_hadamard"}
+"""Those that must not be extracted: rotated weights."""
 
 
 def variant(name: str) -> Path:
