@@ -63,10 +63,16 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
+    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``.
+
+    Attributes:
+        section, signature: the drafter's, where the user said so; found if None.
+    """
 
     source: Source
     bundle: Bundle | None
+    section: int | None = None
+    signature: str | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -133,36 +139,89 @@ class Opened:
                 self.source.prefetch(part.begin, part.size)
 
     def _typed(self) -> list[Section]:
-        """The sections that the header calls drafters."""
-        return [s for s in self.sections if s.data_type == TFLITE_MODEL and s.model_type == MODEL_TYPE]
+        """The section asked for, or those that the header calls drafters."""
+        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
+        if self.section is None:
+            return [s for s in models if s.model_type == MODEL_TYPE]
+        chosen = [s for s in models if s.index == self.section]
+        if not chosen:
+            raise NoDrafterError(
+                f"{self.source.name}: expected a TFLite model in section {self.section}; the models are in sections "
+                f"{', '.join(str(s.index) for s in models) or 'none'}."
+            )
+        return chosen
 
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
         if self.bundle is None:
             return self._bare()
         typed = self._typed()
-        if len(typed) > 1:
-            labels = ", ".join(s.label for s in typed)
-            raise NoDrafterError(f"{self.source.name} holds more than one drafter ({labels}); one is expected.")
+        self._only_one(typed)
         for section in typed:
             model = self.model(section)
-            return section, "model_type", model, _require_signature(model)
+            return section, "model_type", model, self._require_signature(model)
         budget = Budget(_SEARCH_BUDGET)
+        found: list[tuple[Section, TfliteModel]] = []
         for section in (s for s in self.sections if s.data_type == TFLITE_MODEL):
             try:
                 model = self.model(section, budget)
             except MtpExtractError:
                 # Another model's damage is not the drafter's; a missing drafter is reported below.
                 continue
-            signature = _drafter_signature(model)
-            if signature is not None:
-                return section, "signature", model, signature
+            if self._candidates(model):
+                found.append((section, model))
+        self._only_one([section for section, _ in found])
+        for section, model in found:
+            return section, "signature", model, self._require_signature(model)
         return self._scan()
+
+    def _only_one(self, sections: list[Section]) -> None:
+        if len(sections) > 1:
+            labels = ", ".join(s.label for s in sections)
+            raise NoDrafterError(
+                f"{self.source.name}: expected one drafter, found more than one drafter ({labels}). Say which.",
+                remedies=("section=N",),
+            )
+
+    def _candidates(self, model: TfliteModel) -> list[Signature]:
+        """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
+        if self.signature is not None:
+            return [s for s in model.signatures if s.key == self.signature]
+        # LiteRT-LM runs the first signature of the section: one of the right name there leaves nothing to ask.
+        if model.signatures and model.signatures[0].key == SIGNATURE:
+            return [model.signatures[0]]
+        found = [
+            s
+            for s in model.signatures
+            if s.key.lower() == SIGNATURE or ({LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs)
+        ]
+        # Two names for the same interface of the same graph are one.
+        return list({(s.subgraph, *sorted(s.inputs.items()), *sorted(s.outputs.items())): s for s in found}.values())
+
+    def _require_signature(self, model: TfliteModel) -> Signature:
+        """The drafter's signature.
+
+        Raises:
+            NoDrafterError: there is none, or more than one.
+        """
+        found = self._candidates(model)
+        keys = ", ".join(escape(s.key) for s in found or model.signatures) or "none"
+        if not found:
+            raise NoDrafterError(
+                f"{model.region.source.name}: {model.region.what} has no signature "
+                f"{escape(self.signature or SIGNATURE)!r} (it has: {keys})."
+            )
+        if len(found) > 1:
+            raise NoDrafterError(
+                f"{model.region.source.name}: expected one signature of a drafter, found {keys}. Say which.",
+                remedies=("signature=NAME",),
+            )
+        return found[0]
 
     def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
         if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
             model = read_model(Region(self.source, 0, self.source.size, "the model"))
-            return None, "bare model", model, _require_signature(model)
+            return None, "bare model", model, self._require_signature(model)
         return self._scan()
 
     def _scan(self) -> tuple[None, str, TfliteModel, Signature]:
@@ -174,9 +233,8 @@ class Opened:
                 except MtpExtractError:
                     # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
                     continue
-                signature = _drafter_signature(model)
-                if signature is not None:
-                    return None, "scan", model, signature
+                if self._candidates(model):
+                    return None, "scan", model, self._require_signature(model)
         raise NoDrafterError(self._no_drafter())
 
     def _no_drafter(self) -> str:
@@ -206,23 +264,6 @@ class Opened:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _drafter_signature(model: TfliteModel) -> Signature | None:
-    """The drafter's signature: by name, else by its inputs and outputs."""
-    named = [s for s in model.signatures if s.key.lower() == SIGNATURE]
-    shaped = [s for s in model.signatures if {LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs]
-    return next(iter([*named, *shaped]), None)
-
-
-def _require_signature(model: TfliteModel) -> Signature:
-    signature = _drafter_signature(model)
-    if signature is None:
-        keys = ", ".join(repr(escape(s.key)) for s in model.signatures) or "none"
-        raise NoDrafterError(
-            f"{model.region.source.name}: {model.region.what} has no signature {SIGNATURE!r} (it has: {keys})."
-        )
-    return signature
 
 
 def open_source(
@@ -256,6 +297,8 @@ def open_bundle(
     *,
     download: bool = False,
     progress: Progress | None = None,
+    section: int | None = None,
+    signature: str | None = None,
 ) -> Opened:
     """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
 
@@ -263,6 +306,7 @@ def open_bundle(
         source: what to open. Of a remote file only byte ranges are fetched.
         download: of a server without byte ranges, download the whole file instead of failing.
         progress: called with bytes done and bytes in all while a remote range is fetched.
+        section, signature: index of the drafter's section and key of its signature, where there are several.
 
     Raises:
         SourceError: the bytes cannot be had.
@@ -274,7 +318,7 @@ def open_bundle(
             raise SourceError(
                 f"{opened.name}: expected a .litertlm or .tflite file, found an empty file. Fetch it again."
             )
-        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
+        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None, section, signature)
     except BaseException:
         opened.close()
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
@@ -28,7 +28,15 @@ from mtp_extract.hub.card import model_card
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
-__all__ = ["CODES_FILE", "ExtractionResult", "checkpoint_of", "default_directory", "extract", "verify_against_source"]
+__all__ = [
+    "CODES_FILE",
+    "ExtractionResult",
+    "checkpoint_of",
+    "default_directory",
+    "extract",
+    "prove_checkpoint",
+    "verify_against_source",
+]
 
 CODES_FILE = "codes.safetensors"
 
@@ -169,9 +177,21 @@ def _prove(drafter: Drafter, checkpoint: Checkpoint, format_: Format, stage: Pat
     """
     written = format_.read(stage)
     exact = written if dtype == "f32" else checkpoint
-    # What the graph has no constant for is what the format filled in.
-    tensors = {**written.tensors, **exact.tensors}
-    return prove(drafter.graph, drafter.walk, written.config, lambda role: tensors[role].floats())
+    return prove_checkpoint(drafter, replace(exact, config=written.config))
+
+
+def prove_checkpoint(drafter: Drafter, checkpoint: Checkpoint) -> Proof:
+    """Execute the graph of ``drafter`` and what ``checkpoint`` holds side by side.
+
+    Raises:
+        ProofError: they do not compute the same.
+        UnsupportedError: the graph holds an operator that cannot be executed here.
+    """
+    tensors: dict[str, LazyTensor] = {
+        role.name: FilledTensor(shape) for role, shape in shapes_of(checkpoint.config).items() if role.optional
+    }
+    tensors.update(checkpoint.tensors)
+    return prove(drafter.graph, drafter.walk, checkpoint.config, lambda role: tensors[role].floats())
 
 
 def _codes_of(weights: OutputFile, wanted: bool) -> list[OutputFile]:

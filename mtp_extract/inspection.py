@@ -10,6 +10,7 @@ from typing import Any
 from mtp_extract.bundle import Drafter, Opened
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.errors import MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
@@ -37,11 +38,12 @@ def inspect(
     section: int | None = None,
     sliding_window: int | None = None,
 ) -> Inspection:
-    """Look at ``opened``. Only the header and flatbuffers are read, never weights.
+    """Look at ``opened``. Only the header and flatbuffers are read, and weights only for ``graph``.
 
     Args:
         tensors: list every tensor of the drafter's model, or of ``section``.
-        graph: list every role with its evidence, every constant set aside, and the cache inputs.
+        graph: list every role with its evidence, every constant set aside, and the cache inputs; and execute the
+            graph beside the checkpoint it would give, which reads the weights.
         section: index of the TFLite section to describe instead of the drafter's.
 
     Raises:
@@ -129,6 +131,7 @@ def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
         ]
         found["set_aside"] = set_aside(drafter)
         found["kv_inputs"] = caches(drafter)
+        found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
     return found
 
 

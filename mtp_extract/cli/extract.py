@@ -57,6 +57,14 @@ def command(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
     sliding_window: SlidingWindow = None,
+    section: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Index of the drafter's section; asked for only where there are several."),
+    ] = None,
+    signature: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="The drafter's signature; asked for only where there are several."),
+    ] = None,
     download: Download = False,
     sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
@@ -75,7 +83,7 @@ def command(
     path = str(sample_bundle()) if source is None else source
     with (
         progress(quiet=print_json) as tick,
-        open_bundle(path, download=download, progress=tick) as opened,
+        open_bundle(path, download=download, progress=tick, section=section, signature=signature) as opened,
     ):
         result = extract(
             opened,

@@ -166,6 +166,12 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
             for n, c in caches
         ]
         table(rows, ["input", "type", "shape", "scale", "read by"])
+        proof = drafter["proof"]
+        below = max(proof["differences_below"].values())
+        say(
+            f"Proof: the graph and its checkpoint, executed at positions {', '.join(map(str, proof['positions']))} of "
+            f"{proof['cache_slots']} slots, agree to {below:g} of the outputs' range ({proof['tolerance']:g} allowed)"
+        )
         say("Set aside")
         table(
             [
