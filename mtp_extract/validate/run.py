@@ -15,6 +15,7 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
+    from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
@@ -130,41 +131,54 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     import torch
 
     from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.formats import format_of
     from mtp_extract.drafter import load_drafter
     from mtp_extract.validate.acceptance.base_model import memory_guard
-    from mtp_extract.validate.parity.compare import check_geometry, measure_parity
+    from mtp_extract.validate.identity import check_identity, drafter_for
+    from mtp_extract.validate.parity.compare import check_interpreter
+    from mtp_extract.validate.parity.transformers import check_transformers
     from mtp_extract.validate.result import Validation
 
-    with memory_guard("loading the drafter"):
-        drafter = load_drafter(directory, dtype=torch.float32)
+    config = format_of(directory).read_config(directory)
     source: SourceDrafter | None = None
+    checks: tuple[Check, ...] = ()
+    comparable = True
     if plan.source is not None:
-        windows = [layer.sliding_window for layer in drafter.config.layers if layer.sliding_window is not None]
+        say("deriving every tensor from the file again, and executing both")
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
-        source = opened.drafter(windows[0] if windows else None)
-        check_geometry(drafter, source)
+        source = drafter_for(opened, config)
+        checks, comparable = check_identity(directory, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
         directory="the sample" if plan.directory is None else str(directory),
         source=Path(plan.source).name if plan.source is not None else None,
         base=None,
         settings={"seed": plan.seed},
+        checks=checks,
         parity=None,
         agreement=None,
         workloads={},
+        trivial=(),
         controls=(),
         generation=None,
         notes=(),
     )
+    if not comparable:
+        # Nothing can be run side by side.
+        return result
+    with memory_guard("loading the drafter"):
+        drafter = load_drafter(directory, dtype=torch.float32)
     cases = None
     if plan.base is not None:
         result, cases = _against_base(plan, plan.base, directory, steps, result, say)
     if source is not None:
+        say("loading the checkpoint with transformers")
+        loaded = check_transformers(directory, drafter, plan.seed)
         say("running the drafter section in Google's interpreter")
         with memory_guard("comparing with Google's interpreter"):
-            parity = measure_parity(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
-        result = replace(result, parity=parity)
+            parity, interpreted = check_interpreter(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
+        result = replace(result, parity=parity, checks=(*checks, loaded, interpreted))
     return result
 
 
@@ -179,6 +193,7 @@ def _against_base(
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.controls import run_controls
     from mtp_extract.validate.acceptance.generation import measure_generation
+    from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
@@ -226,6 +241,7 @@ def _against_base(
         },
         agreement=overall,
         workloads={name: figures(agreement, written.of_workload(name)) for name in written.workloads},
+        trivial=compare_trivial(written, agreement),
         controls=tuple(controls),
         generation=generation,
         notes=(*result.notes, *loaded.notes),
