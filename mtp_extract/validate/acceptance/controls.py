@@ -1,8 +1,8 @@
 """Controls: the same measurement with one thing broken on purpose.
 
-Each is a row of :data:`CONTROLS`: a change to the drafter, or to what it is given. A broken drafter should do worse. One
-that does as well says that the thing it breaks matters little here; one that does better, by more than chance allows
-the best of so many, says where to look.
+Each is a row of :data:`CONTROLS`: a change to the drafter, or to what it is given. A broken drafter should do worse.
+One that does as well says that the thing it breaks matters little here; one that does better, by more than chance
+allows the best of so many, says where to look.
 """
 
 from __future__ import annotations

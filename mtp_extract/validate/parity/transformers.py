@@ -1,7 +1,8 @@
-"""The checkpoint in transformers: it must load without a key too few or too many, and compute what the reference does."""
+"""The checkpoint in transformers: it must load without a key too few or too many, and compute as the reference does."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.drafter import MtpDrafter
-from mtp_extract.errors import escape
+from mtp_extract.errors import DrafterError, escape
 from mtp_extract.validate.identity import Check
 
 __all__ = ["check_transformers"]
@@ -29,10 +30,31 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
     if format_of(directory).name != "transformers":
         return Check("transformers", _WHAT, None, "it is in a layout that transformers does not load")
     try:
-        from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM  # noqa: F401 - a release that knows it
-        from transformers.utils import logging
+        from transformers import Gemma4AssistantForCausalLM  # noqa: F401 - a release that knows it
     except ImportError:
         return Check("transformers", _WHAT, None, "transformers is not installed, or too old for this model")
+    try:
+        model, info = _load(directory)
+    except DrafterError as error:
+        return Check("transformers", _WHAT, False, str(error))
+    odd = [f"{name.replace('_', ' ')} {escape(', '.join(map(str, info[name])))}" for name in _KEYS if info.get(name)]
+    if odd:
+        return Check("transformers", _WHAT, False, "; ".join(odd))
+    try:
+        apart = _compare(model, drafter, seed)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return Check("transformers", _WHAT, False, f"it does not run: {escape(' '.join(str(error).split()))}")
+    worst = max(apart, key=lambda name: apart[name])
+    figures = (
+        f"{worst} {apart[worst]:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
+    )
+    return Check("transformers", _WHAT, apart[worst] <= TOLERANCE, figures)
+
+
+def _load(directory: Path) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
     level = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)
@@ -41,22 +63,11 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
             directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # What a damaged directory raises there has no class of its own.
-        return Check("transformers", _WHAT, False, f"it does not load: {escape(' '.join(str(error).split()))}")
+        raise DrafterError(f"it does not load: {escape(' '.join(str(error).split()))}") from error
     finally:
         logging.set_verbosity(level)
     model, info = loaded
-    odd = [f"{name.replace('_', ' ')} {escape(', '.join(map(str, info[name])))}" for name in _KEYS if info.get(name)]
-    if odd:
-        return Check("transformers", _WHAT, False, "; ".join(odd))
-    try:
-        apart = _compare(model.eval(), drafter, seed)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return Check("transformers", _WHAT, False, f"it does not run: {escape(' '.join(str(error).split()))}")
-    worst = max(apart, key=lambda name: apart[name])
-    figures = (
-        f"{worst} {apart[worst]:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
-    )
-    return Check("transformers", _WHAT, apart[worst] <= TOLERANCE, figures)
+    return model.eval(), info
 
 
 @torch.inference_mode()
@@ -98,4 +109,4 @@ def _cap_apart(model: Any, cap: float | None) -> float:
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Infinite where either is not finite."""
     found = float((ours - theirs).abs().max() / (ours.max() - ours.min()))
-    return found if found == found else float("inf")
+    return float("inf") if math.isnan(found) else found

@@ -161,8 +161,8 @@ def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
             "*Float* is the checkpoint as it is. *Emulated* repeats the interpreter's rounding of activations "
             f"({kinds} matrices{', attention in integers' if parity['rounded_attention'] else ''}); "
             f"{followed['codes']} of {followed['of']} values lay so near the middle between two codes that the last "
-            "bit of a sum decides, and were rounded as the interpreter did (*alone*: they were not). That explains what "
-            "separates the two; it proves nothing."
+            "bit of a sum decides, and were rounded as the interpreter did (*alone*: they were not). That explains a "
+            "difference; it proves nothing."
         ),
         after=(
             f"Tensors of the checkpoint: {weights['exact']} equal to the file's, {weights['rounded']} equal once "
@@ -262,8 +262,9 @@ def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None, 
             ),
         ),
         about=(
-            "The same positions with one thing broken on purpose, and what trivial drafters reach there. The difference "
-            "is in percentage points, with its interval over texts, which allows for there being seven controls."
+            "The same positions with one thing broken on purpose, and what trivial drafters reach there. The "
+            "difference is in percentage points, with its interval over texts, which allows for there being seven "
+            "controls."
         ),
     )
 
