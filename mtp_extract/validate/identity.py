@@ -74,6 +74,8 @@ _FREE = frozenset(
             "use_cache",
         ),
         *("attention_dropout", "vocab_size_per_layer_input", "num_centroids", "centroid_intermediate_top_k"),
+        # Read strictly: what is there changes nothing.
+        *("num_kv_shared_layers", "use_bidirectional_attention"),
         # What they come to is compared by layer.
         *("attention_k_eq_v", "num_global_key_value_heads"),
     }

@@ -8,19 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
+    from mtp_extract.speculate import Encoded
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
+    from mtp_extract.validate.prompts import Prompt
     from mtp_extract.validate.result import Validation
 
 __all__ = ["Plan", "run_validation", "sample_plan"]
+
+_MOST_STEPS = 64
+_MOST_SAMPLES = 4096
 
 Say = Callable[[str], None]
 
@@ -99,8 +104,13 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         require("transformers")
     if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
         raise MtpExtractError("expected at least 2 new tokens, a batch of at least 1 and at least 1 sample")
-    if not plan.draft_steps or min(plan.draft_steps) < 1:
-        raise MtpExtractError(f"expected draft steps of at least 1, found {list(plan.draft_steps)}")
+    if not plan.draft_steps or not 1 <= min(plan.draft_steps) <= max(plan.draft_steps) <= _MOST_STEPS:
+        raise MtpExtractError(
+            f"expected draft steps of 1 to {_MOST_STEPS}, found {', '.join(map(str, plan.draft_steps))}",
+            remedies=("draft_steps",),
+        )
+    if not 0 <= plan.seed < 1 << 63 or plan.samples > _MOST_SAMPLES:
+        raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
     with ExitStack() as stack:
         directory = plan.directory
         if directory is None:
@@ -182,6 +192,23 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     return result
 
 
+def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_tokens: int, config: Any) -> None:
+    """Refuse what does not fit the base's context.
+
+    Raises:
+        PairError: a prompt and its continuation are longer.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    longest = max(range(len(encoded)), key=lambda index: len(encoded[index].tokens))
+    length = len(encoded[longest].tokens)
+    if context is not None and length + new_tokens > context:
+        raise PairError(
+            f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
+            f"found {length} and {new_tokens} new ones; give shorter prompts",
+            remedies=("prompts", "new_tokens"),
+        )
+
+
 def _against_base(
     plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
@@ -205,6 +232,7 @@ def _against_base(
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
+    _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)

@@ -123,7 +123,7 @@ CONFIG_FAULTS = {
     "untied": ConfigFault({"tie_word_embeddings": False}, "tie_word_embeddings"),
     "bidirectional": ConfigFault({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     "wide": ConfigFault({"use_double_wide_mlp": True}, "use_double_wide_mlp"),
-    "own caches": ConfigFault({"num_kv_shared_layers": 0}, "num_kv_shared_layers"),
+    "own caches": ConfigFault({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
     "hidden size": ConfigFault({"hidden_size": 32}, "hidden_size"),
     "backbone": ConfigFault({"backbone_hidden_size": 32}, "backbone_hidden_size"),
     "vocabulary": ConfigFault({"vocab_size": 511}, "vocab_size"),
