@@ -23,6 +23,7 @@ from mtp_extract.speculate.arithmetic import (
     best_draft_length,
     expected_tokens,
     ratio_interval,
+    share_interval,
     speedup,
     wilson,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "expected_tokens",
     "groups",
     "ratio_interval",
+    "share_interval",
     "speedup",
     "teacher_forced",
     "unconditional_by_step",

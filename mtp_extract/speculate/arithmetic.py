@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from mtp_extract.errors import MtpExtractError
 
@@ -19,11 +20,13 @@ __all__ = [
     "best_draft_length",
     "expected_tokens",
     "ratio_interval",
+    "share_interval",
     "speedup",
+    "student",
     "wilson",
 ]
 
-Z95 = 1.959963984540054
+Z95 = NormalDist().inv_cdf(0.975)
 """Quantile of the normal distribution that leaves 2.5 % on each side."""
 
 
@@ -107,43 +110,95 @@ def wilson(successes: int, trials: int, z: float = Z95) -> Interval:
     """The Wilson score interval of a proportion; 95 % by default. [0, 1] when nothing was tried.
 
     Unlike the normal interval it stays inside [0, 1] and keeps its coverage near the ends. It takes the
-    trials as independent; draft steps of one text are not quite, so read it as a lower bound on the
-    uncertainty.
+    trials as independent; positions of one text are not: :func:`share_interval`.
     """
     if not 0 <= successes <= trials:
         raise MtpExtractError(f"expected successes of 0 to {trials} trials, found {successes}; count them again")
     if trials == 0:
         return Interval(0.0, 1.0)
-    rate, shrink = successes / trials, 1 + z * z / trials
+    return _wilson(successes / trials, trials, z)
+
+
+def _wilson(rate: float, trials: float, z: float) -> Interval:
+    shrink = 1 + z * z / trials
     centre = (rate + z * z / (2 * trials)) / shrink
     half = z / shrink * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
     # At the ends a bound is the rate itself, which rounding must not miss.
-    return Interval(
-        0.0 if successes == 0 else max(0.0, centre - half),
-        1.0 if successes == trials else min(1.0, centre + half),
-    )
+    return Interval(0.0 if rate == 0 else max(0.0, centre - half), 1.0 if rate == 1 else min(1.0, centre + half))
 
 
-def ratio_interval(sums: Sequence[float], sizes: Sequence[float], z: float = Z95) -> Interval | None:
-    """The interval of a mean over draws that come in clusters, such as the positions of a text; 95 % by default.
+def student(level: float, freedom: int) -> float:
+    """The quantile t of Student's distribution for which ``level`` of it lies within ±t.
 
-    Only clusters are independent. The mean is a ratio of sums over them, and its variance that of their residuals.
+    Its distribution function is a finite sum of powers of the cosine of atan(t / √freedom), for whole degrees of
+    freedom; it is inverted by halving.
+
+    >>> round(student(0.95, 2), 3), round(student(0.95, 9), 3)
+    (4.303, 2.262)
+    """
+
+    def within(angle: float) -> float:
+        cosine, odd = math.cos(angle), freedom % 2
+        term, total = (cosine if odd else 1.0), 0.0
+        for k in range(1 + odd, freedom, 2):
+            total += term
+            term *= cosine * cosine * k / (k + 1)
+        if odd:
+            return 2 / math.pi * (angle + math.sin(angle) * total)
+        return math.sin(angle) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < level else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def ratio_interval(sums: Sequence[float], sizes: Sequence[float], level: float = 0.95) -> Interval | None:
+    """The interval of a mean over draws that come in clusters, such as the positions of a text.
+
+    Only clusters are independent. The mean is a ratio of sums over them, its variance that of their residuals, and
+    its distribution Student's with one degree of freedom less than there are clusters.
 
     Args:
         sums: the values of each cluster, added up.
         sizes: how many these were.
-        z: quantile of the normal distribution.
+        level: share of such intervals that hold the mean.
 
     Returns:
         None with fewer than two clusters.
     """
-    clusters, size = len(sums), math.fsum(sizes)
-    if clusters < 2:
+    if len(sums) < 2:
         return None
+    mean = math.fsum(sums) / math.fsum(sizes)
+    half = student(level, len(sums) - 1) * math.sqrt(_variance(sums, sizes))
+    return Interval(mean - half, mean + half)
+
+
+def _variance(sums: Sequence[float], sizes: Sequence[float]) -> float:
+    clusters, size = len(sums), math.fsum(sizes)
     mean = math.fsum(sums) / size
     squares = math.fsum((total - mean * count) ** 2 for total, count in zip(sums, sizes, strict=True))
-    half = z * math.sqrt(squares * clusters / (clusters - 1)) / size
-    return Interval(mean - half, mean + half)
+    return squares * clusters / (clusters - 1) / size**2
+
+
+def share_interval(hits: Sequence[int], sizes: Sequence[int]) -> Interval:
+    """The 95 % interval of a proportion over draws that come in clusters.
+
+    Wilson's, with Student's quantile, for as many independent draws as give the variance between clusters. Where all
+    is hit, or nothing, they have none; then each cluster counts as one draw.
+
+    Returns:
+        [0, 1] with fewer than two clusters.
+    """
+    kept = [(hit, size) for hit, size in zip(hits, sizes, strict=True) if size]
+    if len(kept) < 2:
+        return Interval(0.0, 1.0)
+    hit, size = (sum(column) for column in zip(*kept, strict=True))
+    rate = hit / size
+    variance = _variance(*zip(*kept, strict=True))
+    draws = min(size, rate * (1 - rate) / variance) if variance else size if 0 < hit < size else len(kept)
+    return _wilson(rate, draws, student(0.95, len(kept) - 1))
 
 
 @dataclass(frozen=True)
@@ -157,8 +212,3 @@ class Proportion:
     def value(self) -> float:
         """The ratio; NaN when nothing was tried."""
         return self.successes / self.trials if self.trials else math.nan
-
-    @property
-    def interval(self) -> Interval:
-        """The 95 % Wilson interval."""
-        return wilson(self.successes, self.trials)

@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     try:
         text = path.read_text(encoding="utf-8")
         parsed: Any = json.loads(text) if path.suffix == ".json" else {path.stem: text.splitlines()}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MtpExtractError(
             f'expected prompts in {escape(path)}, as JSON {{"workload": ["prompt", …]}} or one a line in a .txt file, '
             f"found: {escape(error)}"
@@ -49,6 +49,12 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in parsed.values()
     ):
         raise MtpExtractError(f'{escape(path)}: expected JSON of the form {{"workload": ["prompt", …], …}}')
+    try:
+        "".join((*parsed, *(text for texts in parsed.values() for text in texts))).encode()
+    except UnicodeEncodeError as error:
+        raise MtpExtractError(
+            f"{escape(path)}: expected text, found half a character, {escape(error.object[error.start])}"
+        ) from error
     prompts = tuple(Prompt(name, text) for name, texts in parsed.items() for text in texts if text.strip())
     if not prompts:
         raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none")

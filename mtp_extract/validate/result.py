@@ -9,6 +9,8 @@ from typing import Any
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import GenerationResult
+from mtp_extract.validate.acceptance.trivial import TrivialResult
+from mtp_extract.validate.identity import NEEDED, Check
 from mtp_extract.validate.parity.compare import Parity
 
 __all__ = ["BaseFacts", "Validation"]
@@ -34,9 +36,11 @@ class Validation:
         source: name of the file it was compared with.
         base: the base model.
         settings: prompts, lengths, seeds: what a second run needs.
+        checks: what was checked against the file; empty without one.
         parity: against the interpreter.
         agreement: over all texts.
         workloads: the same by workload.
+        trivial: what drafters that know nothing of the base reach on the same texts.
         controls: in the order of the table.
         generation: by K.
         notes: things worth knowing that are not errors.
@@ -46,16 +50,29 @@ class Validation:
     source: str | None
     base: BaseFacts | None
     settings: Mapping[str, Any]
+    checks: tuple[Check, ...]
     parity: Parity | None
     agreement: WorkloadFigures | None
     workloads: Mapping[str, WorkloadFigures]
+    trivial: tuple[TrivialResult, ...]
     controls: tuple[ControlResult, ...]
     generation: GenerationResult | None
     notes: tuple[str, ...]
 
     @property
-    def refuted(self) -> bool:
-        """Whether something was shown to be wrong: parity, or a text that differs where the base is sure."""
+    def proven(self) -> bool:
+        """Whether this is the drafter of the file: every check that is needed was passed, and none was failed."""
+        passed = {check.name for check in self.checks if check.passed}
+        return passed.issuperset(NEEDED) and not any(check.passed is False for check in self.checks)
+
+    @property
+    def wrong_text(self) -> bool:
+        """Whether the loop wrote another text than the base where the base is sure."""
         lengths = self.generation.lengths if self.generation else ()
-        wrong_text = any(not divergence.tie for result in lengths for divergence in result.divergences)
-        return wrong_text or (self.parity is not None and not self.parity.proven)
+        return any(not divergence.tie for result in lengths for divergence in result.divergences)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether something was shown to be wrong: a check, the loop's text, or drafts no better than trivial ones."""
+        worse = any(trivial.reached for trivial in self.trivial)
+        return self.wrong_text or worse or any(check.passed is False for check in self.checks)

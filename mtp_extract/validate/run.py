@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
+    from mtp_extract.speculate import Encoded
+    from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
+    from mtp_extract.validate.prompts import Prompt
     from mtp_extract.validate.result import Validation
 
 __all__ = ["Plan", "run_validation", "sample_plan"]
+
+_MOST_STEPS = 64
+_MOST_SAMPLES = 4096
 
 Say = Callable[[str], None]
 
@@ -98,8 +104,13 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         require("transformers")
     if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
         raise MtpExtractError("expected at least 2 new tokens, a batch of at least 1 and at least 1 sample")
-    if not plan.draft_steps or min(plan.draft_steps) < 1:
-        raise MtpExtractError(f"expected draft steps of at least 1, found {list(plan.draft_steps)}")
+    if not plan.draft_steps or not 1 <= min(plan.draft_steps) <= max(plan.draft_steps) <= _MOST_STEPS:
+        raise MtpExtractError(
+            f"expected draft steps of 1 to {_MOST_STEPS}, found {', '.join(map(str, plan.draft_steps))}",
+            remedies=("draft_steps",),
+        )
+    if not 0 <= plan.seed < 1 << 63 or plan.samples > _MOST_SAMPLES:
+        raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
     with ExitStack() as stack:
         directory = plan.directory
         if directory is None:
@@ -130,42 +141,72 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     import torch
 
     from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.formats import format_of
     from mtp_extract.drafter import load_drafter
     from mtp_extract.validate.acceptance.base_model import memory_guard
-    from mtp_extract.validate.parity.compare import check_geometry, measure_parity
+    from mtp_extract.validate.identity import check_identity, drafter_for
+    from mtp_extract.validate.parity.compare import check_interpreter
+    from mtp_extract.validate.parity.transformers import check_transformers
     from mtp_extract.validate.result import Validation
 
-    with memory_guard("loading the drafter"):
-        drafter = load_drafter(directory, dtype=torch.float32)
+    config = format_of(directory).read_config(directory)
     source: SourceDrafter | None = None
+    checks: tuple[Check, ...] = ()
+    comparable = True
     if plan.source is not None:
-        windows = [layer.sliding_window for layer in drafter.config.layers if layer.sliding_window is not None]
+        say("deriving every tensor from the file again, and executing both")
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
-        source = opened.drafter(windows[0] if windows else None)
-        check_geometry(drafter, source)
+        source = drafter_for(opened, config)
+        checks, comparable = check_identity(directory, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
         directory="the sample" if plan.directory is None else str(directory),
         source=Path(plan.source).name if plan.source is not None else None,
         base=None,
         settings={"seed": plan.seed},
+        checks=checks,
         parity=None,
         agreement=None,
         workloads={},
+        trivial=(),
         controls=(),
         generation=None,
         notes=(),
     )
+    if not comparable:
+        # Nothing can be run side by side.
+        return result
+    with memory_guard("loading the drafter"):
+        drafter = load_drafter(directory, dtype=torch.float32)
     cases = None
     if plan.base is not None:
         result, cases = _against_base(plan, plan.base, directory, steps, result, say)
     if source is not None:
+        say("loading the checkpoint with transformers")
+        loaded = check_transformers(directory, drafter, plan.seed)
         say("running the drafter section in Google's interpreter")
         with memory_guard("comparing with Google's interpreter"):
-            parity = measure_parity(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
-        result = replace(result, parity=parity)
+            parity, interpreted = check_interpreter(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
+        result = replace(result, parity=parity, checks=(*checks, loaded, interpreted))
     return result
+
+
+def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_tokens: int, config: Any) -> None:
+    """Refuse what does not fit the base's context.
+
+    Raises:
+        PairError: a prompt and its continuation are longer.
+    """
+    context = getattr(config, "max_position_embeddings", None)
+    longest = max(range(len(encoded)), key=lambda index: len(encoded[index].tokens))
+    length = len(encoded[longest].tokens)
+    if context is not None and length + new_tokens > context:
+        raise PairError(
+            f"prompt {longest + 1} ({prompts[longest].workload}): expected at most the base's {context} tokens, "
+            f"found {length} and {new_tokens} new ones; give shorter prompts",
+            remedies=("prompts", "new_tokens"),
+        )
 
 
 def _against_base(
@@ -179,6 +220,7 @@ def _against_base(
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.controls import run_controls
     from mtp_extract.validate.acceptance.generation import measure_generation
+    from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
@@ -190,6 +232,7 @@ def _against_base(
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
+    _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
@@ -226,6 +269,7 @@ def _against_base(
         },
         agreement=overall,
         workloads={name: figures(agreement, written.of_workload(name)) for name in written.workloads},
+        trivial=compare_trivial(written, agreement),
         controls=tuple(controls),
         generation=generation,
         notes=(*result.notes, *loaded.notes),

@@ -26,9 +26,10 @@ _FIGURES = {
 }
 
 REPORT: dict[str, Any] = {
-    "version": 1,
+    "version": 2,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "verdict": "Proven: it is what it is" + ", and so on" * 30 + ".",
+    "proven": True,
     "refuted": False,
     "findings": [],
     "drafter": "/somewhere/drafter",
@@ -42,8 +43,9 @@ REPORT: dict[str, Any] = {
     },
     "settings": {"prompts": {"code": 7}, "seed": 0},
     "notes": [],
+    "checks": [{"name": "config", "what": "every number", "passed": True, "evidence": "28 values agree"}],
     "parity": {
-        "proven": True,
+        "agrees": True,
         "kernels": "some",
         "float": {**_COMPARED, "projected": _COMPARED},
         "emulated": {**_COMPARED, "projected": _COMPARED},
@@ -57,19 +59,22 @@ REPORT: dict[str, Any] = {
         "cases": ["random"],
     },
     "agreement": {**_FIGURES, "workloads": {"code": _FIGURES}},
+    "trivial": {"bigram": {"top1": 0.3, "difference": 0.4, "difference_ci95": [0.3, 0.5]}},
     "controls": {
         "shuffled_kv": {
             "what": "K and V of another text",
             "suspect": "the base's K and V",
             "skipped": None,
-            "standing": "clear",
+            "standing": "below",
             "difference": 0.65,
             "difference_ci95": [0.6, 0.7],
-            "changed": 0.9,
+            "changed": 90,
+            "better": 1,
+            "worse": 66,
             "mean_accepted_length": 1.1,
             "mean_accepted_length_ci95": [1.0, 1.2],
             "steps": [_STEP],
-            "why": "below the real drafter, intervals apart",
+            "why": "below the real drafter",
         }
     },
     "generation": {

@@ -36,11 +36,11 @@ def test_sample(prompts_file: Path, tmp_path: Path) -> None:
         *("--report", tmp_path / "report"),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Proven: the checkpoint computes what Google's interpreter does with sample.litert")
+    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, ")
     assert result.stderr.splitlines()[0] == "extracting the sample …"
     assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["parity"]["proven"]
+    assert report["proven"]
     assert set(report["generation"]) == {"1", "2"}
     assert report["verdict"] in result.stdout
 
@@ -56,7 +56,8 @@ def test_json(checkpoint: Path) -> None:
 def test_refuted_is_status_1(checkpoint: Path) -> None:
     result = run(checkpoint, "--source", variant("torch_int2"), "--samples", "2")
     assert result.returncode == 1
-    assert result.stdout.startswith("Refuted: ")
+    assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
+    assert "roven:" not in result.stdout.splitlines()[0].replace("not proven:", "")
     assert result.stderr.splitlines()[-1].startswith("error: the validation shows that something is wrong")
 
 

@@ -166,7 +166,7 @@ def _layer(config: Mapping[str, Any], index: int) -> LayerConfig:
         layer_type=layer_type,
         head_dim=reading.positive_integer(row, "head_dims"),
         num_kv_heads=reading.positive_integer(row, "num_kv_heads"),
-        sliding_window=reading.optional_integer(row, "sliding_windows"),
+        sliding_window=reading.positive_integer(row, "sliding_windows") if layer_type == SLIDING else None,
         rope=parse_rope(reading.table(config, "rope"), layer_type),
     )
 

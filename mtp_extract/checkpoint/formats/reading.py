@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mtp_extract.errors import CheckpointError, DrafterError, escape
 __all__ = [
     "activation",
     "check_tensors",
+    "flag",
     "mismatch",
     "number",
     "optional_integer",
@@ -90,35 +90,40 @@ def _of_type(config: Mapping[str, Any], key: str, kind: type, called: str) -> An
     return value
 
 
-def positive_integer(config: Mapping[str, Any], key: str) -> int:
-    """The positive integer under ``key``."""
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """The truth value under ``key``; False where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DrafterError(f"expected {key} to be true or false, found {escape(value)}; check the config")
+    return bool(value)
+
+
+def positive_integer(config: Mapping[str, Any], key: str, *, least: int = 1) -> int:
+    """The integer under ``key``, positive unless said otherwise."""
     value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_SIZE:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_SIZE:
         raise DrafterError(f"expected {key} to be a positive integer, found {escape(value)}; check the config")
     return value
 
 
-_LARGEST_SIZE = 1 << 31
+_LARGEST_SIZE = 1 << 24
+_LARGEST_NUMBER = 1e30
 
 
-def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
+def optional_integer(config: Mapping[str, Any], key: str, *, least: int = 1) -> int | None:
     """The positive integer under ``key``; None where it is absent or null."""
-    return None if config.get(key) is None else positive_integer(config, key)
+    return None if config.get(key) is None else positive_integer(config, key, least=least)
 
 
-def number(config: Mapping[str, Any], key: str, *, positive: bool = True, default: float | None = None) -> float:
-    """The finite number under ``key``, positive unless said otherwise; ``default`` where it is absent or null."""
+def number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
+    """The positive number under ``key``, neither vanishing nor vast; ``default`` where it is absent or null."""
     if default is not None and config.get(key) is None:
         return default
     value = require(config, key)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or (positive and value <= 0)
-    ):
-        kind = "a positive number" if positive else "a number"
-        raise DrafterError(f"expected {key} to be {kind}, found {escape(value)}; check the config")
+    # Compared as it is: an integer may be too large for a float.
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    if not sound or not 1 / _LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
+        raise DrafterError(f"expected {key} to be a positive number, found {escape(value)}; check the config")
     return float(value)
 
 
@@ -174,7 +179,7 @@ _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
 
 def activation(name: object) -> str:
     """transformers' name of a gate's function, if it is one that the drafter has."""
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise DrafterError(
             f"expected hidden_activation {' or '.join(_ACTIVATIONS)}, found {escape(name)}; it is not supported"
         )

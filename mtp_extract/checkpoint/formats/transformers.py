@@ -36,7 +36,19 @@ _ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 # Used by transformers' Gemma4TextConfig when the key is absent.
 _DEFAULT_GLOBAL_HEAD_DIM = 512
 _ROPE_TYPES = ("default", "proportional")
-_REFUSED = ("attention_bias", "enable_moe_block", "hidden_size_per_layer_input")
+# What the drafter has not: keys that change what is computed, or which tensors there are, and the values that do not.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "enable_moe_block": (False, None),
+    "hidden_size_per_layer_input": (0, None),
+    "use_double_wide_mlp": (False, None),
+    # In the base "vision" is said of images, of which a drafter sees none.
+    "use_bidirectional_attention": (False, None, "vision"),
+    "quantization_config": (None,),
+    # Embeddings and head are one tensor.
+    "tie_word_embeddings": (True, None),
+}
+_MOST_LAYERS = 1024
 _LM_HEAD = "lm_head.weight"
 
 
@@ -214,17 +226,23 @@ def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
             "point to the drafter's directory, not the base model's"
         )
     text = reading.table(config, "text_config")
-    for key in _REFUSED:
-        if text.get(key):
-            raise DrafterError(f"expected {key} to be off in a drafter, found {escape(text[key])}; it is not supported")
+    for place, (key, values) in ((place, item) for place in (config, text) for item in _FIXED.items()):
+        found = place.get(key)
+        if (type(found), found) not in [(type(value), value) for value in values]:
+            what = "to be on" if values[0] is True else "to be off"
+            raise DrafterError(f"expected {key} {what} in a drafter, found {escape(found)}; it is not supported")
     layer_types = reading.sequence(text, "layer_types")
-    if text.get("num_hidden_layers", len(layer_types)) != len(layer_types):
-        raise DrafterError(
-            f"expected {escape(text['num_hidden_layers'])} layer_types, found {len(layer_types)}; the config "
-            "contradicts itself"
-        )
+    if len(layer_types) > _MOST_LAYERS:
+        raise DrafterError(f"expected at most {_MOST_LAYERS} layer_types, found {len(layer_types)}; check the config")
+    # A count of 0 is what transformers takes for all, before it is filled in.
+    for key, counts in (("num_hidden_layers", {len(layer_types)}), ("num_kv_shared_layers", {len(layer_types), 0})):
+        if reading.optional_integer(text, key, least=0) not in {*counts, None}:
+            raise DrafterError(
+                f"expected {escape(text[key])} layer_types, as {key} says, found {len(layer_types)}; the config "
+                "contradicts itself"
+            )
     ordered = None
-    if config.get("use_ordered_embeddings"):
+    if reading.flag(config, "use_ordered_embeddings"):
         ordered = OrderedHeadConfig(
             num_centroids=reading.positive_integer(config, "num_centroids"),
             top_k=reading.positive_integer(config, "centroid_intermediate_top_k"),
@@ -245,7 +263,7 @@ def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
 
 
 def _layers(text: Mapping[str, Any], layer_types: Sequence[Any]) -> list[LayerConfig]:
-    full_kv_heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    full_kv_heads = text.get("num_global_key_value_heads") if reading.flag(text, "attention_k_eq_v") else None
     by_type: dict[str, dict[str, Any]] = {
         SLIDING: {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")},
         FULL: {
@@ -260,7 +278,9 @@ def _layers(text: Mapping[str, Any], layer_types: Sequence[Any]) -> list[LayerCo
     layers = []
     for index, layer_type in enumerate(layer_types):
         if layer_type not in (SLIDING, FULL):
-            raise DrafterError(f"layer {index}: expected {SLIDING} or {FULL}, found {escape(layer_type)}")
+            raise DrafterError(
+                f"layer {index}: expected {SLIDING} or {FULL} in layer_types, found {escape(layer_type)}"
+            )
         own = reading.table(per_layer, str(index)) if str(index) in per_layer else {}
         shape = by_type[layer_type] | dict(own)
         layers.append(

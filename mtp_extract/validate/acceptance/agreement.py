@@ -6,9 +6,8 @@ Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after a
 - *unconditional* acceptance at step i: accepted_i / rounds;
 - *mean accepted length*: 1 + accepted / rounds, the token the base adds included.
 
-Every position of the text is an anchor, so positions of one text overlap. Intervals of proportions are Wilson's,
-which take positions as independent; that of the mean accepted length, and of the difference to a control, is
-taken over texts, which are.
+Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
+which are independent, and not over positions.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ from mtp_extract.speculate import (
     Text,
     groups,
     ratio_interval,
+    share_interval,
     teacher_forced,
 )
 from mtp_extract.validate.prompts import Prompt
 
 __all__ = [
     "Continuations",
+    "Share",
     "StepFigures",
     "WorkloadFigures",
     "continue_greedily",
@@ -75,13 +76,20 @@ class Continuations:
 
 
 @dataclass(frozen=True)
+class Share(Proportion):
+    """A proportion of positions, with its 95 % interval over texts."""
+
+    interval: Interval
+
+
+@dataclass(frozen=True)
 class StepFigures:
     """One draft step."""
 
-    top1: Proportion
-    top5: Proportion
-    conditional: Proportion
-    unconditional: Proportion
+    top1: Share
+    top5: Share
+    conditional: Share
+    unconditional: Share
 
 
 @dataclass(frozen=True)
@@ -130,10 +138,7 @@ def measure_agreement(
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:
     """The figures of some texts, or of all."""
     part = agreement if texts is None else agreement.of(texts)
-    steps = tuple(
-        StepFigures(part.top1_at(i), part.top5_at(i), part.conditional_at(i), part.unconditional_at(i))
-        for i in range(part.steps)
-    )
+    steps = tuple(_step(part, index) for index in range(part.steps))
     complete = (part.targets >= 0).all(dim=1)
     accepted = (part.drafts == part.targets).long().cumprod(dim=1).sum(dim=1)[complete]
     interval = mean_over_texts(part.text[complete], 1.0 + accepted.double())
@@ -142,11 +147,30 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
     return WorkloadFigures(len(set(part.text.tolist())), len(part.anchor), steps, mean, interval)
 
 
-def mean_over_texts(text: torch.Tensor, values: torch.Tensor) -> Interval | None:
-    """95 % interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
-    rows, index = torch.unique(text, return_inverse=True)
-    sums, sizes = (
-        torch.zeros(len(rows), dtype=torch.double).index_add_(0, index, column.double()).tolist()
-        for column in (values, torch.ones_like(values))
+def _step(part: Agreement, step: int) -> StepFigures:
+    aimed, hit = part.targets[:, step] >= 0, part.drafts == part.targets
+    before = hit[:, :step].all(dim=1)
+    return StepFigures(
+        top1=_share(part.top1_at(step), part.text, hit[:, step], aimed),
+        top5=_share(part.top5_at(step), part.text, part.top5[:, step], aimed),
+        conditional=_share(part.conditional_at(step), part.text, hit[:, step], aimed & before),
+        unconditional=_share(part.unconditional_at(step), part.text, hit[:, step] & before, aimed),
     )
-    return ratio_interval(sums, sizes)
+
+
+def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
+    hits, sizes = _by_text(text[among], hit[among])
+    return Share(whole.successes, whole.trials, share_interval([round(n) for n in hits], [round(n) for n in sizes]))
+
+
+def mean_over_texts(text: torch.Tensor, values: torch.Tensor, level: float = 0.95) -> Interval | None:
+    """The interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
+    return ratio_interval(*_by_text(text, values), level)
+
+
+def _by_text(text: torch.Tensor, values: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Sums of ``values``, and how many there were, by text."""
+    rows, index = torch.unique(text, return_inverse=True)
+    empty = torch.zeros(len(rows), dtype=torch.double)
+    sums, sizes = (empty.index_add(0, index, column.double()) for column in (values, torch.ones_like(values)))
+    return sums.tolist(), sizes.tolist()

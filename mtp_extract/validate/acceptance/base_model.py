@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 # Weights, and what a forward needs beside them.
 _HEADROOM = 1.15
 _PATIENCE = 20.0
+_MOST_SHOWN = 3
+_MOST_LAYERS, _WIDEST = 1024, 1 << 20
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
 
@@ -81,6 +83,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
             "drafts for"
         )
+    _check_size(name, config.get_text_config())
     notes = []
     dtype: str | torch.dtype = "auto"
     if (
@@ -98,11 +101,25 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     with memory_guard("loading the base"), _explained(name, local, "model"):
         if placement is None:
             found["device_map"] = "auto"
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **found)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **found)
+        model, info = loaded
+        _check_whole(name, model, info)
         model = (model if placement is None else model.to(placement)).eval()
     weights = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     return LoadedBase(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Refuse a model that nobody has, before it is built."""
+    limits = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _WIDEST, "intermediate_size": _WIDEST}
+    limits |= {"head_dim": _WIDEST, "num_attention_heads": _WIDEST, "vocab_size": _WIDEST << 4}
+    for key, most in limits.items():
+        value = getattr(config, key, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
+            raise PairError(
+                f"expected {key} of {escape(name)} to be 1 to {most}, found {escape(value)}; check its config"
+            )
 
 
 def _locate(name: str) -> tuple[str, str | None]:
@@ -177,9 +194,11 @@ def _explained(name: str, local: bool, what: str) -> Iterator[None]:
     """Turns what transformers raises for a missing or broken part into an error of ours."""
     try:
         yield
-    except MtpExtractError:
+    except (MtpExtractError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except Exception as error:  # What a damaged part raises in there has no class of its own.
+        if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
         reason = escape(str(error).strip().split("\n")[0] or type(error).__name__)
         if local or not isinstance(error, OSError):
             advice = (
@@ -215,6 +234,29 @@ def memory_guard(doing: str) -> Iterator[None]:
             "with more",
             remedies=("batch", "prompts", "new_tokens", "device=cpu"),
         ) from error
+
+
+def _check_whole(name: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Refuse what transformers would have filled with random numbers, and numbers that are none.
+
+    Raises:
+        PairError: a tensor is missing, has another shape, or is not finite.
+    """
+    wrong = [f"{key.partition('_')[0]}: {_few(info[key])}" for key in ("missing_keys", "mismatched_keys") if info[key]]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if odd := [key for key, value in tensors if value.is_floating_point() and not bool(torch.isfinite(value).all())]:
+        wrong.append(f"not finite: {_few(odd)}")
+    if wrong:
+        raise PairError(
+            f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
+        )
+
+
+def _few(names: Iterable[Any]) -> str:
+    listed = sorted(escape(name[0] if isinstance(name, tuple) else name) for name in names)
+    return ", ".join(listed[:_MOST_SHOWN]) + (
+        f" and {len(listed) - _MOST_SHOWN} more" if len(listed) > _MOST_SHOWN else ""
+    )
 
 
 def _check_memory(directory: Path, device: torch.device | None) -> None:

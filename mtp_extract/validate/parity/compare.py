@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.drafter import MtpDrafter
-from mtp_extract.errors import PairError
+from mtp_extract.errors import PairError, UnsupportedError
+from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.emulation import (
     Emulation,
@@ -38,7 +39,15 @@ from mtp_extract.validate.parity.emulation import (
 from mtp_extract.validate.parity.interface import Interface, read_interface
 from mtp_extract.validate.parity.oracle import Kernels, Oracle, OracleRun
 
-__all__ = ["EMULATED_BOUND", "Comparison", "Parity", "RoleParity", "check_geometry", "measure_parity"]
+__all__ = [
+    "EMULATED_BOUND",
+    "Comparison",
+    "Parity",
+    "RoleParity",
+    "check_geometry",
+    "check_interpreter",
+    "measure_parity",
+]
 
 Floats = NDArray[np.float32]
 
@@ -112,12 +121,17 @@ class Parity:
     cases: tuple[str, ...]
 
     @property
-    def proven(self) -> bool:
-        """Emulated logits and state within :data:`EMULATED_BOUND`, and every largest logit the same."""
+    def agrees(self) -> bool:
+        """Whether rounding explains all that the two are apart.
+
+        Emulated logits and state must be within :data:`EMULATED_BOUND`, every largest logit the same; and what the
+        emulation leaves when nothing follows the interpreter must be no more than without any.
+        """
         return (
             self.emulated.max_of_range <= EMULATED_BOUND
             and self.emulated_projected.max_of_range <= EMULATED_BOUND
             and self.emulated.top1 == 1.0
+            and self.emulated_alone.max_of_range <= max(self.float.max_of_range, EMULATED_BOUND)
         )
 
     @property
@@ -196,6 +210,23 @@ def measure_parity(
         weights=weights,
         cases=tuple(case.label for case in chosen),
     )
+
+
+def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> tuple[Parity | None, Check]:
+    """:func:`measure_parity`, and what it says of the checkpoint; nothing where the interpreter cannot run the file."""
+    what = "Google's interpreter computes the same, but for its rounding"
+    try:
+        parity = measure_parity(drafter, source, **options)
+    except UnsupportedError as error:
+        return None, Check("interpreter", what, None, str(error))
+    emulated = parity.emulated
+    figures = (
+        f"with its rounding emulated, logits within {parity.emulated_alone.max_of_range:.1e} of their range; within "
+        f"{emulated.max_of_range:.1e} once ties are rounded as it rounds them, the same top token in "
+        f"{round(emulated.top1 * emulated.n)} of {emulated.n} samples"
+    )
+    where = f"; first apart at {parity.first_apart}" if parity.first_apart else ""
+    return parity, Check("interpreter", what, parity.agrees, figures + where)
 
 
 def _guide(run: OracleRun, plan: Mapping[str, Scheme]) -> Guide:

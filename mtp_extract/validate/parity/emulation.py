@@ -58,8 +58,7 @@ __all__ = [
 _BITS = {"int8": 8, "int16": 16}
 # How near a value must lie to the interpreter's rounding, in steps, for that rounding to be followed.
 _NEAR = 1 / 200
-# The greatest relative change that rounding to BF16, the coarsest dtype of a checkpoint, can make.
-_BF16_ROUNDING = 2.0**-8
+_ROUNDED = (torch.bfloat16, torch.float16)
 _FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
 
 
@@ -155,7 +154,7 @@ class Restored:
 
     Attributes:
         exact: equal.
-        rounded: equal once rounded to a dtype as coarse as BF16.
+        rounded: equal once rounded to BF16 or F16.
         different: neither.
     """
 
@@ -194,7 +193,7 @@ def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Res
         ours = state[path].cpu()
         if torch.equal(ours, stored):
             kind = "exact"
-        elif bool(((ours - stored).abs() <= stored.abs() * _BF16_ROUNDING).all()):
+        elif any(torch.equal(ours, stored.to(dtype).float()) for dtype in _ROUNDED):
             kind = "rounded"
             state[path] = stored
         else:

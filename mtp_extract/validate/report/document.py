@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.speculate import Interval, Proportion
-from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.speculate import Interval
+from mtp_extract.validate.acceptance.agreement import Share, WorkloadFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult
 from mtp_extract.validate.parity.compare import Comparison, Parity
@@ -18,7 +18,7 @@ from mtp_extract.validate.result import Validation
 
 __all__ = ["as_json"]
 
-_REPORT_VERSION = 1
+_REPORT_VERSION = 2
 
 
 def as_json(validation: Validation) -> dict[str, Any]:
@@ -29,6 +29,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
         "version": _REPORT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
         "verdict": verdict(found),
+        "proven": found.proven,
         "refuted": found.refuted,
         "findings": findings(found),
         "drafter": found.directory,
@@ -36,6 +37,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
         "base": dataclasses.asdict(found.base) if found.base else None,
         "settings": dict(found.settings),
         "notes": list(found.notes),
+        "checks": [dataclasses.asdict(check) for check in found.checks] or None,
         "parity": _parity(parity) if parity else None,
         "agreement": {
             **_workload(found.agreement),
@@ -43,7 +45,15 @@ def as_json(validation: Validation) -> dict[str, Any]:
         }
         if found.agreement
         else None,
-        "controls": {result.control.name: {**_control(result), "why": why(result, found)} for result in found.controls}
+        "trivial": {
+            result.name: {
+                "top1": result.share,
+                "difference": result.difference,
+                "difference_ci95": _interval(result.interval),
+            }
+            for result in found.trivial
+        },
+        "controls": {result.control.name: {**_control(result), "why": why(result)} for result in found.controls}
         if found.controls
         else None,
         "generation": {str(result.drafts): _length(result) for result in generation.lengths} if generation else None,
@@ -62,7 +72,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
 
 def _parity(parity: Parity) -> dict[str, Any]:
     return {
-        "proven": parity.proven,
+        "agrees": parity.agrees,
         "kernels": parity.kernels,
         "float": {**_comparison(parity.float), "projected": _comparison(parity.float_projected)},
         "emulated": {**_comparison(parity.emulated), "projected": _comparison(parity.emulated_projected)},
@@ -112,7 +122,7 @@ def _steps(figures: WorkloadFigures) -> list[dict[str, Any]]:
     ]
 
 
-def _named(step: Any) -> dict[str, Proportion]:
+def _named(step: Any) -> dict[str, Share]:
     return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
 
 
@@ -130,6 +140,8 @@ def _control(result: ControlResult) -> dict[str, Any]:
         "difference": result.difference,
         "difference_ci95": _interval(result.interval),
         "changed": result.changed,
+        "better": result.better,
+        "worse": result.worse,
         "mean_accepted_length": figures.mean_accepted_length if figures else None,
         "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval) if figures else None,
         "steps": _steps(figures) if figures else [],

@@ -99,18 +99,33 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
     Raises:
         KeyError, TypeError: ``report`` is not the content of a ``report.json``.
     """
+    # The first reports had no checks.
+    if report.get("checks"):
+        yield _checks(report["checks"])
     if report["parity"] is not None:
         yield from _parity(report["parity"])
     if report["agreement"] is not None:
         yield from _agreement(report["agreement"])
     if report["controls"] is not None:
-        yield _controls(report["controls"], report["agreement"])
+        yield _controls(report["controls"], report["agreement"], report.get("trivial", {}))
     if report["generation"] is not None:
         yield from _generation(report["generation"], report["arithmetic"])
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+_RESULTS = {True: "passed", False: "refuted", None: "not run"}
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        title="Is it the drafter of the file?",
+        columns=("check", "what is asked", "result", "evidence"),
+        rows=tuple((check["name"], check["what"], _RESULTS[check["passed"]], check["evidence"]) for check in checks),
+        about="Every answer is derived from the file anew. One that is refuted refutes the checkpoint.",
+    )
 
 
 def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
@@ -146,7 +161,8 @@ def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
             "*Float* is the checkpoint as it is. *Emulated* repeats the interpreter's rounding of activations "
             f"({kinds} matrices{', attention in integers' if parity['rounded_attention'] else ''}); "
             f"{followed['codes']} of {followed['of']} values lay so near the middle between two codes that the last "
-            "bit of a sum decides, and were rounded as the interpreter did (*alone*: they were not)."
+            "bit of a sum decides, and were rounded as the interpreter did (*alone*: they were not). That explains a "
+            "difference; it proves nothing."
         ),
         after=(
             f"Tensors of the checkpoint: {weights['exact']} equal to the file's, {weights['rounded']} equal once "
@@ -201,7 +217,7 @@ def _agreement(agreement: Mapping[str, Any]) -> Iterator[Table]:
         about=(
             f"Teacher-forced over the base's own greedy continuation of {agreement['texts']} prompts: every position "
             "is drafted from. Conditional acceptance is accepted_i / accepted_(i−1), unconditional is accepted_i / "
-            "rounds. In brackets: 95 % intervals (Wilson)."
+            "rounds. In brackets: 95 % intervals, over texts."
         ),
         after=f"Mean accepted length (1 + accepted / rounds) at {len(steps)} drafts: {_mean(agreement)}.",
         figure="acceptance_by_step",
@@ -217,7 +233,7 @@ def _agreement(agreement: Mapping[str, Any]) -> Iterator[Table]:
     )
 
 
-def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None) -> Table:
+def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None, trivial: Mapping[str, Any]) -> Table:
     real = [("real drafter", _rate(agreement, "top1"), "", _mean(agreement), "nothing")] if agreement else []
     return Table(
         title="Controls",
@@ -234,10 +250,21 @@ def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None) 
                 )
                 for name, found in controls.items()
             ),
+            *(
+                (
+                    name,
+                    share(found["top1"], None),
+                    share(found["difference"], found["difference_ci95"]),
+                    "",
+                    "a drafter that knows nothing of the base",
+                )
+                for name, found in trivial.items()
+            ),
         ),
         about=(
-            "The same positions with one thing broken on purpose. The difference is in percentage points, with its "
-            "interval over texts."
+            "The same positions with one thing broken on purpose, and what trivial drafters reach there. The "
+            "difference is in percentage points, with its interval over texts, which allows for there being seven "
+            "controls."
         ),
     )
 

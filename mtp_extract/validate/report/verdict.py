@@ -5,34 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from mtp_extract.validate.acceptance.controls import ControlResult
-from mtp_extract.validate.parity.compare import Parity
+from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.report.tables import share
 from mtp_extract.validate.result import Validation
 
 __all__ = ["findings", "verdict", "why"]
 
-_REACHED = ("same", "above")
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def verdict(found: Validation) -> str:
     """One sentence: what was refuted, proven, measured, not proven, and where the controls point."""
-    refuted: list[str] = []
+    refuted = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
     proven: list[str] = []
     measured: list[str] = []
     missing: list[str] = []
-    if found.parity is None:
+    if not found.checks:
         missing.append("that this is the function of a .litertlm file (it was compared with none)")
-    elif found.parity.proven:
-        proven.append(
-            f"the checkpoint computes what Google's interpreter does with {found.source} ({_parity(found.parity)})"
-        )
-    else:
-        where = f"; first apart at {found.parity.first_apart}" if found.parity.first_apart else ""
-        refuted.append(
-            f"the checkpoint does not compute what Google's interpreter does with {found.source} "
-            f"({_parity(found.parity)}{where})"
-        )
+    elif found.proven:
+        passed = [check.name for check in found.checks if check.passed]
+        proven.append(f"the checkpoint is the drafter of {found.source} ({', '.join(passed)})")
+    elif not refuted:
+        left = [check.name for check in found.checks if check.passed is None]
+        missing.append(f"that this is the drafter of {found.source} (not checked: {', '.join(left)})")
     if found.agreement is None:
         missing.append("how well it drafts for a base (it was run beside none)")
     else:
@@ -42,6 +37,7 @@ def verdict(found: Validation) -> str:
             f"of {first.trials} positions, mean accepted length {found.agreement.mean_accepted_length:.2f} of at most "
             f"{most}"
         )
+        refuted += [_trivial(result) for result in found.trivial if result.reached]
     if found.generation is not None:
         lengths = found.generation.lengths
         ks = ", ".join(str(result.drafts) for result in lengths)
@@ -50,18 +46,19 @@ def verdict(found: Validation) -> str:
         # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
         dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
         if not differing:
-            proven.append(
-                f"greedy text is the base's own for all {worst.prompts} prompts with {ks} drafts a round{dtype}"
-            )
-        elif all(divergence.tie for result in lengths for divergence in result.divergences):
             measured.append(
-                f"greedy text is the base's own for all but {differing} of {worst.prompts} prompts with {worst.drafts} "
-                f"drafts a round{dtype}, and these leave it only where two tokens of the base tie"
+                f"the loop's greedy text, whatever is drafted, is the base's own for all {worst.prompts} prompts with "
+                f"{ks} drafts a round{dtype}"
+            )
+        elif found.wrong_text:
+            refuted.append(
+                f"the loop's greedy text differs from the base's for {differing} of {worst.prompts} prompts with "
+                f"{worst.drafts} drafts a round{dtype}"
             )
         else:
-            refuted.append(
-                f"greedy text differs from the base's for {differing} of {worst.prompts} prompts with {worst.drafts} "
-                f"drafts a round{dtype}"
+            measured.append(
+                f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
+                f"{worst.drafts} drafts a round{dtype}, and these leave it only where two tokens of the base tie"
             )
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
@@ -71,78 +68,62 @@ def verdict(found: Validation) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def _parity(parity: Parity) -> str:
-    emulated = parity.emulated
+def _trivial(result: TrivialResult) -> str:
+    """What a trivial drafter reaches beside it."""
     return (
-        f"with its rounding emulated, logits within {emulated.max_of_range:.1e} of their range, the same top token in "
-        f"{round(emulated.top1 * emulated.n)} of {emulated.n} samples"
+        f"its first drafts are no better than those of a trivial drafter ({result.name}: {100 * result.share:.1f} % on "
+        f"the same text, the difference {share(result.difference, _pair(result))} points)"
     )
+
+
+def _pair(result: TrivialResult) -> tuple[float, float] | None:
+    return (result.interval.low, result.interval.high) if result.interval else None
 
 
 def _pointed(found: Validation) -> str:
     ran = [result for result in found.controls if result.standing]
-    reached = [result for result in ran if result.standing in _REACHED]
+    above = [result for result in ran if result.standing == "above"]
     if not ran:
         return "no control could be run"
-    if not reached:
-        below = sum(result.standing in ("clear", "below") for result in ran)
-        open_ = f", {len(ran) - below} leave it open for want of positions" if below < len(ran) else ""
-        return f"{below} of {len(ran)} controls score below it{open_}, so they point at no suspect"
-    suspects = [result for result in reached if _suspicious(result, found)]
-    if not suspects:
-        names = " and ".join(result.control.name for result in reached)
-        return f"the controls point at no suspect, though {names} cannot be told from it, for reasons given below"
-    leading = min(suspects, key=lambda result: result.difference or 0.0)
-    verb = "scores better than it" if leading.standing == "above" else "cannot be told from it"
-    return f"the controls point at {leading.control.suspect} ({leading.control.name} {verb})"
+    if not above:
+        below = sum(result.standing == "below" for result in ran)
+        return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
+    leading = min(above, key=lambda result: result.difference or 0.0)
+    return f"the controls point at {leading.control.suspect} ({leading.control.name} {_counts(leading)})"
 
 
-def _settled(result: ControlResult, found: Validation) -> bool:
-    """Whether parity shows that the file itself computes with what the control breaks."""
-    return result.control.drafter is not None and found.parity is not None and found.parity.proven
+def _counts(result: ControlResult) -> str:
+    return f"changed {result.changed} first drafts: {result.better} better, {result.worse} worse"
 
 
-def _suspicious(result: ControlResult, found: Validation) -> bool:
-    """Whether the score is one that something wrong would explain, and nothing else does."""
-    if result.standing not in _REACHED or _settled(result, found):
-        return False
-    return result.standing == "above" or result.control.mild is None
+_STANDING = {
+    "below": "below the real drafter",
+    "above": "above the real drafter",
+    "same": "within 5 points of the real drafter, so it matters little here",
+    "undecided": "too few texts to tell it from the real drafter",
+}
 
 
-def why(result: ControlResult, found: Validation) -> str:
+def why(result: ControlResult) -> str:
     """In words, what a control's score means."""
     if result.skipped:
         return f"not run: {result.skipped}"
-    if result.standing == "clear":
-        return "below the real drafter, intervals apart"
-    if result.standing == "below":
-        return "below the real drafter at the same positions, though the intervals of the two overlap"
-    if result.standing == "undecided":
-        return "too few positions to tell it from the real drafter"
-    balance = "as often for the better as for the worse" if result.standing == "same" else "more of them for the better"
-    effect = f"it changes {100 * (result.changed or 0.0):.1f} % of the first drafts, {balance}"
-    if _settled(result, found):
-        return f"{effect}; parity shows that the file computes as this drafter does, so it matters little to it"
-    if not _suspicious(result, found):
-        return f"{effect}; {result.control.mild}"
-    return f"{effect}; look at {result.control.suspect}"
+    look = f"; look at {result.control.suspect}" if result.standing == "above" else ""
+    return f"{_STANDING[str(result.standing)]}: {_counts(result)}{look}"
 
 
 def findings(found: Validation) -> list[str]:
     """Each thing that a reader should not miss, most important first."""
-    listed = []
-    parity = found.parity
-    if parity and parity.weights.different:
-        names = ", ".join(parity.weights.different)
-        listed.append(f"tensors of the checkpoint that are not the file's, not even rounded: {names}")
-    if parity and not parity.proven:
-        apart = parity.first_apart or "none that can be read"
-        listed.append(f"parity fails: {_parity(parity)}; the first operator apart is that of {apart}")
+    listed = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
+    for trivial in found.trivial:
+        if trivial.reached:
+            listed.append(_trivial(trivial))
+        elif trivial.interval is None or trivial.interval.low <= 0:
+            listed.append(f"too few texts to say that it drafts better than a trivial drafter ({trivial.name})")
     listed += [
-        f"{result.control.name} ({result.control.what}) scores "
-        f"{'better than' if result.standing == 'above' else 'as well as'} the real drafter: {why(result, found)}"
+        f"{result.control.name} ({result.control.what}): {why(result)}"
         for result in found.controls
-        if result.standing in _REACHED
+        if result.standing in ("above", "same")
     ]
     for result in found.generation.lengths if found.generation else ():
         for divergence in result.divergences:

@@ -86,7 +86,7 @@ def test_interval_over_texts() -> None:
     # One value a text: the ordinary interval of a mean.
     values = torch.tensor([1.0, 3.0, 5.0, 7.0])
     found = mean_over_texts(torch.arange(4), values)
-    half = 1.959963984540054 * float(values.std()) / 2
+    half = 3.1824463 * float(values.std()) / 2
     assert found is not None
     assert (found.low, found.high) == (pytest.approx(4 - half, abs=1e-6), pytest.approx(4 + half, abs=1e-6))
     # The same value many times in a text says no more than once.

@@ -40,16 +40,17 @@ def results(generator: SpeculativeGenerator, continuations: Continuations, real:
 def test_on_the_trained_pair(results: dict[str, ControlResult]) -> None:
     assert set(results) == NAMES == set(BY_NAME)
     for name in ("shuffled_kv", "zero_hidden", "unscaled_embedding"):
-        assert results[name].standing == "clear", name
+        assert results[name].standing == "below", name
+        assert results[name].worse > results[name].better
     # This drafter was trained on short texts: over them these two matter little, and the report says so.
     for name in ("full_rope", "position_off_by_one"):
-        assert (results[name].changed or 0) < 0.1, name
+        assert results[name].changed < 0.1 * 130, name
     assert all(result.standing for result in results.values())
 
 
 def test_real_against_itself_is_the_same(real: Agreement) -> None:
     found = compare(CONTROLS[0], real, real)
-    assert (found.standing, found.difference, found.changed) == ("same", 0.0, 0.0)
+    assert (found.standing, found.difference, found.changed) == ("same", 0.0, 0)
 
 
 def made(hits: list[int]) -> Agreement:
@@ -62,7 +63,7 @@ def made(hits: list[int]) -> Agreement:
 @pytest.mark.parametrize(
     ("ours", "theirs", "standing"),
     [
-        ([1] * 160 + [0] * 40, [1] * 60 + [0] * 140, "clear"),
+        ([1] * 160 + [0] * 40, [1] * 60 + [0] * 140, "below"),
         ([1] * 160 + [0] * 40, [1] * 146 + [0] * 54, "below"),
         ([1] * 140 + [0] * 60, [1] * 170 + [0] * 30, "above"),
         ([1] * 160 + [0] * 40, [1] * 160 + [0] * 40, "same"),
@@ -73,6 +74,14 @@ def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
     found = compare(CONTROLS[0], made(ours), made(theirs))
     assert found.standing == standing
     assert found.difference == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
+    assert found.better == sum(b > a for a, b in zip(ours, theirs, strict=True))
+    assert found.worse == sum(a > b for a, b in zip(ours, theirs, strict=True))
+    assert found.changed == found.better + found.worse
+
+
+def test_one_text_decides_nothing() -> None:
+    real, broken = (dataclasses.replace(made(hits), text=torch.zeros(40).long()) for hits in ([1] * 40, [0] * 40))
+    assert compare(CONTROLS[0], real, broken).standing == "undecided"
 
 
 @pytest.fixture
@@ -146,30 +155,28 @@ def test_says_why_one_is_not_run(generator: SpeculativeGenerator, continuations:
 
 def placed(validation: Validation, **standings: str) -> Validation:
     controls = tuple(
-        dataclasses.replace(r, standing=standings.get(r.control.name, "clear"), changed=0.1, difference=-0.2)
+        dataclasses.replace(
+            r, standing=standings.get(r.control.name, "below"), changed=31, better=5, worse=26, difference=-0.2
+        )
         for r in validation.controls
     )
     return dataclasses.replace(validation, controls=controls)
 
 
-def test_verdict_points_at_the_suspect(validation: Validation) -> None:
-    assert "7 of 7 controls score below it, so they point at no suspect" in verdict(placed(validation))
+def test_verdict_points_at_a_suspect_only_above(validation: Validation) -> None:
+    assert "7 of 7 controls score below it, none above, so they point at no suspect" in verdict(placed(validation))
     better = placed(validation, unscaled_embedding="above")
     assert "point at the embedding's scale" in verdict(better)
-    assert any("unscaled_embedding" in line and "better than" in line for line in findings(better))
-    # What parity settles is not suspected; without parity it is.
-    scalars = placed(validation, unit_layer_scalars="same")
-    assert "point at no suspect, though unit_layer_scalars" in verdict(scalars)
-    assert "point at the layer scalars" in verdict(dataclasses.replace(scalars, parity=None))
-    mild = placed(validation, position_off_by_one="same")
-    assert "point at no suspect, though position_off_by_one" in verdict(mild)
-    assert "point at the query's position" in verdict(placed(validation, position_off_by_one="above"))
-    open_ = placed(validation, full_rope="undecided")
-    assert "6 of 7 controls score below it, 1 leave it open" in verdict(open_)
+    assert "(unscaled_embedding changed 31 first drafts: 5 better, 26 worse)" in verdict(better)
+    assert any("unscaled_embedding" in line and "look at" in line for line in findings(better))
+    for standing in ("same", "undecided"):
+        found = placed(validation, unit_layer_scalars=standing)
+        assert "6 of 7 controls score below it, none above" in verdict(found)
+        assert not any("look at" in line for line in findings(found))
 
 
 def test_every_standing_is_explained(validation: Validation) -> None:
     result = validation.controls[0]
-    for standing in ("clear", "below", "same", "above", "undecided"):
-        assert why(dataclasses.replace(result, standing=standing, skipped=None), validation)
-    assert why(ControlResult(Control("x", "y", "z"), skipped="so"), validation) == "not run: so"
+    for standing in ("below", "same", "above", "undecided"):
+        assert "first drafts: " in why(dataclasses.replace(result, standing=standing, skipped=None))
+    assert why(ControlResult(Control("x", "y", "z"), skipped="so")) == "not run: so"

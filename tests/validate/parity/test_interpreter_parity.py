@@ -32,7 +32,7 @@ def measured(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> Pari
 
 def test_sample_agrees(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(drafter, source)
-    assert found.proven
+    assert found.agrees
     assert found.emulated.max_of_range < 1e-6
     assert (found.emulated.top1, found.emulated.n) == (1.0, 8)
     assert found.emulated_projected.max_of_range < 1e-6
@@ -72,7 +72,7 @@ def test_every_way_of_quantizing(name: str, tmp_path: Path) -> None:
     mtp_extract.extract(variant(name), tmp_path / "d", dtype="bf16", sliding_window=window)
     with mtp_extract.open(variant(name)) as opened:
         found = measured(load_drafter(tmp_path / "d", dtype=torch.float32), opened.drafter(window))
-    assert found.proven
+    assert found.agrees
     assert found.emulated.max_of_range < 2e-5
     assert not found.weights.different
 
@@ -126,7 +126,7 @@ def swapped(drafter: MtpDrafter, one: str, other: str) -> MtpDrafter:
 
 def test_gate_and_up_swapped(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), source)
-    assert not found.proven
+    assert not found.agrees
     assert found.weights.different == ("layers.1.gate_proj", "layers.1.up_proj")
     assert found.first_apart == "layers.1.gate_proj"
 
@@ -139,7 +139,7 @@ def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: SourceDrafter) ->
     found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), misread)
     assert not found.weights.different
     assert found.emulated.max_of_range > 10 * EMULATED_BOUND
-    assert not found.proven
+    assert not found.agrees
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: SourceDrafter) ->
 )
 def test_norms_swapped(drafter: MtpDrafter, source: SourceDrafter, one: str, other: str) -> None:
     found = measured(swapped(drafter, f"layers.2.{one}.weight", f"layers.2.{other}.weight"), source)
-    assert not found.proven
+    assert not found.agrees
     assert found.first_apart == f"layers.2.{one}"
 
 
 def test_layer_scalar_dropped(drafter: MtpDrafter, source: SourceDrafter) -> None:
     found = measured(changed(drafter, **{"layers.0.layer_scalar": torch.ones(1)}), source)
-    assert not found.proven
+    assert not found.agrees
     assert (found.weights.different, found.first_apart) == (("layers.0.layer_scalar",), "layers.0.layer_scalar")
 
 
@@ -166,7 +166,7 @@ def test_one_row_a_code_off(drafter: MtpDrafter, source: SourceDrafter) -> None:
     weight[5] *= 1.02
     found = measured(changed(drafter, **{"layers.3.o_proj.weight": weight}), source)
     assert found.weights.different == ("layers.3.o_proj",)
-    assert not found.proven
+    assert not found.agrees
 
 
 def test_values_transposed(drafter: MtpDrafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_values_transposed(drafter: MtpDrafter, source: SourceDrafter, monkeypat
 
     monkeypatch.setattr(parity_module, "reference_arguments", misread)
     found = measured(drafter, source)
-    assert not found.proven
+    assert not found.agrees
     assert found.first_apart == "layers.0.o_proj"
 
 
@@ -192,7 +192,7 @@ def test_wrong_geometry(drafter: MtpDrafter, source: SourceDrafter, control: str
         "cap": dataclasses.replace(config, final_logit_softcap=None),
         "eps": dataclasses.replace(config, rms_norm_eps=1e-2),
     }[control]
-    assert not measured(drafter.with_config(wrong), source).proven
+    assert not measured(drafter.with_config(wrong), source).agrees
 
 
 def test_another_file(drafter: MtpDrafter, tmp_path: Path) -> None:

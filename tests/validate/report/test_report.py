@@ -18,7 +18,7 @@ from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
 from mtp_extract.validate.report.tables import FIGURES, REPORT, measurements
-from mtp_extract.validate.report.verdict import verdict
+from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 
@@ -69,8 +69,12 @@ def test_schema(written: Path) -> None:
         assert entry["identical"] is True
         assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
             "base_ms", "best_draft_steps", "predicted_speedup"}}  # fmt: skip
-    assert found["verdict"].startswith("Proven: the checkpoint computes what Google's interpreter does")
-    assert found["refuted"] is False
+    assert found["verdict"].startswith(
+        "Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, exec"
+    )
+    assert "the loop's greedy text, whatever is drafted, is the base's own" in found["verdict"]
+    assert (found["proven"], found["refuted"]) == (True, False)
+    assert [check["passed"] for check in found["checks"]] == [True] * 6
     assert found["settings"]["prompts"] == {"code": 4, "prose": 3}
 
 
@@ -103,6 +107,7 @@ def test_what_is_measured_is_told_once(written: Path) -> None:
     page = (written / "report.md").read_text()
     tables = list(measurements(found))
     assert [table.title for table in tables if not table.detail] == [
+        "Is it the drafter of the file?",
         "Parity with Google's interpreter",
         "Agreement with the base",
         "By workload",
@@ -163,21 +168,43 @@ def test_parts_that_were_not_asked_for(plan: Plan, validation: Validation) -> No
     report = as_json(only_source)
     assert report["agreement"] is report["controls"] is report["generation"] is None
     assert "Agreement" not in markdown(only_source)
-    no_source = dataclasses.replace(validation, parity=None, source=None)
+    no_source = dataclasses.replace(validation, parity=None, source=None, checks=())
+    assert verdict(no_source).startswith("Measured: ")
+    assert not no_source.proven
     assert "not proven: that this is the function of a .litertlm file (it was compared with none)" in verdict(no_source)
     assert "Parity" not in markdown(no_source)
 
 
-def test_verdict_on_failed_parity(validation: Validation) -> None:
-    assert validation.parity is not None
-    worse = dataclasses.replace(validation.parity.emulated, max_of_range=0.3, top1=0.5)
-    found = dataclasses.replace(validation, parity=dataclasses.replace(validation.parity, emulated=worse))
+@pytest.mark.parametrize("name", ["config", "tensors", "execution", "record", "transformers", "interpreter"])
+def test_any_check_refutes(validation: Validation, name: str) -> None:
+    checks = {check.name: check for check in validation.checks}
+    assert list(checks) == ["config", "tensors", "execution", "record", "transformers", "interpreter"]
+    wrong = dataclasses.replace(checks[name], passed=False, evidence="so and so")
+    found = dataclasses.replace(validation, checks=(*({**checks, name: wrong}).values(),))
     assert found.refuted
-    assert verdict(found).startswith("Refuted: the checkpoint does not compute")
-    assert "same top token in 4 of 8 samples" in verdict(found)
+    assert not found.proven
+    assert verdict(found).startswith(f"Refuted: {name}: so and so; measured: ")
+    assert f"{name}: so and so" in findings(found)
+    left = dataclasses.replace(wrong, passed=None)
+    open_ = dataclasses.replace(validation, checks=(*({**checks, name: left}).values(),))
+    assert open_.proven == (name in ("record", "transformers", "interpreter"))
+    assert not open_.refuted
 
 
-@pytest.mark.parametrize(("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: greedy text")])
+def test_what_follows_the_interpreter_proves_nothing(validation: Validation) -> None:
+    """Rounded as the interpreter rounds, the two agree; alone they are further apart than without any emulation."""
+    assert validation.parity is not None
+    assert validation.parity.agrees
+    apart = dataclasses.replace(validation.parity.emulated_alone, max_of_range=0.9)
+    assert not dataclasses.replace(validation.parity, emulated_alone=apart).agrees
+    figures = next(check.evidence for check in validation.checks if check.name == "interpreter")
+    for comparison in (validation.parity.emulated, validation.parity.emulated_alone):
+        assert f"{comparison.max_of_range:.1e}" in figures
+
+
+@pytest.mark.parametrize(
+    ("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: the loop's greedy text")]
+)
 def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> None:
     assert validation.generation is not None
     first, *rest = validation.generation.lengths

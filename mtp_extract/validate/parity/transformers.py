@@ -1,0 +1,112 @@
+"""The checkpoint in transformers: it must load without a key too few or too many, and compute as the reference does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_extract.architecture.config import FULL, SLIDING
+from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.drafter import MtpDrafter
+from mtp_extract.errors import DrafterError, escape
+from mtp_extract.validate.identity import Check
+
+__all__ = ["check_transformers"]
+
+TOLERANCE = 1e-4
+"""Of the range of an output: the same arithmetic in float32, in another order."""
+
+_WHAT = "transformers loads it strictly, and computes what the reference does"
+_POSITIONS = (1, 7, 60, 700)
+_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+
+
+def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check:
+    """Load ``directory`` with transformers and hold it against ``drafter``, float32, on random inputs."""
+    if format_of(directory).name != "transformers":
+        return Check("transformers", _WHAT, None, "it is in a layout that transformers does not load")
+    try:
+        from transformers import Gemma4AssistantForCausalLM  # noqa: F401 - a release that knows it
+    except ImportError:
+        return Check("transformers", _WHAT, None, "transformers is not installed, or too old for this model")
+    try:
+        model, info = _load(directory)
+    except DrafterError as error:
+        return Check("transformers", _WHAT, False, str(error))
+    odd = [f"{name.replace('_', ' ')} {escape(', '.join(map(str, info[name])))}" for name in _KEYS if info.get(name)]
+    if odd:
+        return Check("transformers", _WHAT, False, "; ".join(odd))
+    try:
+        apart = _compare(model, drafter, seed)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return Check("transformers", _WHAT, False, f"it does not run: {escape(' '.join(str(error).split()))}")
+    worst = max(apart, key=lambda name: apart[name])
+    figures = (
+        f"{worst} {apart[worst]:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
+    )
+    return Check("transformers", _WHAT, apart[worst] <= TOLERANCE, figures)
+
+
+def _load(directory: Path) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.FATAL)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # What a damaged directory raises there has no class of its own.
+        raise DrafterError(f"it does not load: {escape(' '.join(str(error).split()))}") from error
+    finally:
+        logging.set_verbosity(level)
+    model, info = loaded
+    return model.eval(), info
+
+
+@torch.inference_mode()
+def _compare(model: Any, drafter: MtpDrafter, seed: int) -> dict[str, float]:
+    """Largest difference of logits and state, as a share of the range."""
+    config = drafter.config
+    random = torch.Generator().manual_seed(seed)
+    apart = {"the soft cap": _cap_apart(model, config.final_logit_softcap), "logits": 0.0, "state": 0.0}
+    for position in _POSITIONS:
+        inputs = torch.randn(1, 1, 2 * config.backbone_hidden_size, generator=random)
+        places = torch.tensor([[position]])
+        kv = {}
+        for kind, layer in config.kv_layers.items():
+            # The caches hold what a query may see, and no more: a sliding mask has nothing left to hide.
+            slots = min(position + 1, layer.sliding_window or position + 1)
+            shape = (1, layer.num_kv_heads, slots, layer.head_dim)
+            kv[kind] = (
+                torch.randn(shape, generator=random) / layer.head_dim**0.5,
+                torch.randn(shape, generator=random),
+            )
+        only = next(iter(kv.values()))
+        ours = drafter(inputs, kv, places)
+        # It makes a mask of either kind, whether a layer has use for it or not.
+        theirs = model(inputs_embeds=inputs, position_ids=places, shared_kv_states={SLIDING: only, FULL: only, **kv})
+        logits = theirs.logits.float()
+        if (cap := config.final_logit_softcap) is not None:
+            # transformers leaves the cap to whoever samples.
+            logits = torch.tanh(logits / cap) * cap
+        apart["logits"] = max(apart["logits"], _distance(ours.logits, logits))
+        apart["state"] = max(apart["state"], _distance(ours.projected, theirs.last_hidden_state))
+    return apart
+
+
+def _cap_apart(model: Any, cap: float | None) -> float:
+    theirs = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return 0.0 if theirs == cap else float("inf")
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """Infinite where either is not finite."""
+    found = float((ours - theirs).abs().max() / (ours.max() - ours.min()))
+    return float("inf") if math.isnan(found) else found

@@ -1,0 +1,62 @@
+"""Trivial drafters: what they may learn from, and that a drafter no better than they are is refuted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mtp_extract.speculate import Agreement, Text
+from mtp_extract.validate.acceptance.agreement import Continuations
+from mtp_extract.validate.acceptance.trivial import compare_trivial
+from mtp_extract.validate.prompts import Prompt
+from mtp_extract.validate.report.verdict import findings, verdict
+from mtp_extract.validate.result import Validation
+
+TEXTS = ((1, 2, 1, 2, 1, 2, 1), (3, 3, 3, 3, 1, 2, 4))
+
+
+def measured(drafts: list[int]) -> tuple[Continuations, Agreement]:
+    texts = tuple(Text(tokens, 1) for tokens in TEXTS)
+    places = [(row, at) for row, text in enumerate(texts) for at in text.anchors]
+    targets = torch.tensor([[texts[row].tokens[at + 1]] for row, at in places])
+    text, anchor = (torch.tensor(column) for column in zip(*places, strict=True))
+    aims = torch.tensor(drafts)[:, None]
+    continuations = Continuations(tuple(Prompt("w", "p") for _ in texts), texts)
+    return continuations, Agreement(text, anchor, aims, targets, aims == targets)
+
+
+def test_by_hand() -> None:
+    frequent, bigram = compare_trivial(*measured([0] * 10))
+    # In the first text 1 leads or comes first, but for 3 before the text is seen; in the second 1, then 3.
+    assert (frequent.name, bigram.name) == ("most frequent token", "bigram")
+    assert bigram.share == pytest.approx((5 + 2 + 1) / 10, abs=0.11)
+    assert bigram.share > frequent.share
+    assert frequent.difference == -frequent.share
+    assert frequent.reached
+    assert bigram.reached
+
+
+def test_a_drafter_that_knows_is_above() -> None:
+    continuations, real = measured([0] * 10)
+    right = dataclasses.replace(real, drafts=real.targets)
+    assert not any(result.reached for result in compare_trivial(continuations, right))
+
+
+def test_no_text_is_learned_from_its_own_future() -> None:
+    texts = (Text((5, 6, 7, 8, 9), 1),)
+    continuations = Continuations((Prompt("w", "p"),), texts)
+    targets = torch.tensor([[7], [8], [9]])
+    real = Agreement(torch.zeros(3).long(), torch.tensor([1, 2, 3]), targets, targets, targets > 0)
+    assert [result.share for result in compare_trivial(continuations, real)] == [0.0, 0.0]
+
+
+def test_on_the_trained_pair(validation: Validation) -> None:
+    assert len(validation.trivial) == 2
+    assert all(0 <= result.share < 1 and not result.reached for result in validation.trivial)
+    worse = tuple(dataclasses.replace(result, difference=-0.01) for result in validation.trivial)
+    found = dataclasses.replace(validation, trivial=worse)
+    assert found.refuted
+    assert "no better than those of a trivial drafter (most frequent token" in verdict(found)
+    assert any("bigram" in line for line in findings(found))

@@ -1,0 +1,155 @@
+"""Faults planted into an extracted directory: none is proven, and what is wrong is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, forge
+from helpers.variant_files import REFUSED, VARIANTS, variant
+
+import mtp_extract
+from mtp_extract.architecture.roles import roles_of
+from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.validate.identity import NEEDED, Check, check_identity, drafter_for
+
+ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
+KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "reversed", "turned over")
+
+
+@pytest.fixture(scope="module")
+def source(sample: Path) -> Iterator[SourceDrafter]:
+    with open_bundle(sample) as opened:
+        yield opened.drafter()
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16", "f16"])
+def stored(request: pytest.FixtureRequest, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stored") / request.param
+    mtp_extract.extract(sample, directory, dtype=request.param)
+    return directory
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / "copy"))
+
+
+def checked(directory: Path, source: SourceDrafter) -> dict[str, Check]:
+    return {check.name: check for check in check_identity(directory, source)[0]}
+
+
+def refuted(directory: Path, source: SourceDrafter) -> str:
+    """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
+    try:
+        return next(c.evidence for c in check_identity(directory, source)[0] if c.passed is False)
+    except MtpExtractError as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+def test_a_sound_directory(stored: Path, source: SourceDrafter, tmp_path: Path) -> None:
+    found = checked(stored, source)
+    assert {name: check.passed for name, check in found.items()} == dict.fromkeys((*NEEDED, "record"), True)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(stored / name, bare)
+    assert [check.passed for check in checked(bare, source).values()] == [True, True, True, None]
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"jax_hadamard"}))
+def test_every_variant(name: str, tmp_path: Path) -> None:
+    mtp_extract.extract(variant(name), tmp_path / "d", sliding_window=16 if name in REFUSED else None)
+    with open_bundle(variant(name)) as opened:
+        drafter = drafter_for(opened, format_of(tmp_path / "d").read_config(tmp_path / "d"))
+        assert all(check.passed for check in checked(tmp_path / "d", drafter).values())
+
+
+def test_the_litert_layout(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+    mtp_extract.extract(sample, tmp_path / "d", format="litert")
+    assert all(check.passed for check in checked(tmp_path / "d", source).values())
+    # The table of roles decides which tensor plays which.
+    path = tmp_path / "d" / "mtp_drafter_config.json"
+    path.write_text(path.read_text().replace("layers.1.gate_proj.weight", "layers.1.up_proj.weight"))
+    assert "gate_proj" in refuted(tmp_path / "d", source)
+
+
+# Every role, each with one fault, and every fault on one role of each kind.
+@pytest.mark.parametrize(
+    ("role", "fault"),
+    [
+        *((role, KINDS[index % len(KINDS)]) for index, role in enumerate(ROLES)),
+        *((role, fault) for role in ("layers.2.down_proj", "layers.3.layer_scalar", "final_norm") for fault in KINDS),
+    ],
+)
+def test_a_tensor(copy: Path, source: SourceDrafter, role: str, fault: str) -> None:
+    if (role.endswith("layer_scalar") or "norm" in role) and fault == "reversed":
+        fault = "one bit"
+    TENSOR_FAULTS[fault](copy, ROLES[role])
+    forge(copy)
+    found = checked(copy, source)
+    assert found["config"].passed
+    assert found["tensors"].passed is False
+    assert found["tensors"].evidence.startswith(f"{role} ({ROLES[role]}) ")
+    assert ";" not in found["tensors"].evidence
+    assert ("not finite" in found["tensors"].evidence) == (fault in ("infinite", "not a number"))
+    assert found["record"].passed
+    if fault in ("infinite", "not a number", "turned over", "scaled by 0.4 %") and role not in ("post_projection",):
+        assert found["execution"].passed is False
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())
+@pytest.mark.parametrize("stored", ["f32"], indirect=True)
+def test_a_number_of_the_config(copy: Path, source: SourceDrafter, fault: ConfigFault) -> None:
+    edit_config(copy, **fault.changes)
+    forge(copy)
+    assert fault.named in refuted(copy, source)
+
+
+@pytest.mark.parametrize("fault", FILE_FAULTS.values(), ids=FILE_FAULTS.keys())
+@pytest.mark.parametrize("stored", ["f32"], indirect=True)
+def test_a_file(copy: Path, source: SourceDrafter, fault: tuple[object, str]) -> None:
+    plant, named = fault
+    assert callable(plant)
+    plant(copy)
+    assert named in refuted(copy, source)
+
+
+@pytest.mark.parametrize("stored", ["bf16"], indirect=True)
+def test_rounded_twice(copy: Path, source: SourceDrafter, sample: Path, tmp_path: Path) -> None:
+    """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
+    import json
+
+    mtp_extract.extract(sample, tmp_path / "exact", dtype="f32")
+    from helpers.planted import tensor
+
+    raw, _ = tensor(tmp_path / "exact", ROLES["lm_head"])
+    cut = (raw >> 16).astype("uint16")
+    ours, place = tensor(copy, ROLES["lm_head"])
+    assert 0 < (cut != ours).mean() < 0.9
+    with open(copy / "model.safetensors", "r+b") as file:
+        file.seek(place.offset)
+        file.write(cut.tobytes())
+    assert refuted(copy, source).startswith("lm_head (model.embed_tokens.weight) has other values")
+    assert json.loads((copy / "extraction.json").read_text())["dtype"] == "bf16"
+
+
+def test_another_file(stored: Path) -> None:
+    with open_bundle(variant("torch_odd_sizes")) as opened:
+        checks, comparable = check_identity(stored, opened.drafter())
+    assert not comparable
+    assert {check.name: check.passed for check in checks if check.name in NEEDED} == {
+        "config": False,
+        "tensors": False,
+        "execution": None,
+    }
+    with open_bundle(variant("torch_int2")) as opened:
+        checks, comparable = check_identity(stored, opened.drafter())
+    assert comparable
+    assert [check.passed for check in checks[:3]] == [True, False, False]
