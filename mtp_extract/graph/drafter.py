@@ -187,7 +187,12 @@ class _Walker:
             )
         attentions.reverse()
         self._account()
-        windows = measure_windows(graph, [a.mixed for a in attentions], [str(a.value.input_name) for a in attentions])
+        windows = measure_windows(
+            graph,
+            [a.mixed for a in attentions],
+            [a.query for a in attentions],
+            [str(a.value.input_name) for a in attentions],
+        )
         slots = cache_slots(graph)
         layers = [
             self._layer_facts(f"layers.{index}", attention, window, slots)

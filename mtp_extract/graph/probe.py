@@ -95,7 +95,9 @@ def _positional(graph: FlatGraph, nodes: Sequence[Node]) -> list[Value]:
     return list(found.values())
 
 
-def measure_windows(graph: FlatGraph, mixed: Sequence[Value], values: Sequence[str]) -> list[int | None]:
+def measure_windows(
+    graph: FlatGraph, mixed: Sequence[Value], queries: Sequence[Value], values: Sequence[str]
+) -> list[int | None]:
     """How many slots a query of each layer sees, itself included; None for all.
 
     K is 0 and every slot in view has the same weight. V is 1 everywhere in one run and 1 at the query's own slot in the
@@ -104,22 +106,24 @@ def measure_windows(graph: FlatGraph, mixed: Sequence[Value], values: Sequence[s
     Args:
         graph: the operators.
         mixed: per layer, what its o projection reads.
+        queries: per layer, the normalized query: with K at 0 no score depends on it, so no weight is read for it.
         values: per layer, the name of its V cache.
 
     Raises:
         UnsupportedError: an input that this release cannot fill, or weights that are not alike.
     """
     needed, slots = inputs_of(mixed), cache_slots(graph)
-    queries = max((graph.inputs[n].tensor.elements for n in (INPUT_POS,) if n in needed), default=1)
-    positions = np.arange(slots - queries, slots)
+    given = [(query, (np.ones(query.tensor.shape, np.float32),)) for query in queries]
+    count = max((graph.inputs[n].tensor.elements for n in (INPUT_POS,) if n in needed), default=1)
+    positions = np.arange(slots - count, slots)
     if positions[0] < 0:
-        raise RoleError(f"The caches have {slots} slots, fewer than the {queries} queries of a call.")
+        raise RoleError(f"The caches have {slots} slots, fewer than the {count} queries of a call.")
     floats = any(is_mask(name) and graph.inputs[name].tensor.type in FLOAT_TYPES for name in needed)
     # A mask of floats is added to the scores, or multiplied into them: read the wrong way it hides nothing.
     found: list[list[int | None]] = []
     for additive in (True, False) if floats else (True,):
         fed = dict(_feed(graph, needed, set(values), slots, positions, additive))
-        results = evaluate(graph, fed, mixed)
+        results = evaluate(graph, fed, mixed, given)
         found.append([_count(of_all, of_own, int(positions[0])) for of_all, of_own in results])
     return max(found, key=lambda windows: sum(window is not None for window in windows))
 
