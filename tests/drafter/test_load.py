@@ -147,7 +147,11 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
         ({"model_type": "gemma4"}, {}, "found gemma4; point to the drafter's directory, not the base model's"),
         ({}, {"attention_bias": True}, "expected attention_bias to be off"),
         ({}, {"layer_types": None}, "expected layer_types"),
-        ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "expected 3 layer_types, as num_hidden_layers says, found 2"),
+        (
+            {},
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "expected 3 layer_types, as num_hidden_layers says, found 2",
+        ),
         ({}, {"layer_types": ["linear", "linear", "linear"]}, "layer 0: expected .* found linear"),
         ({}, {"hidden_size": 0}, "expected hidden_size to be a positive integer, found 0"),
         ({}, {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "found yarn"),
