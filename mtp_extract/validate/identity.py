@@ -228,6 +228,10 @@ def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint,
             proof = prove(source.graph, source.walk, written.config, read)
     except (ProofError, CheckpointError) as error:
         return _check("execution", False, str(error).split(". ")[0])
+    except (ValueError, ArithmeticError):
+        if not different:
+            raise
+        return _check("execution", None, "its numbers cannot be computed with")
     figures = ", ".join(
         f"{name} within {max(f):.1g}" for name, f in (("logits", proof.logits), ("state", proof.projected))
     )

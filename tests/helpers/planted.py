@@ -14,7 +14,7 @@ import numpy as np
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, read_header
 
-__all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "forge", "tensor"]
+__all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "fill", "forge", "tensor"]
 
 WEIGHTS = "model.safetensors"
 
@@ -39,11 +39,17 @@ def _floats(directory: Path, name: str, change: Callable[[np.ndarray], np.ndarra
     dtype = next(d for d in DTYPES.values() if d.safetensors == stored.dtype)
     values = np.array(dtype.widen(raw.tobytes())).reshape(stored.shape)
     made = np.ascontiguousarray(change(values), np.float32).reshape(-1)
-    if stored.dtype == "BF16":
-        data = (made.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if stored.dtype == "BF16" and not np.isfinite(made).all():
+        _write(directory, stored, (made.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    elif stored.dtype == "F16":
+        _write(directory, stored, made.astype("<f2").tobytes())
     else:
-        data = made.astype("<f4" if stored.dtype == "F32" else "<f2").tobytes()
-    _write(directory, stored, data)
+        _write(directory, stored, dtype.narrow(made, name).tobytes())
+
+
+def fill(directory: Path, name: str, value: float) -> None:
+    """Make every number of a tensor ``value``."""
+    _floats(directory, name, lambda values: np.full_like(values, value))
 
 
 def _bit(directory: Path, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, forge
+from helpers.planted import CONFIG_FAULTS, FILE_FAULTS, TENSOR_FAULTS, ConfigFault, edit_config, fill, forge
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 import mtp_extract
@@ -80,14 +80,14 @@ def test_the_litert_layout(sample: Path, source: SourceDrafter, tmp_path: Path) 
     assert "gate_proj" in refuted(tmp_path / "d", source)
 
 
-# Every role, each with one fault, and every fault on one role of each kind.
-@pytest.mark.parametrize(
-    ("role", "fault"),
-    [
-        *((role, KINDS[index % len(KINDS)]) for index, role in enumerate(ROLES)),
-        *((role, fault) for role in ("layers.2.down_proj", "layers.3.layer_scalar", "final_norm") for fault in KINDS),
-    ],
-)
+# Every role, each with one fault, in two types; and every fault on one role of each kind.
+CASES = [
+    *(("bf16" if index % 2 else "f32", role, KINDS[index % len(KINDS)]) for index, role in enumerate(ROLES)),
+    *(("f32", role, fault) for role in ("layers.2.down_proj", "layers.3.layer_scalar") for fault in KINDS),
+]
+
+
+@pytest.mark.parametrize(("stored", "role", "fault"), sorted(CASES), indirect=["stored"])
 def test_a_tensor(copy: Path, source: SourceDrafter, role: str, fault: str) -> None:
     if (role.endswith("layer_scalar") or "norm" in role) and fault == "reversed":
         fault = "one bit"
@@ -100,8 +100,23 @@ def test_a_tensor(copy: Path, source: SourceDrafter, role: str, fault: str) -> N
     assert ";" not in found["tensors"].evidence
     assert ("not finite" in found["tensors"].evidence) == (fault in ("infinite", "not a number"))
     assert found["record"].passed
-    if fault in ("infinite", "not a number", "turned over", "scaled by 0.4 %") and role not in ("post_projection",):
-        assert found["execution"].passed is False
+
+
+@pytest.mark.parametrize("role", ["layers.1.q_norm", "layers.0.gate_proj", "layers.2.layer_scalar", "lm_head"])
+@pytest.mark.parametrize("stored", ["f32", "bf16"], indirect=True)
+def test_execution_names_the_first_role(copy: Path, source: SourceDrafter, role: str) -> None:
+    TENSOR_FAULTS["scaled by 0.4 %"](copy, ROLES[role])
+    found = checked(copy, source)["execution"]
+    assert found.passed is False
+    assert found.evidence.startswith(role)
+
+
+@pytest.mark.parametrize("stored", ["f32"], indirect=True)
+@pytest.mark.parametrize("value", [3e38, 1e-40])
+def test_numbers_that_cannot_be_computed_with(copy: Path, source: SourceDrafter, value: float) -> None:
+    for role in ("layers.1.q_norm", "pre_projection", "layers.3.q_norm"):
+        fill(copy, ROLES[role], value)
+    assert refuted(copy, source).startswith("pre_projection (pre_projection.weight) has other values")
 
 
 @pytest.mark.parametrize("fault", CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())

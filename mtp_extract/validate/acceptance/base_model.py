@@ -83,7 +83,8 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
             "drafts for"
         )
-    _check_size(name, config.get_text_config())
+    # As a dictionary: some attributes raise where layers differ.
+    _check_size(name, config.get_text_config().to_dict())
     notes = []
     dtype: str | torch.dtype = "auto"
     if (
@@ -110,12 +111,12 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     return LoadedBase(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
 
 
-def _check_size(name: str, config: Any) -> None:
+def _check_size(name: str, config: Mapping[str, Any]) -> None:
     """Refuse a model that nobody has, before it is built."""
     limits = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _WIDEST, "intermediate_size": _WIDEST}
     limits |= {"head_dim": _WIDEST, "num_attention_heads": _WIDEST, "vocab_size": _WIDEST << 4}
     for key, most in limits.items():
-        value = getattr(config, key, None)
+        value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
             raise PairError(
                 f"expected {key} of {escape(name)} to be 1 to {most}, found {escape(value)}; check its config"
