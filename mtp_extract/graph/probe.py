@@ -23,6 +23,8 @@ from mtp_extract.litertlm.tflite import Tensor
 
 __all__ = ["cache_slots", "measure_frequencies", "measure_gate", "measure_windows"]
 
+_LARGEST_INPUT = 1 << 28
+_MOST_QUERIES = 1 << 8
 _MOST_POSITIONAL = 64
 _LARGEST_TABLE = 1 << 16
 _SPREAD = 1e-3
@@ -46,6 +48,7 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     if not candidates or INPUT_POS not in graph.inputs:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
     tensor = graph.inputs[INPUT_POS].tensor
+    _bound_queries(tensor)
     fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in (0, 1))}
     found: list[npt.NDArray[np.float64]] = []
     for still, turned in evaluate(graph, fed, candidates):
@@ -113,11 +116,13 @@ def measure_windows(
         UnsupportedError: an input that this release cannot fill, or weights that are not alike.
     """
     needed, slots = inputs_of(mixed), cache_slots(graph)
+    for query in queries:
+        _type_of(query.tensor)
     given = [(query, (np.ones(query.tensor.shape, np.float32),)) for query in queries]
     count = max((graph.inputs[n].tensor.elements for n in (INPUT_POS,) if n in needed), default=1)
+    if not 0 < count <= min(slots, _MOST_QUERIES):
+        raise RoleError(f"A call has {count} queries, and its caches {slots} slots: this is no drafter's.")
     positions = np.arange(slots - count, slots)
-    if positions[0] < 0:
-        raise RoleError(f"The caches have {slots} slots, fewer than the {count} queries of a call.")
     floats = any(is_mask(name) and graph.inputs[name].tensor.type in FLOAT_TYPES for name in needed)
     # A mask of floats is added to the scores, or multiplied into them: read the wrong way it hides nothing.
     found: list[list[int | None]] = []
@@ -129,7 +134,7 @@ def measure_windows(
 
 
 def _count(of_all: Array, of_own: Array, position: int) -> int | None:
-    own = float(np.abs(of_own).min())
+    own = float(np.abs(of_own).min()) if of_own.size else 0.0
     ratio = float(np.abs(of_all).max()) / own if own else math.inf
     if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
         # The weights are not alike or see nothing; execution will tell what is different.
@@ -191,7 +196,8 @@ def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) ->
     return codes if grid is None else Coded(codes, grid[0])
 
 
-_POINTS = np.linspace(-6, 6, 97, dtype=np.float32)
+# Scattered, so that however few there are of them they lie on either side of 0.
+_POINTS = (12 * (np.arange(1, 98) * (math.sqrt(5) - 1) / 2 % 1) - 6).astype(np.float32)
 _GATES = {
     "gelu_pytorch_tanh": gelu(_POINTS, tanh=True),
     "gelu": gelu(_POINTS, tanh=False),
@@ -211,6 +217,7 @@ def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], na
         RoleError: the product is linear in neither or both, or no activation of a drafter is near.
     """
     shape = branches[0].tensor.shape
+    _type_of(branches[0].tensor)
     tiled = np.resize(_POINTS, shape).astype(np.float32)
     for gate in (0, 1):
         one, two = (np.full(shape, number, np.float32) for number in (1, 2))
@@ -229,7 +236,14 @@ def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], na
     )
 
 
+def _bound_queries(tensor: Tensor) -> None:
+    if not 0 < tensor.elements <= _MOST_QUERIES:
+        raise RoleError(f"The input {tensor.label} is none of a drafter: it asks for {tensor.elements} positions.")
+
+
 def _type_of(tensor: Tensor) -> type[np.generic]:
+    if not 0 < tensor.elements <= _LARGEST_INPUT:
+        raise UnsupportedError(f"The input {tensor.label} is none of a drafter: it has {tensor.elements} elements.")
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None:
         raise UnsupportedError(f"The input {tensor.label} is {tensor.type_name}, which this release cannot fill.")

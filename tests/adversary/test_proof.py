@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from helpers.make_bundle import Memory
 from helpers.surgery import STYLES, Graph, sound
-from mtp_extract.drafter.config import DrafterConfig, read_json_config
 from mtp_extract.graph.roles import roles_of
 from safetensors.numpy import load_file
 
 from adversary.mutations import MUTATIONS
 from mtp_extract import extract
+from mtp_extract.architecture.config import DrafterConfig, read_json_config
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.graph import flatten

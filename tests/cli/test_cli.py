@@ -86,7 +86,14 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
 
 def test_inspect(sample: Path) -> None:
     text = RUNNER.invoke(inspect.app, [str(sample), "--graph"]).stdout
-    for expected in ("mtp_drafter", "layers.3.q_norm", "weight of op 8 FULLY_CONNECTED", "RoPE table", "kv_cache_k_2"):
+    for expected in (
+        "mtp_drafter",
+        "layers.3.q_norm",
+        "weight of op 8 FULLY_CONNECTED",
+        "is checked by execution",
+        "Proof: ",
+        "kv_cache_k_2",
+    ):
         assert expected in text
     document = json.loads(RUNNER.invoke(inspect.app, [str(sample), "--graph", "--tensors", "--json"]).stdout)
     drafter = document["drafter"]
