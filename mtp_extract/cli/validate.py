@@ -42,7 +42,7 @@ def command(
     ] = None,
     source: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="The .litertlm it was extracted from: parity with Google's interpreter."),
+        typer.Option(metavar="FILE", help="The .litertlm it was extracted from: proof that this is its drafter."),
     ] = None,
     prompts: Annotated[
         Optional[Path],  # noqa: UP045
@@ -67,9 +67,9 @@ def command(
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
-    """Validate a drafter: parity with Google's interpreter (--source), agreement with the base (--base).
+    """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).
 
-    Exit status 1 also when the measurements refute the drafter.
+    Exit status 1 also when a check or a measurement refutes the drafter.
     """
     steps = _steps(draft_steps)
     if (directory is None) != sample:

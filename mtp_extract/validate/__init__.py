@@ -7,9 +7,10 @@
     found = run_validation(Plan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
     write_report(found, Path("report"))
 
-Four measurements, each in its own module: ``parity`` (Google's interpreter on the drafter section, the reference
-on the checkpoint), ``agreement`` (teacher-forced over the base's own text), ``controls`` (the same with one thing
-broken), ``generation`` (speculative decoding). ``run`` puts them together, ``report`` writes them down.
+``identity`` answers the first question: config, tensors and what both compute, derived from the file anew; ``parity``
+adds what transformers and Google's interpreter make of it. The second is measured: ``agreement`` (teacher-forced over
+the base's own text), ``controls`` (the same with one thing broken), ``trivial`` (what needs no drafter), ``generation``
+(speculative decoding). ``run`` puts them together, ``report`` writes them down.
 
 Names are imported when they are first used: torch, transformers and ai-edge-litert come with the extra
 ``validate``.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["require"]
+__all__ = ["quiet_transformers", "require"]
 
 _PACKAGES = {"ai_edge_litert": "ai-edge-litert", "jinja2": "jinja2"}
 
@@ -31,3 +33,17 @@ def _require(module: str) -> None:
             f"expected the package {package}, but {found}. Validation needs more packages than extraction: "
             "pip install 'mtp-extract[validate]'"
         ) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without what transformers logs while it loads: what matters of it is raised here, in a line."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.FATAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -14,7 +14,7 @@ import torch
 
 from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape
 from mtp_extract.io.http import FaultError, Faults
-from mtp_extract.validate.extras import require
+from mtp_extract.validate.extras import quiet_transformers, require
 
 __all__ = ["LoadedBase", "load_base", "memory_guard"]
 
@@ -69,9 +69,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         MtpExtractError: too little memory, or a device that is not there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
     where, revision = _locate(name)
     local = Path(where).is_dir()
     placement = _placement(device)
@@ -99,7 +97,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         tokenizer = AutoTokenizer.from_pretrained(where, **found)
     if local:
         _check_memory(Path(where), placement)
-    with memory_guard("loading the base"), _explained(name, local, "model"):
+    with memory_guard("loading the base"), _explained(name, local, "model"), quiet_transformers():
         if placement is None:
             found["device_map"] = "auto"
         loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **found)

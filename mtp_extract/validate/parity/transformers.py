@@ -13,6 +13,7 @@ from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import DrafterError, escape
+from mtp_extract.validate.extras import quiet_transformers
 from mtp_extract.validate.identity import Check
 
 __all__ = ["check_transformers"]
@@ -53,19 +54,14 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
 
 def _load(directory: Path) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.FATAL)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
     except Exception as error:  # What a damaged directory raises there has no class of its own.
         raise DrafterError(f"it does not load: {escape(' '.join(str(error).split()))}") from error
-    finally:
-        logging.set_verbosity(level)
     model, info = loaded
     return model.eval(), info
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.variant_files import variant
+from safetensors.torch import load_file, save_file
 
 import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
@@ -46,6 +48,50 @@ def test_no_tokenizer(copied: Path) -> None:
 def test_no_weights(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     with pytest.raises(PairError, match=r"expected a model in .*model\.safetensors"):
+        load_base(str(copied), "cpu")
+
+
+def spoil(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.language_model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), r"found missing: model\.\S*layers\.1\.input_layernorm\.weight\. Fetch the model again"),
+        (lambda t: t.update({NORM: t[NORM] * torch.inf}), r"found not finite: model\.\S*layers\.1\.input_layernorm"),
+        (lambda t: t.update({NORM: t[NORM][:5].clone()}), "expected (a model|every tensor)"),
+    ],
+    ids=["missing", "infinite", "mis-shaped"],
+)
+def test_not_whole(copied: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str) -> None:
+    spoil(copied, change)
+    with pytest.raises(PairError, match=message) as caught:
+        load_base(str(copied), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 5000])
+def test_truncated(copied: Path, keep: int) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(PairError, match="expected a model in"):
+        load_base(str(copied), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("vocab_size", 0), ("hidden_size", "64"), ("head_dim", [1])]
+)
+def test_absurd_config(copied: Path, key: str, value: object) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    config["text_config"][key] = value
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PairError):
         load_base(str(copied), "cpu")
 
 
