@@ -121,6 +121,8 @@ class _Run:
         operands = [None if value is None else self._operand(call, i, value) for i, value in enumerate(node.inputs)]
         while operands and operands[-1] is None:
             operands.pop()
+        if None in operands:
+            raise FormatError(f"{node.op.label} lacks an operand: the graph is damaged.")
         results = _apply(call, operands)
         if any(len(made) != len(node.outputs) for made in results):
             raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results[0])}.")

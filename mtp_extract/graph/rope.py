@@ -46,7 +46,9 @@ def rounding_of(table: Table, graph: FlatGraph) -> Table:
     sizes = (table.size, 2 * table.size)
     types = {value.tensor.type for value in graph.constants.values() if value.tensor.elements in sizes}
     # Converters turn constants of half precision into float32: that all of them are representable in half is no chance.
-    if np.array_equal(table, table.astype(np.float16).astype(np.float64)):
+    with np.errstate(over="ignore"):
+        half = table.astype(np.float16).astype(np.float64)
+    if np.array_equal(table, half):
         return np.abs(table) * _HALF + _HALF_SUBNORMAL
     largest = float(np.abs(table).max(initial=0.0)) or 1.0
     for kind, counts in _GRIDS.items():
