@@ -38,11 +38,13 @@ def _require(module: str) -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without what transformers logs while it loads: what matters of it is raised here, in a line."""
+    from logging import CRITICAL
+
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
     level = logging.get_verbosity()
-    logging.set_verbosity(logging.FATAL)
+    logging.set_verbosity(CRITICAL)
     try:
         yield
     finally:
