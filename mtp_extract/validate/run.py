@@ -174,9 +174,9 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         generation=None,
         notes=(),
     )
-    if not comparable:
-        # Nothing can be run side by side.
-        return result
+    if not comparable or any(check.passed is False for check in checks):
+        # What is refuted needs no second opinion, and may hold numbers that nothing can run.
+        return replace(result, notes=("It is refuted already, so nothing was measured.",))
     with memory_guard("loading the drafter"):
         drafter = load_drafter(directory, dtype=torch.float32)
     cases = None
