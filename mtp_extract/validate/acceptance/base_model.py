@@ -68,12 +68,17 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         HubError: the Hub cannot be reached, or has no such model, or wants a token.
         MtpExtractError: too little memory, or a device that is not there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
     where, revision = _locate(name)
     local = Path(where).is_dir()
     placement = _placement(device)
     found: dict[str, Any] = {} if local else _reach(where, revision)
+    with _explained(name, local, "model"):
+        stored, _ = PretrainedConfig.get_config_dict(where, **found)
+    # Before transformers sees it: a config of a billion layers keeps it busy for hours.
+    text = stored.get("text_config")
+    _check_size(name, text if isinstance(text, dict) else stored)
     with _explained(name, local, "model"):
         config = AutoConfig.from_pretrained(where, **found)
     if str(config.model_type).endswith("_assistant"):
@@ -81,8 +86,6 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
             "drafts for"
         )
-    # As a dictionary: some attributes raise where layers differ.
-    _check_size(name, config.get_text_config().to_dict())
     notes = []
     dtype: str | torch.dtype = "auto"
     if (
