@@ -126,9 +126,8 @@ def _show(result: ExtractionResult) -> None:
     say(f"Wrote {escape(result.directory)}/ ({written}), read back and compared")
     proof = record["proof"]
     below = max(proof["differences_below"].values())
-    say(
-        f"Proven: executed at {len(proof['positions'])} positions, graph and checkpoint agree to {below:g} of their range"
-    )
+    positions = len(proof["positions"])
+    say(f"Proven: executed at {positions} positions, graph and checkpoint agree to {below:g} of their range")
     table([[file, size(length)] for file, length in result.files.items()])
     for note in result.notes:
         say(f"Note: {note}")
