@@ -18,9 +18,9 @@ from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
-from mtp_extract.checkpoint.lazy import FilledTensor, Scheme, read_floats
-from mtp_extract.checkpoint.planned import OutputFile, plan_floats
-from mtp_extract.checkpoint.safetensors_file import StoredWeight, read_header
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme, read_floats
+from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
+from mtp_extract.checkpoint.safetensors_file import StoredWeight, read_header, write_safetensors
 
 
 class ToyFormat:
@@ -101,7 +101,9 @@ def test_without_the_entry_there_is_no_such_format(sample: Path, tmp_path: Path)
     assert not (tmp_path / "toy").exists()
 
 
-def test_tensor_names_come_from_the_role_table(monkeypatch: pytest.MonkeyPatch, extracted: Path) -> None:
+def test_tensor_names_come_from_the_role_table(
+    monkeypatch: pytest.MonkeyPatch, extracted: Path, tmp_path: Path
+) -> None:
     """Those of the ordered head too, which no LiteRT file has: renamed in the table, they are renamed in the file."""
     known = read_checkpoint(extracted)
     config = replace(known.config, ordered_head=OrderedHeadConfig(num_centroids=8, top_k=2))
@@ -113,8 +115,12 @@ def test_tensor_names_come_from_the_role_table(monkeypatch: pytest.MonkeyPatch, 
             for role in table
         )
 
+    ordering = tmp_path / "ordering.safetensors"
+    write_safetensors(ordering, [plan_array("order", np.arange(config.vocab_size))], {})
+
     def planned() -> list[str]:
-        tensors = {role.name: FilledTensor(shape) for role, shape in shapes_of(config).items()}
+        tensors: dict[str, LazyTensor] = {role.name: FilledTensor(shape) for role, shape in shapes_of(config).items()}
+        tensors["ordered_head.token_ordering"] = StoredWeight(ordering, read_header(ordering)["order"])
         weights, *_ = format_named("transformers").plan(replace(known, config=config, tensors=tensors), "f32")
         return [tensor.name for tensor in weights.tensors]
 

@@ -14,15 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, shapes_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
-from mtp_extract.checkpoint.planned import OutputFile, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import StoredWeight
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
 
 __all__ = ["FORMAT", "parse_config", "rope_parameters"]
 
@@ -65,10 +65,7 @@ class TransformersFormat:
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
         tensors = tuple(
-            plan_floats(
-                role.names[self.name], role.name, checkpoint.tensors.get(role.name) or FilledTensor(shape), dtype
-            )
-            for role, shape in shapes_of(config).items()
+            _plan(checkpoint, role, shape, role.names[self.name], dtype) for role, shape in shapes_of(config).items()
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
@@ -99,6 +96,18 @@ class TransformersFormat:
 
 
 FORMAT = TransformersFormat()
+
+
+def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+    tensor = checkpoint.tensors.get(role.name)
+    if isinstance(tensor, StoredWeight) and role.kind == INDEX:
+        return plan_array(name, tensor.indices())
+    if tensor is None and role.kind == SCALAR:
+        # A layer without a factor is one with a factor of 1.
+        tensor = FilledTensor(shape)
+    if tensor is None or role.kind == INDEX:
+        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+    return plan_floats(name, role.name, tensor, dtype)
 
 
 def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
