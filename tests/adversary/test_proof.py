@@ -15,20 +15,19 @@ import numpy as np
 import pytest
 from helpers.make_bundle import Memory
 from helpers.surgery import STYLES, Graph, sound
-from mtp_extract.graph.roles import roles_of
 from safetensors.numpy import load_file
 
 from adversary.mutations import MUTATIONS
 from mtp_extract import extract
-from mtp_extract.architecture.config import DrafterConfig, read_json_config
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import proof
+from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.graph import flatten
 from mtp_extract.graph.drafter import walk
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.tflite import read_model
-
-proof = pytest.importorskip("mtp_extract.checkpoint.proof", reason="extraction does not prove itself yet")
 
 FAMILIES = list(dict.fromkeys(case.family for case in MUTATIONS))
 
@@ -47,12 +46,12 @@ def checkpoint(style: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
         file, out = Path(folder) / "drafter.tflite", Path(folder) / "out"
         file.write_bytes(graph.data())
         extract(file, out, dtype="f32")
-        config = DrafterConfig.from_transformers(read_json_config(out)[0])
+        config = read_checkpoint(out).config
         stored = load_file(out / "model.safetensors")
         with open_bundle(file) as opened:
             drafter = opened.drafter()
             found = walk(flatten(drafter.model, drafter.signature))
-    return found, config, {role.name: stored[role.transformers].reshape(-1) for role in roles_of(graph.layers)}
+    return found, config, {role.name: stored[role.names["transformers"]].reshape(-1) for role in roles_of(graph.layers)}
 
 
 def prove(graph: Graph, style: str) -> object:

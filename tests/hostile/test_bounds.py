@@ -10,20 +10,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from helpers.bounds import HANG, TooLongError, bounded, cpu_limit
-
-SPIN = "while True: pass"
-
-
-def spin(cpu_seconds: float) -> float:
-    """CPU seconds after which endless work was stopped."""
-    begun = time.process_time()
-    try:
-        with bounded(cpu_seconds):
-            exec(SPIN)
-    except TooLongError:
-        return time.process_time() - begun
-    raise AssertionError
+from helpers.bounds import HANG, SPIN, TooLongError, bounded, cpu_limit, spin
 
 
 def test_endless_work_is_stopped() -> None:
