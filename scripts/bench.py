@@ -110,7 +110,10 @@ def entry(name: str) -> str:
     return f"import sys; sys.argv[0] = 'mtp-{name}'; from mtp_extract.cli.{name} import main; main()"
 
 
-WITHOUT_PROOF = "import types, mtp_extract.extraction as e; e._prove = lambda *_: types.SimpleNamespace(as_json=dict); "
+WITHOUT_PROOF = (
+    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}}; "
+    "e._prove = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
+)
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
 
 

@@ -188,10 +188,12 @@ def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) ->
     one = np.ones((), _type_of(tensor))
     codes = np.broadcast_to(one, tensor.shape)
     if own:
-        codes = np.zeros(tensor.shape, one.dtype)
+        # Only the axes that may be the slots' are real: a cache of 32 003 slots takes no memory.
+        codes = np.zeros([size if size == slots else 1 for size in tensor.shape], one.dtype)
         for axis, size in enumerate(tensor.shape):
             if size == slots:
                 codes[(slice(None),) * axis + (position,)] = 1
+        codes = np.broadcast_to(codes, tensor.shape)
     grid = grid_of(tensor)
     return codes if grid is None else Coded(codes, grid[0])
 
