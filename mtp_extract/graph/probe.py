@@ -170,7 +170,7 @@ def _feed(
         if name in values:
             yield name, tuple(_cache(graph, name, own, slots, int(positions[0])) for own in (False, True))
         elif _is_cache(graph, name):
-            yield name, (np.broadcast_to(np.zeros((), _type_of(tensor)), tensor.shape),)
+            yield name, (_as_cache(tensor, np.broadcast_to(np.zeros((), _code_type(tensor)), tensor.shape)),)
         elif name == INPUT_POS:
             yield name, (fill_position(tensor, positions),)
         elif name == PARAM_TENSOR:
@@ -185,7 +185,7 @@ def _feed(
 def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) -> Numbers:
     """A V cache of ones, or with ones at ``position`` alone, along every axis that may be the slots'."""
     tensor = graph.inputs[name].tensor
-    one = np.ones((), _type_of(tensor))
+    one = np.ones((), _code_type(tensor))
     codes = np.broadcast_to(one, tensor.shape)
     if own:
         # Only the axes that may be the slots' are real: a cache of 32 003 slots takes no memory.
@@ -194,7 +194,17 @@ def _cache(graph: FlatGraph, name: str, own: bool, slots: int, position: int) ->
             if size == slots:
                 codes[(slice(None),) * axis + (position,)] = 1
         codes = np.broadcast_to(codes, tensor.shape)
-    grid = grid_of(tensor)
+    return _as_cache(tensor, codes)
+
+
+def _code_type(tensor: Tensor) -> type[np.generic]:
+    """Integers for a cache of floats too: they are multiplied block by block, and never exist as floats as a whole."""
+    kind = _type_of(tensor)
+    return np.int8 if tensor.type in FLOAT_TYPES else kind
+
+
+def _as_cache(tensor: Tensor, codes: Array) -> Numbers:
+    grid = grid_of(tensor) or ((1.0, 0) if tensor.type in FLOAT_TYPES else None)
     return codes if grid is None else Coded(codes, grid[0])
 
 
