@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,12 +19,12 @@ from mtp_extract.checkpoint.check import Verification, read_record, verify_again
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
-from mtp_extract.checkpoint.planned import OutputFile, plan_codes
+from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_codes
 from mtp_extract.checkpoint.proof import Proof, prove
 from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
 from mtp_extract.checkpoint.staging import RECORD, staged_directory
-from mtp_extract.hub.card import model_card
-from mtp_extract.io.source import Source
+from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
 __all__ = [
@@ -39,9 +38,6 @@ __all__ = [
 ]
 
 CODES_FILE = "codes.safetensors"
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +144,8 @@ def _extract(
             written[file.name] = _write(stage, file, tick, hashes.jobs() if file is weights else ())
         proof = _prove(drafter, checkpoint, format_, stage, dtype)
         made = _record(drafter, opened, checkpoint, format_, dtype, weights, written, hashes, proof)
-        written["README.md"] = _write(stage, OutputFile("README.md", text=model_card(made)), tick)
-        _write(stage, OutputFile(RECORD, text=_json(made)), tick)
+        written[CARD] = _write(stage, OutputFile(CARD, text=model_card(made)), tick)
+        _write(stage, OutputFile(RECORD, text=json_text(made)), tick)
         sizes = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
     return ExtractionResult(directory=target, files=sizes, record=made, notes=_notes(drafter, checkpoint))
 
@@ -307,10 +303,6 @@ def _counter(progress: Progress, total: int) -> Callable[[int], None]:
         progress(done, total)
 
     return tick
-
-
-def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _write_text(path: Path, text: str) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import LazyTensor
 
-__all__ = ["DTYPE_SIZES", "OutputFile", "PlannedTensor", "plan_array", "plan_codes", "plan_floats"]
+__all__ = ["DTYPE_SIZES", "OutputFile", "PlannedTensor", "json_text", "plan_array", "plan_codes", "plan_floats"]
 
 Chunks = Iterator["npt.NDArray[np.generic]"]
 
@@ -55,6 +57,11 @@ class OutputFile:
     name: str
     tensors: tuple[PlannedTensor, ...] = ()
     text: str = ""
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """``document`` as every JSON file of a checkpoint is written."""
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> PlannedTensor:

@@ -6,7 +6,6 @@ constants. No engine loads it; it shows what the file stores, and can express wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
-from mtp_extract.checkpoint.planned import OutputFile, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
 from mtp_extract.checkpoint.safetensors_file import StoredWeight
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
@@ -50,9 +49,7 @@ class LitertFormat:
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(
-                self.marker, text=json.dumps(_config(checkpoint.config, names), indent=2, ensure_ascii=False) + "\n"
-            ),
+            OutputFile(self.marker, text=json_text(_config(checkpoint.config, names))),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:

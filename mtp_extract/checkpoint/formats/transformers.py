@@ -7,7 +7,6 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import StoredWeight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
@@ -69,8 +68,8 @@ class TransformersFormat:
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=_json(_config(config, DTYPES[dtype].transformers))),
-            OutputFile("generation_config.json", text=_json(_generation_config())),
+            OutputFile(self.marker, text=json_text(_config(config, DTYPES[dtype].transformers))),
+            OutputFile("generation_config.json", text=json_text(_generation_config())),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
@@ -323,7 +322,3 @@ def parse_rope(parameters: Mapping[str, Any], layer_type: str) -> RopeConfig:
         partial_rotary_factor=share,
         factor=reading.number(rope, "factor", default=1.0) if proportional else 1.0,
     )
-
-
-def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
