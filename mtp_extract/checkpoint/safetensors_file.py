@@ -1,0 +1,100 @@
+"""safetensors: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
+data of all tensors without gaps.
+
+The ``safetensors`` package wants every tensor in memory and orders metadata keys differently from run to run. The tests
+hold this writer and reader against that package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
+from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.errors import CheckpointError
+
+__all__ = ["CONTAINER", "read_metadata"]
+
+_LONGEST_HEADER = 100_000_000
+
+
+class Safetensors:
+    """The container of ``.safetensors``; metadata are strings by name."""
+
+    def lay_out(self, tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
+        entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+        offsets: dict[str, int] = {}
+        at = 0
+        for tensor in tensors:
+            offsets[tensor.name] = at
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.length],
+            }
+            at += tensor.length
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        return Layout(header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + at)
+
+    def read_header(self, path: Path) -> dict[str, StoredTensor]:
+        try:
+            size = path.stat().st_size
+            length, entries = _read_json(path, size)
+            tensors = {
+                str(name): StoredTensor(
+                    str(entry["dtype"]),
+                    tuple(int(n) for n in entry["shape"]),
+                    8 + length + int(entry["data_offsets"][0]),
+                    int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+                )
+                for name, entry in entries.items()
+                if name != "__metadata__"
+            }
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{path}: its safetensors header is damaged.") from error
+        at = 8 + length
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            elements = math.prod(tensor.shape)
+            expected = elements * DTYPE_SIZES.get(tensor.dtype, -1)
+            if tensor.offset != at or tensor.length != expected or tensor.length < 0:
+                raise CheckpointError(f"{path}: its header gives {name!r} a place or a size that cannot be.")
+            at += tensor.length
+        if at != size:
+            raise CheckpointError(f"{path}: it has {size} bytes, its header describes {at}.")
+        return tensors
+
+
+CONTAINER = Safetensors()
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of the file at ``path`` says beside its tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or says something else than text.
+    """
+    CONTAINER.read_header(path)
+    found = _read_json(path, path.stat().st_size)[1].get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{path}: its safetensors header is damaged.")
+    return found
+
+
+def _read_json(path: Path, size: int) -> tuple[int, dict[str, Any]]:
+    """The header's length, and its content."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise CheckpointError(f"{path}: not a safetensors file (its header claims {length} bytes).")
+        entries: dict[str, Any] = json.loads(file.read(length))
+    return length, entries
