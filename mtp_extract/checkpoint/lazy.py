@@ -13,7 +13,17 @@ import numpy.typing as npt
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
 
-__all__ = ["ConstantTensor", "FilledTensor", "FloatsOnly", "LazyTensor", "Scheme", "Steps", "read_floats", "rows_of"]
+__all__ = [
+    "ArrayTensor",
+    "ConstantTensor",
+    "FilledTensor",
+    "FloatsOnly",
+    "LazyTensor",
+    "Scheme",
+    "Steps",
+    "read_floats",
+    "rows_of",
+]
 
 ROW_STEP = 8
 """Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
@@ -248,6 +258,25 @@ class FilledTensor(FloatsOnly):
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
         rows, columns = rows_of(self.shape)
         yield np.full(((rows if last is None else last) - first) * columns, self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class ArrayTensor(FloatsOnly):
+    """A weight in memory, float32: what a training made."""
+
+    array: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def origin(self) -> object:
+        return id(self.array)
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = rows_of(self.shape)
+        yield np.ascontiguousarray(self.array).reshape(rows, columns)[first:last].reshape(-1)
 
 
 def _divided(values: Floats, factor: float) -> Floats:

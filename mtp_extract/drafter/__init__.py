@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.drafter.arguments import DraftArguments, Transform
-from mtp_extract.drafter.load import build_drafter, load_drafter
+from mtp_extract.drafter.load import build_drafter, drafter_of, load_drafter
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention, position_masks
 from mtp_extract.drafter.mtp import Altered, DrafterOutput, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
@@ -35,6 +35,7 @@ __all__ = [
     "RopeConfig",
     "Transform",
     "build_drafter",
+    "drafter_of",
     "load_drafter",
     "position_masks",
 ]

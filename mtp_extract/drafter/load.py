@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 
-__all__ = ["build_drafter", "load_drafter"]
+__all__ = ["build_drafter", "drafter_of", "load_drafter"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -36,7 +36,17 @@ def load_drafter(
     Raises:
         DrafterError: no such files; a tensor missing, unexpected, or of another shape; or FP16 asked for.
     """
-    checkpoint = read_checkpoint(directory)
+    return drafter_of(read_checkpoint(directory), dtype=dtype, device=device)
+
+
+def drafter_of(
+    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> MtpDrafter:
+    """The drafter that ``checkpoint`` holds, in evaluation mode; as :func:`load_drafter`.
+
+    Raises:
+        DrafterError: FP16 was asked for.
+    """
     dtype = _computed_in(dtype, getattr(torch, DTYPES[checkpoint.dtype].transformers))
     # Roles that are one stored constant stay one tensor.
     shared: dict[object, Tensor] = {}

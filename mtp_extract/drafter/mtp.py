@@ -170,15 +170,34 @@ class MtpDrafter(nn.Module):
             masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees
                 every slot.
         """
+        h, projected = self.body(inputs, shared_kv, position_ids, masks)
+        return DrafterOutput(self.logits(h), projected)
+
+    def body(
+        self,
+        inputs: Tensor,
+        shared_kv: Mapping[str, KV],
+        position_ids: Tensor,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, without the head.
+
+        Returns:
+            The state after the final norm, which the head reads, [batch, queries, width], and ``projected``.
+        """
         h = self.pre_projection(inputs)
         for layer, geometry in zip(self.layers, self.config.layers, strict=True):
             mask = masks[geometry.layer_type] if masks is not None else None
             h = layer(h, shared_kv[geometry.layer_type], position_ids, mask)
         h = self.final_norm(h)
-        logits = self.ordered_head(h, self.lm_head.weight) if self.ordered_head else self.lm_head(h)
+        return h, self.post_projection(h)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """[…, vocabulary], soft-capped, of ``h`` […, width] after the final norm."""
+        logits: Tensor = self.ordered_head(h, self.lm_head.weight) if self.ordered_head else self.lm_head(h)
         if (cap := self.config.final_logit_softcap) is not None:
             logits = (torch.tanh(logits.float() / cap) * cap).type_as(logits)
-        return DrafterOutput(logits, self.post_projection(h))
+        return logits
 
     @property
     def needs(self) -> Needs:

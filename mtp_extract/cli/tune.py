@@ -1,0 +1,255 @@
+"""``mtp-tune``: a drafter, fitted to its base."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli.terminal import doing, error, say, table, write_json
+from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.tune.loop import Progress
+    from mtp_extract.tune.run import Comparison, Tuned
+
+__all__ = ["app", "main"]
+
+app = new_app()
+
+_MODES = {
+    "norms": "norms and layer scalars, every code and scale stays",
+    "qat": "also the codes, on the stored grid, every scale stays",
+    "float": "every weight, as floats",
+}
+_OBJECTIVES = ("ce", "kl", "tv")
+
+Mode = Enum("Mode", {name: name for name in _MODES}, type=str)  # type: ignore[misc]  # not a literal
+Objective = Enum("Objective", {name: name for name in _OBJECTIVES}, type=str)  # type: ignore[misc]
+_DEFAULT = next(iter(Mode))
+
+_REDRAW = 0.5
+_TOLD = 20
+"""Lines of progress, where there is no terminal to redraw one on."""
+
+
+@app.command()
+def command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant.")
+    ],
+    base: Annotated[
+        str, typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
+    ],
+    prompts: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Option(
+            metavar="FILE",
+            help='Prompts of your workload: JSON lines {"prompt": …, "source": …}, JSON {"workload": ["prompt", …]}, '
+            "or a .txt, one a line. By default those that come with mtp-extract.",
+        ),
+    ] = None,
+    text: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Texts by people instead, in the same forms."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("-o", "--out", metavar="DIR", help="Where to write; by default DIR's name + -tuned."),
+    ] = None,
+    mode: Annotated[
+        Mode, typer.Option(help=" ".join(f"{name}: {about}." for name, about in _MODES.items()))
+    ] = _DEFAULT,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="At which the base is served, and writes the text; 0 is greedy.")
+    ] = 0.0,
+    objective: Annotated[
+        Optional[Objective],  # noqa: UP045
+        typer.Option(help="ce for greedy serving, tv or kl for sampled; by default chosen by the temperature."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = 300,
+    draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Texts a step.")] = 16,
+    anchors: Annotated[int, typer.Option(min=1, help="Places in each of them to draft from.")] = 24,
+    learning_rate: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0, help="By default the mode's own, by the drafter's width."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same bytes.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template/--no-chat-template", help="Put prompts into the base's chat format.")
+    ] = True,
+    work: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Text, state and log, to go on from; by default the result's name + .work."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write also what is not better.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
+    print_json: AsJson = False,
+) -> None:
+    """Tune a drafter to the base that it is served with, on what that base writes.
+
+    What is written is better on held-out text at 95 %, and worse on no workload; else nothing is, and the exit status
+    is 1. Ctrl-C ends the training and keeps the best so far if it is better; once more, and nothing is kept. The same
+    command goes on where it stopped.
+    """
+    from mtp_extract.tune.run import Plan, default_directory, run_tuning
+
+    target = out or default_directory(directory)
+    plan = Plan(
+        directory,
+        base,
+        target,
+        work or target.with_name(target.name + ".work"),
+        mode=mode.value,
+        prompts=prompts,
+        text=text,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        objective=objective.value if objective else None,
+        steps=steps,
+        draft_steps=draft_steps,
+        batch=batch,
+        anchors=anchors,
+        learning_rate=learning_rate,
+        seed=seed,
+        device=device,
+        chat_template=chat_template,
+        force=force,
+        overwrite=overwrite,
+    )
+    with _progress(quiet=print_json) as show, _asked_to_stop(show) as (tell, stop):
+        tuned = run_tuning(plan, (lambda line: None) if print_json else doing, tell, stop)
+    if print_json:
+        written = str(tuned.directory) if tuned.directory is not None else None
+        write_json({"directory": written, "tuning": tuned.record, "notes": tuned.notes})
+    else:
+        _show(tuned, plan.work)
+    if tuned.directory is None:
+        why = "; ".join(tuned.refused)
+        error(
+            f"{escape(target)}: nothing was written: {why}. Tune on more or other text, or write it anyway (--force)."
+        )
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _asked_to_stop(
+    show: Callable[[Progress], None],
+) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
+    """What to call after every step, and whether Ctrl-C was pressed since the first; twice, it is as everywhere."""
+    asked = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+        doing("measuring the best so far; Ctrl-C again to keep nothing")
+
+    def tell(progress: Progress) -> None:
+        # A job in the background ignores it, and goes on doing so.
+        if before is not signal.SIG_IGN and not asked.is_set():
+            signal.signal(signal.SIGINT, ask)
+        show(progress)
+
+    try:
+        yield tell, asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """A line that is redrawn on a terminal; else one now and then."""
+    redrawn, last = sys.stderr.isatty(), 0.0
+
+    def tell(progress: Progress) -> None:
+        nonlocal last
+        line = (
+            f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}, mean accepted length "
+            f"{progress.watched:.3f} on watched texts, {_duration(progress.seconds_left)} left"
+        )
+        if quiet:
+            return
+        if not redrawn:
+            if progress.step % max(1, progress.steps // _TOLD) == 0:
+                doing(line)
+        elif time.monotonic() - last > _REDRAW:
+            last = time.monotonic()
+            sys.stderr.write(f"\r\x1b[K  {line}")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if last:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "an unknown time"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def _show(tuned: Tuned, work: Path) -> None:
+    trained = tuned.trained
+    say(
+        f"Trained {tuned.numbers} numbers on {tuned.texts['trained']} texts, {trained.done} steps, best after "
+        f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
+    )
+    say(
+        f"Mean accepted length with {len(tuned.overall.before.conditional)} drafts, 95 % intervals over held-out texts:"
+    )
+    table(
+        [
+            *[_row(name, comparison) for name, comparison in tuned.workloads.items()],
+            _row("all that was trained on", tuned.overall),
+        ],
+        ("workload", "texts", "before", "", "after", "", "change", ""),
+    )
+    say(f"  {100 * tuned.shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
+    for note in tuned.notes:
+        say(f"Note: {escape(note)}")
+    say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
+    if tuned.directory is not None:
+        forced = f"; forced: {'; '.join(tuned.refused)}" if tuned.refused else ""
+        say(f"Wrote {escape(tuned.directory)}/, read back and compared{forced}")
+
+
+def _row(name: str, comparison: Comparison) -> list[Any]:
+    found = comparison.as_json()
+
+    def interval(bounds: list[float] | None, form: str) -> str:
+        return f"({bounds[0]:{form}} to {bounds[1]:{form}})" if bounds else ""
+
+    before, after, change = found["before"], found["after"], found["change"]
+    return [
+        name,
+        found["texts"],
+        f"{before['mean_accepted_length']:.3f}",
+        interval(before["interval"], ".3f"),
+        f"{after['mean_accepted_length']:.3f}",
+        interval(after["interval"], ".3f"),
+        f"{change['mean']:+.3f}",
+        interval(change["interval"], "+.3f"),
+    ]
+
+
+def main() -> None:
+    """Entry point."""
+    run(app)

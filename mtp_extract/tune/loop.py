@@ -1,0 +1,358 @@
+"""The training loop: steps depend on the seed and their number alone, so that a run that was stopped goes on the same.
+
+``accelerate`` places it: one CPU, one GPU, or several with the texts of a batch divided among them. The weights that
+are trained are few (78 M in a drafter of Gemma 4 E4B), so every process holds them all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.errors import CheckpointError, MtpExtractError
+from mtp_extract.speculate import Base, Text
+from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
+from mtp_extract.tune.measure import Measured
+from mtp_extract.tune.modes import Latents
+from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
+
+__all__ = ["Progress", "Recipe", "Trained", "train"]
+
+_CONVENTIONS = (LITERT, TRANSFORMERS)
+_BETAS = (0.9, 0.95)
+_CLIP = 1.0
+_LEAST_RATE = 0.02
+"""Of the learning rate, at the end of its cosine."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        steps: of the optimizer.
+        draft_steps: K.
+        batch: texts a step, of all processes together.
+        anchors: of each text, chosen at random.
+        objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`.
+        temperature: of serving; 0 for greedy.
+        learning_rate: None for the mode's own.
+        warm_up: share of the steps.
+        evaluations: how often the watched texts are measured on the way.
+        patience: evaluations without a better one after which it ends.
+        seed: of the order of texts and the anchors.
+        logits_at_once: most logits held in one piece.
+    """
+
+    steps: int
+    draft_steps: int = 3
+    batch: int = 16
+    anchors: int = 24
+    objective: str = "ce"
+    temperature: float = 0.0
+    learning_rate: float | None = None
+    warm_up: float = 0.1
+    evaluations: int = 10
+    patience: int = 5
+    seed: int = 0
+    logits_at_once: int = LOGITS_AT_ONCE
+
+    def rate(self, step: int) -> float:
+        """The factor on the learning rate of step ``step``, from 0: a ramp, then a cosine."""
+        ramp = max(1, round(self.warm_up * self.steps))
+        if step < ramp:
+            return (step + 1) / ramp
+        turned = (step - ramp) / max(1, self.steps - ramp)
+        return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned))
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the watched texts are measured after ``done`` steps."""
+        every = max(1, self.steps // self.evaluations)
+        return done % every == 0 or done == self.steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where it stands.
+
+    Attributes:
+        step, steps: done, and in all.
+        loss: of the last step.
+        watched: mean accepted length on the watched texts, when it was last measured.
+        seconds_left: at the pace so far; None before the first step.
+    """
+
+    step: int
+    steps: int
+    loss: float | None
+    watched: float
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it.
+
+    Attributes:
+        values: the best latents by the watched texts, by name.
+        step: after which they were so good.
+        done: steps that were made.
+        interrupted: whether it was asked to stop.
+        history: one entry a step, and one a measurement.
+    """
+
+    values: Mapping[str, Tensor]
+    step: int
+    done: int
+    interrupted: bool
+    history: tuple[Mapping[str, Any], ...]
+
+
+class _Training(nn.Module):
+    """One step's loss, as the module that accelerate divides among processes."""
+
+    def __init__(self, latents: Latents, drafter: MtpDrafter, base: Base, recipe: Recipe) -> None:
+        super().__init__()
+        self.latents, self.rounds = latents, Rounds(drafter, recipe.draft_steps)
+        self._base, self._recipe = (base,), recipe
+
+    def forward(self, batch: Batch, convention: Convention) -> tuple[Tensor, Tensor]:
+        """The mean over anchors of the sum over steps; and the share of the rows' agreement."""
+        recipe, drafter, base = self._recipe, self.rounds.drafter, self._base[0]
+        steps, greedy = recipe.draft_steps, recipe.temperature == 0
+        weights = self.latents.weights(drafter.lm_head.weight.dtype)
+        replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
+        states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
+        counts = counting(batch, steps, greedy=greedy)
+        device = states.device
+        hidden = batch.hidden.flatten(0, 1)
+
+        @torch.no_grad()
+        def logits(positions: Tensor) -> Tensor:
+            return base.logits(hidden[positions].to(base.device)).to(device)
+
+        losses = chunked_loss(
+            states[counts],
+            weights.get("lm_head.weight", drafter.lm_head.weight),
+            Teacher(batch.choices.flatten(), logits),
+            aims(batch, steps)[counts],
+            torch.full((int(counts.sum()),), 1 / max(1, int(batch.real.sum())), device=device),
+            OBJECTIVES[recipe.objective],
+            cap=drafter.config.final_logit_softcap,
+            temperature=recipe.temperature or 1.0,
+            logits_at_once=recipe.logits_at_once,
+        )
+        return losses.total, losses.agreement.mean()
+
+
+def train(
+    latents: Latents,
+    drafter: MtpDrafter,
+    base: Base,
+    states: States,
+    texts: Sequence[Text],
+    recipe: Recipe,
+    accelerator: Any,
+    watch: Callable[[MtpDrafter], Measured],
+    folder: Path,
+    fingerprint: str,
+    *,
+    tell: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Train ``latents``.
+
+    Args:
+        latents: what is trained.
+        drafter: in the type it computes in; what is not trained is taken from it.
+        base: on its own device or devices.
+        states: of the base over ``texts``.
+        texts: to train on.
+        recipe: how.
+        accelerator: accelerate's.
+        watch: measures a drafter on the watched texts.
+        folder: where the state is kept, and the log.
+        fingerprint: of everything the result depends on; a state of another is not gone on from.
+        tell: called after every step.
+        stop: asked after every step.
+
+    Raises:
+        CheckpointError: the state that is there cannot be read.
+    """
+    module = _Training(latents, drafter, base, recipe)
+    optimizer = torch.optim.AdamW(latents.groups(recipe.learning_rate), betas=_BETAS, weight_decay=0.0)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    prepared, optimizer = accelerator.prepare(module, optimizer)
+    run = _Run(latents, drafter, watch, folder, fingerprint, accelerator)
+    run.begin(optimizer)
+    began, first = time.monotonic(), run.done
+    interrupted = False
+    while run.done < recipe.steps and run.stale < recipe.patience:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * recipe.rate(run.done)
+        batch, convention = _batch(states, texts, recipe, run.done, accelerator)
+        loss, agreement = prepared(batch, convention)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(latents.parameters(), _CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures = accelerator.gather(torch.stack((loss.detach(), agreement)).reshape(1, 2)).mean(dim=0).tolist()
+        if not math.isfinite(figures[0]):
+            raise MtpExtractError(
+                f"expected a finite loss, found {figures[0]} at step {run.done + 1}; use a lower learning rate",
+                remedies=("learning_rate",),
+            )
+        run.note(
+            {
+                "step": run.done + 1,
+                "loss": figures[0],
+                "agreement": figures[1],
+                "gradient": float(norm),
+                "rate": recipe.rate(run.done),
+            }
+        )
+        run.done += 1
+        if recipe.evaluates(run.done):
+            run.evaluate()
+            run.save(optimizer)
+        left = (time.monotonic() - began) / (run.done - first) * (recipe.steps - run.done)
+        tell(Progress(run.done, recipe.steps, figures[0], run.watched, left))
+        if run.done < recipe.steps and _any(accelerator, stop()):
+            run.save(optimizer)
+            interrupted = True
+            break
+    return Trained(run.best, run.best_step, run.done, interrupted, tuple(run.history))
+
+
+def _any(accelerator: Any, flag: bool) -> bool:
+    """Whether any process says so: all must leave the loop together."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.gather(torch.tensor([flag], device=accelerator.device)).any())
+
+
+def _batch(
+    states: States, texts: Sequence[Text], recipe: Recipe, step: int, accelerator: Any
+) -> tuple[Batch, Convention]:
+    """This process's part of step ``step``: texts in a new order every time all were seen."""
+    order: list[int] = []
+    epoch, skipped = divmod(step * recipe.batch, len(texts))
+    while len(order) < skipped + recipe.batch:
+        order += torch.randperm(len(texts), generator=_random(recipe.seed, 1, epoch)).tolist()
+        epoch += 1
+    mine = list(enumerate(order[skipped : skipped + recipe.batch]))[
+        accelerator.process_index :: accelerator.num_processes
+    ]
+    chosen = [texts[index] for _, index in mine]
+    drawn = [
+        random_anchors([text], recipe.anchors, _random(recipe.seed, 2, step, number))
+        for (number, _), text in zip(mine, chosen, strict=True)
+    ]
+    anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    turn = int(torch.randint(len(_CONVENTIONS), (), generator=_random(recipe.seed, 3, step)))
+    return collate(states.of(chosen), anchors, real, accelerator.device), _CONVENTIONS[turn]
+
+
+def _random(*parts: int) -> torch.Generator:
+    """Random numbers that depend on ``parts`` alone."""
+    seed = 0
+    for part in parts:
+        seed = (seed * 0x9E3779B97F4A7C15 + part + 1) % (1 << 63)
+    return torch.Generator().manual_seed(seed)
+
+
+class _Run:
+    """What changes while it runs, in memory and on disk."""
+
+    def __init__(
+        self,
+        latents: Latents,
+        drafter: MtpDrafter,
+        watch: Callable[[MtpDrafter], Measured],
+        folder: Path,
+        fingerprint: str,
+        accelerator: Any,
+    ) -> None:
+        self.latents, self.drafter, self.watch = latents, drafter, watch
+        self.fingerprint, self.accelerator = fingerprint, accelerator
+        self._state, self._log = folder / "state.pt", folder / "log.jsonl"
+        self.done = self.best_step = self.stale = 0
+        self.best: dict[str, Tensor] = {}
+        self.best_watched = self.watched = -math.inf
+        self.history: list[Mapping[str, Any]] = []
+
+    def begin(self, optimizer: Any) -> None:
+        """From what is on disk, or from the start."""
+        if self._state.is_file():
+            self._load(optimizer)
+        if self.accelerator.is_main_process:
+            self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
+        if not self.best:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Measure the watched texts, and keep the best."""
+        weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
+        measured = self.watch(self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()}))
+        self.watched = measured.mean_accepted_length
+        self.note({"step": self.done, "mean_accepted_length": self.watched, "conditional": measured.conditional})
+        self.stale += 1
+        if self.watched > self.best_watched:
+            self.best_watched, self.best_step, self.stale = self.watched, self.done, 0
+            self.best = {key: value.detach().cpu().clone() for key, value in self.latents.values.items()}
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        self.history.append(entry)
+        if self.accelerator.is_main_process:
+            with open(self._log, "a", encoding="utf-8") as file:
+                file.write(_line(entry))
+
+    def save(self, optimizer: Any) -> None:
+        """Keep the state: it is there whole or not at all."""
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "fingerprint": self.fingerprint,
+            "done": self.done,
+            "latents": {key: value.detach().cpu() for key, value in self.latents.values.items()},
+            "optimizer": optimizer.state_dict(),
+            "best": self.best,
+            "best_step": self.best_step,
+            "best_watched": self.best_watched,
+            "watched": self.watched,
+            "stale": self.stale,
+            "history": list(self.history),
+        }
+        part = self._state.with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, self._state)
+
+    def _load(self, optimizer: Any) -> None:
+        try:
+            state = torch.load(self._state, map_location="cpu", weights_only=True)
+            if state["fingerprint"] != self.fingerprint:
+                return
+            with torch.no_grad():
+                for key, value in self.latents.values.items():
+                    value.copy_(state["latents"][key])
+            optimizer.load_state_dict(state["optimizer"])
+            self.done, self.best, self.best_step = state["done"], state["best"], state["best_step"]
+            self.best_watched, self.watched = state["best_watched"], state["watched"]
+            self.stale, self.history = state["stale"], state["history"]
+        except (OSError, KeyError, ValueError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{self._state}: cannot be read. Remove it to begin anew.") from error
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry) + "\n"

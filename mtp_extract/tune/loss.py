@@ -1,0 +1,223 @@
+"""What a drafter is trained for, over rows of its states, a few rows of logits at a time.
+
+A row is a state of the drafter after its final norm that aims at a position of a text. Logits of a vocabulary of
+262 144 take a megabyte a row in F32, and a batch has thousands of rows: so logits exist for a few rows at a time only,
+and the gradient is made while they do. What this needs beside its inputs and their gradients does not grow with the
+rows. The base's own logits are made once for every position, however many rows aim at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LOGITS_AT_ONCE", "OBJECTIVES", "Losses", "Objective", "Teacher", "chunked_loss"]
+
+LOGITS_AT_ONCE = 1 << 25
+"""Numbers of a chunk of logits: 128 MiB in F32; a handful of such chunks exist at a time."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the base says at positions. P positions, V tokens.
+
+    Attributes:
+        choices: int64 [P], its argmax.
+        logits: int64 [n] positions → F32 [n, V], soft-capped as the base's are.
+    """
+
+    choices: Tensor
+    logits: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of N rows.
+
+    Attributes:
+        total: the sum of weight · loss; has a gradient.
+        agreement: F32 [N], without a gradient: 1 where the argmax is the base's, else 0; or, for objectives over
+            distributions, the probability that a draft drawn here is accepted, Σ min(p, q).
+    """
+
+    total: Tensor
+    agreement: Tensor
+
+
+Scored = tuple[Tensor, Tensor]
+"""Loss and agreement, F32 [rows] each."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss as a function of logits.
+
+    Attributes:
+        about: one line for users.
+        over_distributions: whether it wants the base's distribution rather than its choice.
+        score: logits F32 [rows, V], overwritten with the loss's derivative; the base's choices int64 [rows], or its
+            log probabilities F32 [rows, V], overwritten too.
+    """
+
+    about: str
+    over_distributions: bool
+    score: Callable[[Tensor, Tensor], Scored]
+
+
+def _cross_entropy(logits: Tensor, choices: Tensor) -> Scored:
+    """−log q(c). Its derivative is q less one at c."""
+    row = torch.arange(len(logits), device=logits.device)
+    hits = (logits.argmax(-1) == choices).float()
+    logits -= logits.amax(-1, keepdim=True)
+    chosen = logits[row, choices]
+    logits.exp_()
+    total = logits.sum(-1, keepdim=True)
+    logits /= total
+    logits[row, choices] -= 1
+    return total.squeeze(-1).log() - chosen, hits
+
+
+def _divergence(logits: Tensor, teacher: Tensor) -> Scored:
+    """Σ p·(log p − log q). Its derivative is q − p."""
+    logits -= logits.logsumexp(-1, keepdim=True)
+    loss = torch.einsum("rv,rv->r", teacher.exp(), teacher - logits)
+    q, p = logits.exp_(), teacher.exp_()
+    overlap = torch.minimum(p, q).sum(-1)
+    q -= p
+    return loss, overlap
+
+
+def _variation(logits: Tensor, teacher: Tensor) -> Scored:
+    """1 − Σ min(p, q). Its derivative is q·(g − Σ q·g), with g = ½ sign(q − p)."""
+    logits -= logits.logsumexp(-1, keepdim=True)
+    q, p = logits.exp_(), teacher.exp_()
+    overlap = torch.minimum(p, q).sum(-1)
+    g = torch.sub(q, p, out=p).sign_().mul_(0.5)
+    g -= torch.einsum("rv,rv->r", q, g)[:, None]
+    q *= g
+    return 1 - overlap, overlap
+
+
+OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
+    {
+        "ce": Objective("cross-entropy on the base's choice, for greedy text", False, _cross_entropy),
+        "kl": Objective("divergence from the base's distribution, for sampled text", True, _divergence),
+        "tv": Objective("the probability of a rejection, for sampled text", True, _variation),
+    }
+)
+"""By name."""
+
+
+def chunked_loss(
+    states: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    where: Tensor,
+    weights: Tensor,
+    objective: Objective,
+    *,
+    cap: float | None = None,
+    temperature: float = 1.0,
+    logits_at_once: int = LOGITS_AT_ONCE,
+) -> Losses:
+    """The weighted sum of ``objective`` over rows.
+
+    Args:
+        states: [N, width], after the final norm.
+        head: [V, width].
+        teacher: what the base says.
+        where: int64 [N], the teacher's position that a row aims at.
+        weights: F32 [N], of the rows.
+        objective: the loss of a row.
+        cap: c of the soft cap c · tanh(x / c) on the drafter's logits.
+        temperature: both distributions are those of logits divided by it; 1 for cross-entropy.
+        logits_at_once: most logits held in one piece (numbers, not bytes).
+    """
+    job = _Job(teacher, where, weights.float(), objective, cap, temperature, logits_at_once)
+    total, agreement = _Chunked.apply(states, head, job)  # type: ignore[no-untyped-call]  # untyped in torch
+    return Losses(total, agreement)
+
+
+@dataclass(frozen=True)
+class _Job:
+    teacher: Teacher
+    where: Tensor
+    weights: Tensor
+    objective: Objective
+    cap: float | None
+    temperature: float
+    logits_at_once: int
+
+    def chunks(self, vocabulary: int) -> Iterator[Tensor]:
+        """Rows, those that aim at one position together, as many as fit."""
+        order = torch.argsort(self.where, stable=True)
+        _, sizes = torch.unique_consecutive(self.where[order], return_counts=True)
+        ends = sizes.cumsum(0).tolist()
+        most = max(1, self.logits_at_once // vocabulary)
+        first = last = 0
+        for end in ends:
+            if end - first > most and last > first:
+                yield order[first:last]
+                first = last
+            last = end
+        if last > first:
+            yield order[first:last]
+
+    def wanted(self, positions: Tensor) -> Tensor:
+        """What the base says there, as the objective wants it; of each position once."""
+        if not self.objective.over_distributions:
+            return self.teacher.choices[positions]
+        once, back = torch.unique_consecutive(positions, return_inverse=True)
+        logits = self.teacher.logits(once).to(positions.device)
+        logits = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        return logits[back] if len(once) < len(positions) else logits
+
+
+class _Chunked(torch.autograd.Function):
+    """The gradient is made in the forward, chunk by chunk, where the logits are at hand."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+        of_states, of_head = ctx.needs_input_grad[:2]
+        total = torch.zeros((), device=states.device)
+        agreement = torch.zeros(len(states), device=states.device)
+        states_grad = torch.zeros_like(states) if of_states else None
+        head_grad = torch.zeros_like(head, dtype=torch.float32) if of_head else None
+        for rows in job.chunks(len(head)):
+            chunk = states[rows]
+            logits = (chunk @ head.T).float()
+            bent = None
+            if job.cap is not None:
+                bent = logits.div_(job.cap).tanh_()
+                logits = bent * job.cap
+            if job.temperature != 1:
+                logits /= job.temperature
+            loss, agreement[rows] = job.objective.score(logits, job.wanted(job.where[rows]))
+            weights = job.weights[rows]
+            total += (loss * weights).sum()
+            gradient = logits
+            gradient *= (weights / job.temperature)[:, None]
+            if bent is not None:
+                gradient *= bent.square_().neg_().add_(1)
+            if states_grad is not None:
+                states_grad[rows] = gradient.to(head.dtype) @ head
+            if head_grad is not None:
+                head_grad.addmm_(gradient.T, chunk.float())
+        ctx.gradients, ctx.head_dtype = (states_grad, head_grad), head.dtype
+        ctx.mark_non_differentiable(agreement)
+        return total, agreement
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states_grad, head_grad = ctx.gradients
+        by = gradients[0]
+        return (
+            None if states_grad is None else states_grad.mul_(by.to(states_grad.dtype)),
+            None if head_grad is None else head_grad.mul_(by).to(ctx.head_dtype),
+            None,
+        )

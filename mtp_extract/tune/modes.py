@@ -1,0 +1,233 @@
+"""What is trained of a drafter, and how it becomes the weights that are written.
+
+Every stored weight that is trained has a *latent*: a parameter in F32 that starts at nothing changed. Norms and factors
+move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. A matrix on a grid
+moves freely underneath and is rounded to the stored grid wherever it is used; its gradient passes the rounding as if
+it were not there (straight-through). Scales and zero points are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from mtp_extract.architecture.roles import MATRIX, NORM, SCALAR, Role, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
+from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.errors import MtpExtractError
+
+__all__ = ["MODES", "Latents", "Mode"]
+
+_ORDERED_HEAD = "ordered_head."
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Attributes:
+    about: one line for users.
+    matrices: "kept", "grid" or "free".
+    learning_rate: of the matrices, at a width of 64; inversely proportional to it.
+    norms_learning_rate: of norms and factors, in units of their size.
+    """
+
+    about: str
+    matrices: str
+    learning_rate: float
+    norms_learning_rate: float
+
+
+MODES: Mapping[str, Mode] = MappingProxyType(
+    {
+        "norms": Mode("norms and layer scalars; codes and scales stay as they are", "kept", 0.0, 3e-3),
+        "qat": Mode("also codes, on the stored grid; scales stay as they are", "grid", 3e-3, 3e-3),
+        "float": Mode("every weight, as floats", "free", 1e-3, 1e-3),
+    }
+)
+"""By name; the first is the default."""
+
+MEASURED_WIDTH = 64
+"""Of the drafter for which the learning rates of :data:`MODES` were measured."""
+
+
+class Latents(nn.Module):
+    """The trained part of a checkpoint.
+
+    Args:
+        checkpoint: with its codes where it has any.
+        mode: what of it is trained.
+        device: where the latents lie.
+
+    Raises:
+        MtpExtractError: ``mode`` wants a grid, and a matrix has none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.checkpoint, self.mode = checkpoint, mode
+        self._roles: dict[str, list[Role]] = {}
+        self._starts: dict[str, Tensor] = {}
+        self._sizes: dict[str, float] = {}
+        self._grids: dict[str, _Grid] = {}
+        self.values = nn.ParameterDict()
+        origins: dict[object, str] = {}
+        for role in shapes_of(checkpoint.config):
+            if not _trained(role, mode):
+                continue
+            tensor = checkpoint.tensors[role.name]
+            # Roles that are one stored constant have one latent.
+            key = origins.setdefault(tensor.origin or role.name, role.name.replace(".", "/"))
+            self._roles.setdefault(key, []).append(role)
+            if key in self._starts:
+                continue
+            start = torch.from_numpy(read_floats(tensor)).to(device)
+            self._starts[key] = start
+            if role.kind == MATRIX:
+                if mode.matrices == "grid":
+                    self._grids[key] = _Grid.of(role.name, tensor, device)
+                self.values[key] = nn.Parameter(start.clone())
+            else:
+                self._sizes[key] = float(start.square().mean().sqrt()) or 1.0
+                self.values[key] = nn.Parameter(torch.zeros_like(start))
+
+    def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
+        """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
+        matrices = [value for key, value in self.values.items() if self._roles[key][0].kind == MATRIX]
+        others = [value for key, value in self.values.items() if self._roles[key][0].kind != MATRIX]
+        width = self.checkpoint.config.hidden_size
+        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / width
+        norms = learning_rate or self.mode.norms_learning_rate
+        return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
+
+    @property
+    def numbers(self) -> int:
+        """How many are trained."""
+        return sum(value.numel() for value in self.values.values())
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
+        found = {}
+        for key, value in self.values.items():
+            weight = self._weight(key, value).to(dtype)
+            for role in self._roles[key]:
+                found[role.path] = weight
+        return found
+
+    def _weight(self, key: str, value: Tensor) -> Tensor:
+        if key in self._sizes:
+            return self._starts[key] + value * self._sizes[key]
+        if key in self._grids:
+            # The value is the grid's to the bit; the gradient is the latent's.
+            return _StraightThrough.apply(value, self._grids[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
+        return value
+
+    @torch.no_grad()
+    def tuned(self, values: Mapping[str, Tensor] | None = None) -> Checkpoint:
+        """The checkpoint with what was trained in it; ``values`` by name of latent instead of the present ones."""
+        tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
+        for key, present in self.values.items():
+            value = values[key].to(present) if values is not None else present
+            original = tensors[self._roles[key][0].name]
+            made: LazyTensor
+            if key in self._grids:
+                made = self._grids[key].tensor(value, original)
+            elif torch.equal(self._weight(key, value), self._starts[key]):
+                made = original
+            else:
+                made = ArrayTensor(self._weight(key, value).cpu().numpy())
+            for role in self._roles[key]:
+                tensors[role.name] = made
+        return replace(self.checkpoint, tensors=MappingProxyType(tensors))
+
+
+def _trained(role: Role, mode: Mode) -> bool:
+    # Which clusters are looked into is not learned here: choosing them passes no gradient.
+    if role.name.startswith(_ORDERED_HEAD):
+        return False
+    return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The numbers that the stored scales of a matrix allow.
+
+    Attributes:
+        low, high: least and greatest code.
+        block: neighbouring elements of a row that share a step.
+        size, zero_point: F32 [rows, blocks].
+        factor: what is divided out of the result.
+    """
+
+    low: int
+    high: int
+    block: int
+    size: Tensor
+    zero_point: Tensor
+    factor: float
+
+    @classmethod
+    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Grid:
+        scheme, steps = tensor.scheme, tensor.steps
+        if scheme is None or steps is None:
+            raise MtpExtractError(
+                f"{name}: expected the stored integers of every matrix, found floats alone. Extract the drafter with "
+                "its codes, or train norms or floats",
+                remedies=("mode=norms", "mode=float"),
+            )
+        low = -(1 << scheme.bits - 1) if scheme.signed else 0
+        high = low + (1 << scheme.bits) - 1
+        # A symmetric quantizer leaves the least code out, and what reads its files may count on that.
+        if (
+            scheme.signed
+            and scheme.symmetric
+            and all(int(chunk.min()) > low for chunk in tensor.integers() if chunk.size)
+        ):
+            low += 1
+        size = torch.from_numpy(np.ascontiguousarray(steps.size)).to(device)
+        zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)
+        return cls(low, high, steps.block, size, zero_point, steps.factor)
+
+    def codes(self, values: Tensor) -> Tensor:
+        """F32, the nearest codes of ``values``, in their shape."""
+        blocks = values.view(len(values), -1, self.block)
+        # A step of nothing makes nothing of every code.
+        size = torch.where(self.size == 0, 1, self.size)[..., None]
+        codes = (blocks * self.factor / size).round_() + self.zero_point[..., None]
+        return codes.clamp_(self.low, self.high).view(values.shape)
+
+    def floats(self, codes: Tensor) -> Tensor:
+        """As :meth:`mtp_extract.checkpoint.lazy.Steps.floats`, to the bit."""
+        blocks = codes.view(len(codes), -1, self.block)
+        found = ((blocks - self.zero_point[..., None]) * self.size[..., None]).view(codes.shape)
+        return found if self.factor == 1 else (found.double() / self.factor).float()
+
+    def tensor(self, values: Tensor, original: LazyTensor) -> LazyTensor:
+        """``values``, rounded to the grid, as codes."""
+        scheme, steps = original.scheme, original.steps
+        assert scheme is not None and steps is not None
+        kind: npt.DTypeLike = np.int8 if scheme.signed else np.uint8
+        codes = self.codes(values).cpu().numpy().astype(kind)
+        return StoredCodes(
+            shape=original.shape,
+            bits=scheme.bits,
+            signed=scheme.signed,
+            grid=lambda: steps,
+            rows=lambda first, last: codes[first:last],
+            origin=original.origin,
+        )
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, value: Tensor, grid: _Grid) -> Tensor:
+        return grid.floats(grid.codes(value))
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

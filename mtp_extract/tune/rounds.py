@@ -1,0 +1,214 @@
+"""The rounds a drafter is trained on: from anchors of a text, K of its own steps.
+
+As in :mod:`mtp_extract.speculate.teacher`: an anchor n is a position whose token is pending, the base has seen
+positions up to n - 1 and a mask shows no more of its K and V; position and mask stay the same in all steps, and from
+the second on the drafter reads its own projected state. But every step reads the text's token, which is the drafter's
+own wherever the step counts: in greedy text a step counts only where all before it drafted the text's tokens, in
+sampled text a draft that stands has the base's distribution, as the text does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtp_extract.drafter import BaseState, Convention, MtpDrafter
+from mtp_extract.drafter.protocol import KV, Fed
+from mtp_extract.speculate import Base, Text
+
+__all__ = ["Batch", "Rounds", "States", "TextStates", "aims", "counting", "random_anchors"]
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the base computes over one text of L tokens.
+
+    Attributes:
+        text: the tokens.
+        hidden: [L, width], after the final norm.
+        shared_kv: layer type → K and V, each [KV heads, L, head_dim].
+        choices: int64 [L], the base's argmax after each token.
+    """
+
+    text: Text
+    hidden: Tensor
+    shared_kv: Mapping[str, KV]
+    choices: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each.
+
+    Attributes:
+        tokens: int64 [B, L].
+        lengths: int64 [B].
+        hidden, shared_kv, choices: of the base, over [B, L].
+        anchors: int64 [B, A].
+        real: bool [B, A]; a text with fewer anchors has others in their place.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    hidden: Tensor
+    shared_kv: Mapping[str, KV]
+    choices: Tensor
+    anchors: Tensor
+    real: Tensor
+
+
+class States:
+    """The base's states over texts, kept while there is room, on the base's device.
+
+    Args:
+        base: computes them.
+        kinds: layer types whose K and V are wanted.
+        room: bytes to keep.
+        logits_at_once: most logits at a time.
+    """
+
+    def __init__(self, base: Base, kinds: Sequence[str], room: int, logits_at_once: int) -> None:
+        self._base, self._kinds, self._room, self._logits_at_once = base, tuple(kinds), room, logits_at_once
+        self._kept: dict[tuple[int, ...], TextStates] = {}
+
+    def of(self, texts: Sequence[Text]) -> list[TextStates]:
+        """Of each text; those that are not kept in one forward of the base."""
+        absent = [text for text in dict.fromkeys(texts) if text.tokens not in self._kept]
+        found = {item.text.tokens: item for item in self._computed(absent)} if absent else {}
+        for tokens, item in found.items():
+            size = _bytes(item)
+            if size <= self._room:
+                self._kept[tokens] = item
+                self._room -= size
+        return [self._kept.get(text.tokens) or found[text.tokens] for text in texts]
+
+    @torch.no_grad()
+    def _computed(self, texts: Sequence[Text]) -> list[TextStates]:
+        tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        full = self._base.full_pass(tokens.to(self._base.device))
+        rows = max(1, self._logits_at_once // self._base.vocab_size)
+        flat = full.hidden.flatten(0, 1)
+        choices = torch.cat([self._base.logits(part).argmax(-1) for part in flat.split(rows)]).view(tokens.shape)
+        # Copies, so that what is kept of one text does not hold the whole pass.
+        return [
+            TextStates(
+                text,
+                full.hidden[row, :length].clone(),
+                {kind: (k[row, :, :length].clone(), v[row, :, :length].clone()) for kind, (k, v) in self._of(full)},
+                choices[row, :length].clone(),
+            )
+            for row, text in enumerate(texts)
+            for length in [len(text.tokens)]
+        ]
+
+    def _of(self, full: Fed) -> list[tuple[str, KV]]:
+        return [(kind, full.shared_kv[kind]) for kind in self._kinds]  # type: ignore[attr-defined]
+
+
+def _bytes(item: TextStates) -> int:
+    tensors = [item.hidden, item.choices, *(part for kv in item.shared_kv.values() for part in kv)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
+    """``items`` side by side, on ``device``, with ``anchors`` and ``real`` [B, A]."""
+    lengths = torch.tensor([len(item.text.tokens) for item in items])
+    longest = int(lengths.max())
+
+    def padded(parts: Sequence[Tensor], axis: int) -> Tensor:
+        shape = list(parts[0].shape)
+        shape[axis] = longest
+        out = parts[0].new_zeros(len(parts), *shape)
+        for row, part in enumerate(parts):
+            out[row].narrow(axis, 0, part.shape[axis]).copy_(part)
+        return out.to(device)
+
+    tokens = [torch.tensor(item.text.tokens) for item in items]
+    kinds = items[0].shared_kv
+    kv = {kind: tuple(padded([item.shared_kv[kind][i] for item in items], 1) for i in (0, 1)) for kind in kinds}
+    return Batch(
+        tokens=padded(tokens, 0),
+        lengths=lengths.to(device),
+        hidden=padded([item.hidden for item in items], 0),
+        shared_kv={kind: (k, v) for kind, (k, v) in kv.items()},
+        choices=padded([item.choices for item in items], 0),
+        anchors=anchors.to(device),
+        real=real.to(device),
+    )
+
+
+def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``count`` anchors of each text, none twice, in order; int64 and bool [B, count].
+
+    A text with fewer has all of them, and others that are not real.
+    """
+    anchors, real = torch.ones(len(texts), count, dtype=torch.long), torch.zeros(len(texts), count, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        chosen = torch.randperm(len(text.anchors), generator=generator)[:count].sort().values
+        anchors[row, : len(chosen)] = chosen + text.anchors.start
+        real[row, : len(chosen)] = True
+    return anchors, real
+
+
+class Rounds(nn.Module):
+    """K draft steps from every anchor of a batch, as a module, so that its weights can be replaced for a call."""
+
+    def __init__(self, drafter: MtpDrafter, steps: int) -> None:
+        super().__init__()
+        self.drafter, self.steps = drafter, steps
+
+    def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
+        """States after the final norm, [K, B, A, width]."""
+        seen = (batch.anchors - 1)[..., None].expand(-1, -1, batch.hidden.shape[-1])
+        slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        state = self.drafter.start(
+            BaseState(
+                batch.anchors,
+                batch.hidden.gather(1, seen),
+                embed,
+                batch.shared_kv,
+                dict.fromkeys(batch.shared_kv, slots),
+                Fed(batch.tokens, slots, batch.hidden, {}),
+            ),
+            convention,
+        )
+        found = []
+        for step in range(self.steps):
+            token = batch.tokens.gather(1, _within(batch, batch.anchors + step))
+            h, projected = self.drafter.body(*state.arguments(token))
+            found.append(h)
+            state = dataclasses.replace(state, hidden=projected, step=step + 1)
+        return torch.stack(found)
+
+
+def aims(batch: Batch, steps: int) -> Tensor:
+    """int64 [K, B, A]: the position of the batch, flat, after whose token each step's draft would come."""
+    length = batch.tokens.shape[1]
+    row = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
+    return torch.stack([row + _within(batch, batch.anchors + step) for step in range(steps)])
+
+
+def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
+    """bool [K, B, A]: which steps count.
+
+    Those whose target the text has. And in ``greedy`` serving only those whose text so far is what the base would have
+    chosen: elsewhere (in text by people) the round has ended before.
+    """
+    follows = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    follows[:, 1:] = (batch.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True
+    reached, found = batch.real, []
+    for step in range(steps):
+        if step:
+            reached = reached & follows.gather(1, _within(batch, batch.anchors + step))
+        found.append(reached & (batch.anchors + 1 + step < batch.lengths[:, None]))
+    return torch.stack(found)
+
+
+def _within(batch: Batch, positions: Tensor) -> Tensor:
+    return positions.clamp(max=batch.tokens.shape[1] - 1)

@@ -1,0 +1,277 @@
+"""The text a drafter is tuned on: what the base itself writes after the user's prompts.
+
+Text is made once and kept: a file of lines, one a continuation, to which a batch is added whole. A run that was
+interrupted goes on where it stopped and gets the same text, since batches and their random numbers depend on the
+prompts and the seed alone.
+
+Which texts are trained on, and which only measured, is decided by a hash of where a prompt comes from, so that it stays
+the same when prompts are added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
+from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts
+
+__all__ = [
+    "HELD_OUT",
+    "TRAINED",
+    "WATCHED",
+    "Item",
+    "Writing",
+    "people_texts",
+    "read_items",
+    "repeated_share",
+    "side_of",
+]
+
+TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
+"""Trained on; measured on the way, to keep the best; measured once before and once after, to accept or refuse."""
+
+_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
+"""Upper bounds of the hash, as shares of its range."""
+
+_GRAM = 8
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt, or a text by people.
+
+    Attributes:
+        workload: what it is an example of.
+        source: where it comes from; all of one source are on one side.
+        prompt: text, or messages.
+    """
+
+    workload: str
+    source: str
+    prompt: Any
+
+    @property
+    def side(self) -> str:
+        """:data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT`."""
+        return side_of(self.source)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal prompts."""
+        return json.dumps(self.prompt, sort_keys=True, ensure_ascii=True)
+
+
+def side_of(source: str) -> str:
+    """The side of whatever comes from ``source``."""
+    share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
+    return next((side for bound, side in _SHARES if share < bound), TRAINED)
+
+
+def read_items(path: Path) -> list[Item]:
+    """Prompts, or texts, from a file.
+
+    A ``.jsonl`` has one object a line: ``prompt``, a text or a list of messages, and, if wanted, ``workload`` and
+    ``source``. Other files are those of :func:`~mtp_extract.validate.prompts.read_prompts`; there every prompt is a
+    source of its own.
+
+    Raises:
+        MtpExtractError: it cannot be read, has another form, or holds nothing.
+    """
+    if path.suffix != ".jsonl":
+        return of_prompts(read_prompts(path))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise MtpExtractError(
+            f'expected prompts in {escape(path)}, one a line as JSON {{"prompt": "…"}}, found: {escape(error)}'
+        ) from error
+    if not rows:
+        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none")
+    return [_item(path, number, row) for number, row in rows]
+
+
+def _item(path: Path, number: int, row: Any) -> Item:
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    messages = isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt)
+    if not messages and not (isinstance(prompt, str) and prompt.strip()):
+        raise MtpExtractError(
+            f"{escape(path)}: line {number}: expected an object with a prompt, a text or a list of messages, found "
+            f"{escape(row)}"
+        )
+    workload, source = row.get("workload", path.stem), row.get("source")
+    item = Item(str(workload), "", prompt)
+    return replace(item, source=item.key if source is None else str(source))
+
+
+def of_prompts(prompts: Sequence[Prompt]) -> list[Item]:
+    """As items, each a source of its own."""
+    return [Item(prompt.workload, prompt.text, prompt.text) for prompt in prompts]
+
+
+def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> list[Encoded]:
+    found = []
+    for item in items:
+        if isinstance(item.prompt, str):
+            prompts = [Prompt(item.workload, item.prompt)]
+            found += encode_prompts(prompts, codec, chat_template=chat_template)
+        else:
+            found.append(codec.encode(item.prompt))
+    return found
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the base's text is made.
+
+    Attributes:
+        generator: the base; a drafter beside it only makes it faster.
+        folder: where text is kept.
+        fingerprint: of the base: text of another one is never taken for its own.
+        new_tokens: most tokens of a continuation.
+        temperature: 0 for greedy.
+        seed: of sampled text.
+        batch: prompts at a time.
+        chat_template: take text as what a user says in a chat, where the base has a chat format.
+        share: of how many processes this is which: (number, of how many).
+    """
+
+    generator: SpeculativeGenerator
+    folder: Path
+    fingerprint: str
+    new_tokens: int
+    temperature: float
+    seed: int
+    batch: int
+    chat_template: bool
+    share: tuple[int, int] = (0, 1)
+
+    def prepare(self, items: Sequence[Item], tell: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Write what is not there yet, of this process's share.
+
+        Args:
+            items: prompts.
+            tell: called with texts done, and texts in all.
+
+        Raises:
+            PairError: a prompt cannot be encoded, or does not fit the base's context.
+        """
+        jobs = self._jobs(items)
+        there = self._stored()
+        mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
+        total, done = sum(len(prompts) for _, prompts in mine), 0
+        for seed, prompts in mine:
+            if any(_name(prompt, seed) not in there for prompt in prompts):
+                self._write(seed, prompts)
+            done += len(prompts)
+            tell(done, total)
+
+    def texts(self, items: Sequence[Item]) -> list[Text]:
+        """The text of each, once every process has prepared its share."""
+        there = self._stored()
+        seeds = {prompt.tokens: seed for seed, prompts in self._jobs(items) for prompt in prompts}
+        encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
+        return [there[_name(prompt, seeds[prompt.tokens])] for prompt in encoded]
+
+    def _jobs(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
+        """Batches, each with the seed of its random numbers."""
+        encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
+        prompts = list({prompt.tokens: prompt for prompt in encoded}.values())
+        context = getattr(self.generator.base.config, "max_position_embeddings", None)
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        if context is not None and longest + self.new_tokens > context:
+            raise PairError(
+                f"expected prompts that fit the base's {context} tokens, found one of {longest}, and {self.new_tokens} "
+                "new ones; give shorter prompts",
+                remedies=("prompts", "new_tokens"),
+            )
+        parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
+        # As LocalEngine: rows of a batch draw other numbers from one seed, batches need seeds of their own.
+        sampled = self.temperature > 0
+        return [
+            (self.seed + (number << 20) if sampled else 0, [prompts[index] for index in group])
+            for number, group in enumerate(parts)
+        ]
+
+    @property
+    def _key(self) -> str:
+        stop = getattr(getattr(self.generator.base.model, "generation_config", None), "eos_token_id", None)
+        made_with = [self.fingerprint, self.new_tokens, self.temperature, stop]
+        return sha256(json.dumps(made_with).encode()).hexdigest()[:16]
+
+    def _stored(self) -> dict[str, Text]:
+        found = {}
+        for path in sorted(self.folder.glob(f"texts-{self._key}-*.jsonl")):
+            for line in _whole_lines(path):
+                row = json.loads(line)
+                found[row["name"]] = Text(tuple(row["tokens"]), row["prompt_length"])
+        return found
+
+    def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
+        options = Options(max_new_tokens=self.new_tokens, sampling=Sampling(self.temperature), seed=seed)
+        results = self.generator.generate_batch(prompts, options)
+        lines = [
+            {
+                "name": _name(prompt, seed),
+                "prompt_length": len(prompt.tokens),
+                "tokens": [*prompt.tokens, *result.tokens],
+                "text": result.text,
+            }
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"texts-{self._key}-{self.share[0]}.jsonl"
+        size = sum(len(line) for line in _whole_lines(path)) if path.is_file() else 0
+        with open(path, "ab") as file:
+            # A line that was cut off makes way.
+            file.truncate(size)
+            file.write("".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _name(prompt: Encoded, seed: int) -> str:
+    return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
+
+
+def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:
+    """Of each item, which is a text by people, windows of at most ``length`` tokens; all but BOS is aimed at.
+
+    Raises:
+        PairError: a text cannot be encoded.
+    """
+    found = []
+    for item, encoded in zip(items, _encoded(items, codec, chat_template=False), strict=True):
+        if not isinstance(item.prompt, str):
+            raise PairError(
+                "expected texts by people as plain text, found messages; give them as prompts", remedies=("prompts",)
+            )
+        bos = encoded.tokens[:1] if encoded.bos else ()
+        tokens = encoded.tokens[len(bos) :]
+        windows = (tokens[at : at + length] for at in range(0, len(tokens), length))
+        found.append([Text((*bos, *window), 1) for window in windows if len(window) > 2])
+    return found
+
+
+def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:
+    """The share of 8-token sequences of the one's generated tokens that the other's have too."""
+    seen = {gram for text in trained for gram in _grams(text)}
+    grams = [gram for text in held_out for gram in _grams(text)]
+    return sum(gram in seen for gram in grams) / len(grams) if grams else 0.0
+
+
+def _grams(text: Text) -> Iterator[tuple[int, ...]]:
+    tokens = text.tokens[text.prompt_length :]
+    yield from (tokens[at : at + _GRAM] for at in range(len(tokens) - _GRAM + 1))
