@@ -151,7 +151,7 @@ def _greedy(base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int) 
 
 @torch.no_grad()
 def _sampled(base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
-    items = States(base, list(drafter.needs.shared_kv), 0, LOGITS_AT_ONCE).of(texts)
+    items = States(base, list(drafter.needs.shared_kv), (), 0, LOGITS_AT_ONCE).of(texts)
     most = max(len(text.anchors) for text in texts)
     anchors, real = torch.ones(len(texts), most, dtype=torch.long), torch.zeros(len(texts), most, dtype=torch.bool)
     for row, text in enumerate(texts):

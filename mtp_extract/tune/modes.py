@@ -189,7 +189,7 @@ class _Grid:
             and all(int(chunk.min()) > low for chunk in tensor.integers() if chunk.size)
         ):
             low += 1
-        size = torch.from_numpy(np.ascontiguousarray(steps.size)).to(device)
+        size = torch.from_numpy(np.array(steps.size)).to(device)
         zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)
         return cls(low, high, steps.block, size, zero_point, steps.factor)
 

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 
 from mtp_extract.drafter import BaseState, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import KV, Fed
-from mtp_extract.speculate import Base, Text
+from mtp_extract.speculate import Base, Text, groups
+from mtp_extract.speculate.base import FullPass
 
-__all__ = ["Batch", "Rounds", "States", "TextStates", "aims", "counting", "random_anchors"]
+__all__ = ["Batch", "Rounds", "States", "TextStates", "aims", "collate", "counting", "random_anchors"]
+
+_TOGETHER = 32
+"""Texts in one forward of the base, where all are kept."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +66,45 @@ class Batch:
 
 
 class States:
-    """The base's states over texts, kept while there is room, on the base's device.
+    """The base's states over texts: kept on its device if those of all texts fit, else computed when asked for.
+
+    Which texts share a forward of the base depends on nothing but the texts (or on those asked for together), so that
+    the numbers are the same, to the bit, wherever a training begins.
 
     Args:
         base: computes them.
         kinds: layer types whose K and V are wanted.
-        room: bytes to keep.
+        texts: all that will be asked for.
+        room: bytes to keep them in.
         logits_at_once: most logits at a time.
     """
 
-    def __init__(self, base: Base, kinds: Sequence[str], room: int, logits_at_once: int) -> None:
-        self._base, self._kinds, self._room, self._logits_at_once = base, tuple(kinds), room, logits_at_once
-        self._kept: dict[tuple[int, ...], TextStates] = {}
+    def __init__(self, base: Base, kinds: Sequence[str], texts: Sequence[Text], room: int, logits_at_once: int) -> None:
+        self._base, self._kinds, self._logits_at_once = base, tuple(kinds), logits_at_once
+        self._group_of: dict[Text, tuple[Text, ...]] = {}
+        self._kept: dict[Text, TextStates] = {}
+        distinct = list(dict.fromkeys(texts))
+        if distinct and self._size_of_a_token(distinct[0]) * sum(len(text.tokens) for text in distinct) <= room:
+            for group in groups([len(text.tokens) for text in distinct], _TOGETHER):
+                together = tuple(distinct[index] for index in group)
+                self._group_of.update(dict.fromkeys(together, together))
 
     def of(self, texts: Sequence[Text]) -> list[TextStates]:
-        """Of each text; those that are not kept in one forward of the base."""
-        absent = [text for text in dict.fromkeys(texts) if text.tokens not in self._kept]
-        found = {item.text.tokens: item for item in self._computed(absent)} if absent else {}
-        for tokens, item in found.items():
-            size = _bytes(item)
-            if size <= self._room:
-                self._kept[tokens] = item
-                self._room -= size
-        return [self._kept.get(text.tokens) or found[text.tokens] for text in texts]
+        """Of each text."""
+        if not self._group_of:
+            distinct = list(dict.fromkeys(texts))
+            found = dict(zip(distinct, self._computed(distinct), strict=True))
+            return [found[text] for text in texts]
+        for text in texts:
+            if text not in self._kept:
+                together = self._group_of[text]
+                self._kept.update(zip(together, self._computed(together), strict=True))
+        return [self._kept[text] for text in texts]
+
+    def _size_of_a_token(self, text: Text) -> float:
+        (item,) = self._computed([text])
+        tensors = [item.hidden, item.choices, *(part for kv in item.shared_kv.values() for part in kv)]
+        return sum(tensor.nbytes for tensor in tensors) / len(text.tokens)
 
     @torch.no_grad()
     def _computed(self, texts: Sequence[Text]) -> list[TextStates]:
@@ -107,13 +127,8 @@ class States:
             for length in [len(text.tokens)]
         ]
 
-    def _of(self, full: Fed) -> list[tuple[str, KV]]:
-        return [(kind, full.shared_kv[kind]) for kind in self._kinds]  # type: ignore[attr-defined]
-
-
-def _bytes(item: TextStates) -> int:
-    tensors = [item.hidden, item.choices, *(part for kv in item.shared_kv.values() for part in kv)]
-    return sum(tensor.nbytes for tensor in tensors)
+    def _of(self, full: FullPass) -> list[tuple[str, KV]]:
+        return [(kind, full.shared_kv[kind]) for kind in self._kinds]
 
 
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:

@@ -27,6 +27,9 @@ __all__ = ["Comparison", "Plan", "Tuned", "default_directory", "run_tuning"]
 
 _READ = 1 << 24
 _LEAST_HELD_OUT = 4
+_MOST_WATCHED = 32
+"""Texts that are measured again and again, on the way."""
+
 _KEPT_STATES = 1 << 31
 """Bytes of the base's states that are kept rather than computed in every step."""
 
@@ -277,6 +280,7 @@ class _Tuning:
         sides = {side: [item for item in items if item.side == side] for side in (TRAINED, WATCHED, HELD_OUT)}
         held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
         sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
+        sides[WATCHED] = sides[WATCHED][:_MOST_WATCHED]
         learned = {item.key for item in sides[TRAINED]}
         guards = [item for item in shipped if item.key not in learned | held] if given is not None else []
         few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST_HELD_OUT]
@@ -304,7 +308,7 @@ class _Tuning:
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
         return _Texts(
             trained=tuple(text for _, text in made[TRAINED] if text.anchors),
-            watched=tuple(text for _, text in made[WATCHED]),
+            watched=tuple(text for _, text in made[WATCHED][:_MOST_WATCHED]),
             held_out=tuple(text for _, text in (*made[HELD_OUT], *guarded)),
             workloads=tuple(item.workload for item, _ in (*made[HELD_OUT], *guarded)),
             own=len(made[HELD_OUT]),
@@ -363,7 +367,7 @@ class _Tuning:
 
         self.plan.work.mkdir(parents=True, exist_ok=True)
         kinds = list(self.drafter.needs.shared_kv)
-        states = States(self.generator.base, kinds, _KEPT_STATES, self.recipe.logits_at_once)
+        states = States(self.generator.base, kinds, texts.trained, _KEPT_STATES, self.recipe.logits_at_once)
         self.say(f"training {latents.numbers} numbers on {len(texts.trained)} texts")
         everything = [
             self.origin.fingerprint,

@@ -1,0 +1,93 @@
+"""A random pair with codes, texts for it, and what a training of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.random_pairs import random_base, random_drafter
+
+from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
+from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.drafter import MtpDrafter, drafter_of
+from mtp_extract.speculate import Base, Text
+from mtp_extract.tune.loop import Recipe, Trained, train
+from mtp_extract.tune.measure import measure
+from mtp_extract.tune.modes import MODES, Latents
+from mtp_extract.tune.rounds import States
+
+
+def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:
+    """``weight`` on a symmetric grid with a step a row, as ai-edge-quantizer makes it."""
+    most = (1 << bits - 1) - 1
+    size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
+    codes = np.rint(weight / size).astype(np.int8)
+    steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
+    return StoredCodes(weight.shape, bits, True, lambda: steps, lambda first, last: codes[first:last])
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random base with a random drafter, and greedy texts of the base."""
+
+    base: Base
+    checkpoint: Checkpoint
+    drafter: MtpDrafter
+    texts: tuple[Text, ...]
+
+    def train(
+        self, folder: Path, mode: str = "qat", stop: Callable[[], bool] = lambda: False, **changes: Any
+    ) -> tuple[Latents, Trained]:
+        """Train into ``folder``, or go on there."""
+        from accelerate import Accelerator
+
+        folder.mkdir(exist_ok=True)
+        recipe = Recipe(**({"steps": 12, "batch": 3, "anchors": 4, "evaluations": 4} | changes))
+        latents = Latents(self.checkpoint, MODES[mode])
+        trained = train(
+            latents,
+            self.drafter,
+            self.base,
+            States(self.base, list(self.drafter.needs.shared_kv), self.texts[:5], 1 << 20, 1 << 20),
+            self.texts[:5],
+            recipe,
+            Accelerator(cpu=True),
+            lambda drafter: measure(
+                self.base, drafter, self.texts[5:], recipe.draft_steps, temperature=recipe.temperature, batch=4
+            ),
+            folder,
+            f"{mode} {recipe}",
+            stop=stop,
+        )
+        return latents, trained
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Iterator[Tiny]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    base = Base(random_base())
+    drafter = random_drafter(base.model, final_logit_softcap=30.0)
+    weights = {
+        role: drafter.state_dict()[role.path].numpy().reshape(shape)
+        for role, shape in shapes_of(drafter.config).items()
+    }
+    tensors: dict[str, LazyTensor] = {
+        role.name: coded(weight) if role.kind == MATRIX else ArrayTensor(weight) for role, weight in weights.items()
+    }
+    checkpoint = Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
+    generator = torch.Generator().manual_seed(5)
+    starts = torch.randint(40, (8, 3), generator=generator)
+    written = base.model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=21, do_sample=False)
+    # Of unlike lengths.
+    texts = tuple(Text(tuple(row.tolist()[: 24 - index]), 3) for index, row in enumerate(written))
+    yield Tiny(base, checkpoint, drafter_of(checkpoint), texts)
+    torch.set_num_threads(threads)
