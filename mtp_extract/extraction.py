@@ -156,7 +156,10 @@ def _extract(
         write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
         sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
     return ExtractionResult(
-        directory=target, files=sizes, record=made, notes=(*_notes(drafter, checkpoint), *notes_of(holdings))
+        directory=target,
+        files=sizes,
+        record=made,
+        notes=(*_notes(drafter, checkpoint), *notes_of(holdings), *(note for file in files for note in file.notes)),
     )
 
 

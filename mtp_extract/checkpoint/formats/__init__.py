@@ -35,6 +35,9 @@ class Listed:
 FORMATS = {
     "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
+    "gguf": Listed(
+        f"{__name__}.gguf", ("codes", "f32", "bf16", "f16"), "one file for llama.cpp, with the stored integers", True
+    ),
 }
 """Every format by name."""
 
