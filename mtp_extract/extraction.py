@@ -181,18 +181,18 @@ def verify_against_source(
 def _prove(drafter: Drafter, checkpoint: Checkpoint, written: Checkpoint, holdings: Mapping[str, Holding]) -> Proof:
     """Execute the graph and what was written side by side.
 
-    Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
-    bit, is what reading it back has shown. Where codes are kept and their scales rounded, what was written is executed
-    as well, and may part from them by what such a rounding does and no more.
+    What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
+    holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
+    the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
+    such a rounding does and no more.
     """
-    config = written.config
-    if not any(holding.rounded_to for holding in holdings.values()):
-        return prove_checkpoint(drafter, written)
-    exact = replace(checkpoint, config=config)
-    if not any(holding.kept == CODES for holding in holdings.values()):
-        return prove_checkpoint(drafter, exact)
     check_codes(written, checkpoint, holdings)
-    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in holdings.items()})
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
+    exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
+    if all(holding.kept != CODES for holding in rounded.values()):
+        return prove_checkpoint(drafter, exact)
+    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
 def prove_checkpoint(
