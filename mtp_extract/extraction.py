@@ -90,6 +90,7 @@ def extract(
     exact: bool = False,
     overwrite: bool = False,
     sliding_window: int | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
@@ -103,22 +104,26 @@ def extract(
         exact: refuse to write anything rounded.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
+        tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format`` or ``dtype``.
+        ValueError: an unknown ``format`` or ``dtype``, or a ``tokenizer`` for a format without room for one.
     """
     chosen = format_named(format)
     dtypes = FORMATS[format].dtypes
     dtype = dtype or dtypes[0]
     if dtype not in dtypes:
         raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(dtypes)}.")
+    if tokenizer is not None and not FORMATS[format].tokenizer_inside:
+        raise ValueError(f"tokenizer: the {format} layout has no room for one.")
+    words = None if tokenizer is None else Path(tokenizer)
     if isinstance(source, Opened):
-        return _extract(source, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
+        return _extract(source, out, chosen, dtype, codes, exact, overwrite, sliding_window, words, progress)
     with open_bundle(source) as opened:
-        return _extract(opened, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
+        return _extract(opened, out, chosen, dtype, codes, exact, overwrite, sliding_window, words, progress)
 
 
 def _extract(
@@ -130,11 +135,12 @@ def _extract(
     exact: bool,
     overwrite: bool,
     sliding_window: int | None,
+    tokenizer: Path | None,
     progress: Progress,
 ) -> ExtractionResult:
     opened.prefetch()
     drafter = opened.drafter(sliding_window)
-    checkpoint = checkpoint_of(drafter)
+    checkpoint = replace(checkpoint_of(drafter), tokenizer=tokenizer)
     hashes = _Hashes(drafter, checkpoint)
     if FORMATS[format_.name].provenance_inside:
         hashes.hash_section()

@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import differing, read_header, sums_of
+from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
@@ -109,6 +109,8 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {escape(expected.get('size'))}")
         elif name == weights:
             stored = read_header(path)
+            if expected.get("header", header := header_sum(path, stored)) != header:
+                wrong.append(f"{escape(name)} has another header")
             sums = {tensor: entry.get("xxh3") for tensor, entry in record["tensors"].items()}
             wrong += [*_misdescribed(stored, record["tensors"]), *_differing(path, stored, sums)]
             tensors += len(record["tensors"])

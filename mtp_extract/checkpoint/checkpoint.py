@@ -31,6 +31,7 @@ class Checkpoint:
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
         activations: role of a matrix → the static quantization of what goes into it and what comes out, where a graph
             has one.
+        tokenizer: the directory of its base's tokenizer, for formats that keep one; None to leave it out.
     """
 
     architecture: str
@@ -41,6 +42,7 @@ class Checkpoint:
     activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    tokenizer: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import OutputError
 
-__all__ = ["container_of", "differing", "output_error", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+__all__ = ["container_of", "differing", "header_sum", "output_error", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
@@ -162,6 +162,12 @@ def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
     for piece in pieces(path, fd, offset, length):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
+    """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
+    with open(path, "rb") as file:
+        return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
 
 
 def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:

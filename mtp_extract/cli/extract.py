@@ -56,6 +56,10 @@ def command(
         bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")] = False,
+    tokenizer: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="The base's tokenizer, to put into a gguf; llama.cpp drafts without."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
     sliding_window: SlidingWindow = None,
     section: Annotated[
@@ -77,6 +81,9 @@ def command(
     if dtype is not None and dtype.value not in dtypes:
         raise typer.BadParameter(f"the {format.value} format is written in {' or '.join(dtypes)}.")
 
+    if tokenizer is not None and not FORMATS[format.value].tokenizer_inside:
+        raise typer.BadParameter(f"--tokenizer: the {format.value} format has no room for one.")
+
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
     from mtp_extract.extraction import default_directory, extract
@@ -95,6 +102,7 @@ def command(
             exact=exact,
             overwrite=overwrite,
             sliding_window=sliding_window,
+            tokenizer=tokenizer,
             progress=tick,
         )
     if print_json:

@@ -24,19 +24,25 @@ class Listed:
         dtypes: the output types it has, the default first.
         about: one line for users.
         provenance_inside: whether the weights file has room for where it came from.
+        tokenizer_inside: whether it has room for the base's tokenizer.
     """
 
     module: str
     dtypes: tuple[str, ...]
     about: str
     provenance_inside: bool = False
+    tokenizer_inside: bool = False
 
 
 FORMATS = {
     "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
     "gguf": Listed(
-        f"{__name__}.gguf", ("codes", "f32", "bf16", "f16"), "one file for llama.cpp, with the stored integers", True
+        f"{__name__}.gguf",
+        ("codes", "f32", "bf16", "f16"),
+        "one file for llama.cpp, with the stored integers",
+        provenance_inside=True,
+        tokenizer_inside=True,
     ),
 }
 """Every format by name."""

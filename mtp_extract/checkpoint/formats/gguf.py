@@ -27,6 +27,7 @@ from mtp_extract.checkpoint.formats.gguf_metadata import (
     notes_of_config,
     rope_frequency_factors,
 )
+from mtp_extract.checkpoint.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.checkpoint.formats.holding import UNIT_ROUNDOFF, hold_floats
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
@@ -43,7 +44,6 @@ _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()}
 # llama_ftype, of the type that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
 _QUANTIZATION_VERSION = 2
-_TOKENIZER, _NO_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "no_vocab", "tokenizer.ggml.tokens"
 _VERSION_KEY = f"{OWN}version"
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
 # A row's step: read this many bytes of rows at a time to find them.
@@ -96,7 +96,10 @@ class GgufFormat:
         }
         own = {_VERSION_KEY: __version__, **{OWN + key: text for key, text in checkpoint.provenance.items()}}
         notes = notes_of_config(config)
-        everything = {**general, **metadata, **own, _TOKENIZER: _NO_TOKENIZER}
+        tokenizer = {MODEL: NO_TOKENIZER}
+        if checkpoint.tokenizer is not None:
+            tokenizer = tokenizer_metadata(checkpoint.tokenizer, config.vocab_size)
+        everything = {**general, **metadata, **own, **tokenizer}
         return [OutputFile(self.weights_file, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read_config(self, directory: Path) -> DrafterConfig:
@@ -172,7 +175,7 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
     """What the file at ``path`` says before its data, and the shape it says."""
     header = read_gguf(path)
     head = header.tensors.get(_head_name())
-    tokens = header.metadata.get(_TOKENS)
+    tokens = header.metadata.get(TOKENS)
     rows = head.shape[0] if head is not None else 0
     if isinstance(tokens, Texts) and head is not None and tokens.count != rows:
         raise DrafterError(

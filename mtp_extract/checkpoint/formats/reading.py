@@ -31,14 +31,14 @@ __all__ = [
 _LARGEST_JSON = 1 << 24
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at ``path``.
+def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in the file at ``path``, of at most ``largest`` bytes.
 
     Raises:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        if path.stat().st_size > _LARGEST_JSON:
+        if path.stat().st_size > largest:
             raise DrafterError(f"{escape(path)}: expected a configuration, found {path.stat().st_size} bytes")
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
