@@ -50,10 +50,10 @@ class Holding:
     """How a format holds a weight.
 
     Attributes:
-        kept: "codes" or "floats".
+        kept: "codes", "floats", or "nothing" where the weight is left out.
         rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16"); empty if nothing is.
         bound: the most by which that changes a number, as a share of it; 0 if nothing is rounded.
-        why: why its codes are not kept, and what keeps them; empty where they are, or where it has none.
+        why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.
     """
 
     kept: str

@@ -15,6 +15,7 @@ from mtp_extract.errors import CheckpointError, UnsupportedError
 
 __all__ = ["check_codes", "holdings_of", "notes_of", "require_exact"]
 
+NOTHING = "nothing"
 _MOST_NAMED = 4
 
 
@@ -35,9 +36,9 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     Raises:
         UnsupportedError: names what would be, and to what.
     """
-    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
-    if rounded:
-        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(rounded).items())
+    changed = {role: holding for role, holding in holdings.items() if holding.rounded_to or holding.kept == NOTHING}
+    if changed:
+        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(changed).items())
         raise UnsupportedError(
             f"The {name} format cannot hold this drafter exactly: {listed}. Choose the type f32, or a "
             "format that keeps scales in F32.",
@@ -47,13 +48,14 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
 
 def notes_of(holdings: Mapping[str, Holding]) -> tuple[str, ...]:
     """What a user should know of how the weights were held, where codes were to be kept."""
-    if all(holding.kept != CODES for holding in holdings.values()):
-        return ()
-    whys: dict[str, list[str]] = defaultdict(list)
+    whys: dict[tuple[str, str], list[str]] = defaultdict(list)
+    coded = any(holding.kept == CODES for holding in holdings.values())
     for role, holding in holdings.items():
-        if holding.why:
-            whys[holding.why].append(role)
-    notes = [f"In floats: {_named(roles)}, because {why}." for why, roles in whys.items()]
+        if holding.why and (coded or holding.kept == NOTHING):
+            whys["Left out" if holding.kept == NOTHING else "In floats", holding.why].append(role)
+    notes = [f"{how}: {_named(roles)}, because {why}." for (how, why), roles in whys.items()]
+    if not coded:
+        return tuple(notes)
     rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
     notes += [f"Rounded: {_named(roles)}, {what}." for what, roles in _grouped(rounded).items()]
     return tuple(notes)
@@ -63,7 +65,8 @@ def _grouped(rounded: Mapping[str, Holding]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for role, holding in rounded.items():
         what = "scales of codes" if holding.kept == CODES else "numbers"
-        groups[f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"].append(role)
+        how = f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"
+        groups["left out" if holding.kept == NOTHING else how].append(role)
     return groups
 
 

@@ -24,7 +24,17 @@ from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
 
-__all__ = ["container_of", "differing", "header_sum", "output_error", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+__all__ = [
+    "container_of",
+    "differing",
+    "header_sum",
+    "output_error",
+    "read_header",
+    "run_all",
+    "sums_of",
+    "workers",
+    "write_tensors",
+]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
