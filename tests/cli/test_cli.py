@@ -75,7 +75,8 @@ def test_json(sample: Path, tmp_path: Path) -> None:
     [
         [],
         ["a", "--sample"],
-        ["a", "--format", "gguf"],
+        ["a", "--format", "onnx"],
+        ["a", "--format", "litert", "--tokenizer", "b"],
         ["a", "--format", "litert", "--dtype", "bf16"],
         ["a", "--dtype", "q4"],
     ],

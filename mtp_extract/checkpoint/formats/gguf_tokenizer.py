@@ -41,12 +41,15 @@ def tokenizer_metadata(directory: Path, vocabulary: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: it is not there or damaged, of another kind than Gemma 4's, or has not ``vocabulary`` tokens.
     """
+    for name in (_FILE, _CONFIG):
+        if not (directory / name).is_file():
+            raise _refused(directory, f"expected {name} there, found none")
     try:
-        parsed = reading.read_json(directory / _FILE, _LARGEST)
         config = reading.read_json(directory / _CONFIG)
-        tokens, added = _tokens(parsed)
+        tokens, added = _tokens(reading.read_json(directory / _FILE, _LARGEST))
     except DrafterError as error:
-        raise _refused(directory, str(error)) from error
+        # What to do about a drafter is nothing to do about a tokenizer.
+        raise _refused(directory, str(error).partition("; ")[0]) from error
     if len(tokens) != vocabulary:
         raise _refused(directory, f"expected {vocabulary} tokens, as the drafter has, found {len(tokens)}")
     named = _special(config)
