@@ -127,7 +127,7 @@ def test_inspect_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["a", "b"], ["a", "--sample"], ["a", "--dtype", "f64"], ["a", "--no"], ["a", "--format", "gguf"]]
+    "arguments", [[], ["a", "b"], ["a", "--sample"], ["a", "--dtype", "f64"], ["a", "--no"], ["a", "--format", "onnx"]]
 )
 def test_wrong_usage(tmp_path: Path, arguments: list[str]) -> None:
     done = command(EXTRACT, *arguments, cwd=tmp_path)
