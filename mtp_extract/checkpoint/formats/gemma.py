@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mtp_extract.architecture.roles import Role
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.packed import HEAD, PackedFormat
-from mtp_extract.checkpoint.formats.parts import INPUT, OUTPUT, Packed, Part
+from mtp_extract.checkpoint.formats.parts import INPUT, OUTPUT, Packed, Part, static_scale
 from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.packing import row_bytes
+from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import DrafterError, escape
 
 __all__ = ["FORMAT"]
@@ -49,6 +52,21 @@ class GemmaFormat(PackedFormat):
             Part(".input_activation_scale", INPUT, "F32", ()),
             Part(".output_activation_scale", OUTPUT, "F32", ()),
         )
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        weights, *documents = super().plan(checkpoint, dtype)
+        packed = {tensor.role for tensor in weights.tensors if tensor.part == INPUT}
+        static = {role: [a for a in pair if a] for role, pair in checkpoint.activations.items() if any(pair)}
+        lost = [role for role, pair in static.items() if role not in packed or not all(map(static_scale, pair))]
+        notes = []
+        if len(lost) < len(static):
+            notes.append("Static scales of activations are held, and transformers rounds by them as the graph does.")
+        if lost:
+            notes.append(
+                f"Activations of {', '.join(lost)} are not rounded: the format has static scales for INT8 around 0 "
+                "alone, and for matrices of integers."
+            )
+        return [replace(weights, notes=tuple(notes)), *documents]
 
     def document(self, packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
         bits = {_pattern(module): {"num_bits": how.bits} for module, how in packed.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -83,7 +83,7 @@ def plan_parts(
             yield PlannedTensor(name, part.dtype, part.shape, producer, role, tensor)
         else:
             made = plan_array(name, _values(part.kind, codes, packed, activations))
-            yield PlannedTensor(name, made.dtype, made.shape, made.produce, role, tensor, part.kind)
+            yield replace(made, role=role, part=part.kind)
 
 
 def _packing(codes: RowCodes, packed: Packed, part: Part) -> Iterator[npt.NDArray[np.generic]]:
