@@ -24,6 +24,8 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        engines: those of :data:`ENGINES` that load it.
+        library: what the Hub calls the library it is for.
         provenance_inside: whether the weights file has room for where it came from.
         instance: what it is called in its module.
         engines: engine that wants it otherwise → the name under which it is so written.
@@ -33,14 +35,25 @@ class Listed:
     module: str
     dtypes: tuple[str, ...]
     about: str
+    engines: tuple[str, ...] = ()
+    library: str = ""
     provenance_inside: bool = False
     instance: str = "FORMAT"
     engines: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
 
 
+ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
+"""What loads a drafter, by the name of its section in a model card."""
+
 FORMATS = {
-    "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
+    "transformers": Listed(
+        module=f"{__name__}.transformers",
+        dtypes=("bf16", "f16", "f32"),
+        about="floats, for every engine but llama.cpp",
+        engines=("transformers", "vllm", "sglang", "mlx_vlm"),
+        library="transformers",
+    ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
     "mlx": Listed(f"{__name__}.mlx", ("codes",), "integers for mlx-vlm"),
     "compressed-tensors": Listed(
