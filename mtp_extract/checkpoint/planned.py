@@ -80,12 +80,14 @@ class OutputFile:
 
     Attributes:
         metadata: what the header says beside the tensors, in the container's terms.
+        notes: what a user should know of what is no weight and is not held, or held as nowhere else.
     """
 
     name: str
     tensors: tuple[PlannedTensor, ...] = ()
     text: str = ""
     metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
