@@ -27,6 +27,7 @@ class Listed:
         engines: those of :data:`ENGINES` that load it.
         library: what the Hub calls the library it is for.
         provenance_inside: whether the weights file has room for where it came from.
+        activations: whether it holds the static quantization of activations.
         instance: what it is called in its module.
         otherwise: engine that wants it otherwise → the name under which it is so written.
         variant: whether it is chosen by engine and not by name.
@@ -38,6 +39,7 @@ class Listed:
     engines: tuple[str, ...] = ()
     library: str = ""
     provenance_inside: bool = False
+    activations: bool = False
     instance: str = "FORMAT"
     otherwise: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
@@ -73,12 +75,21 @@ FORMATS = {
         instance="SGLANG",
         variant=True,
     ),
+    "gguf": Listed(
+        f"{__name__}.gguf",
+        ("codes", "f32", "bf16", "f16"),
+        "one file for llama.cpp, with the stored integers",
+        engines=("llama_cpp",),
+        library="gguf",
+        provenance_inside=True,
+    ),
     "gemma": Listed(
         f"{__name__}.gemma",
         ("codes",),
         "integers for transformers, with static scales of activations",
         engines=("transformers",),
         library="transformers",
+        activations=True,
     ),
 }
 """Every format by name."""
