@@ -31,7 +31,20 @@ _DEFAULT = next(iter(Format))
 _ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
 
 
-@app.command()
+# \b: typer leaves the lines as they are.
+_USE = """\b
+What was written, in an engine (the README.md in DIR says more):
+  transformers  model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))
+  vLLM          vllm serve BASE --speculative-config '{"method":"mtp","model":"DIR","num_speculative_tokens":4}'
+  SGLang        python -m sglang.launch_server --model-path BASE --speculative-algorithm NEXTN
+                --speculative-draft-model-path DIR --speculative-num-steps 5
+                --speculative-num-draft-tokens 6 --speculative-eagle-topk 1
+  mlx-vlm       python -m mlx_vlm generate --model BASE --draft-model DIR --draft-kind mtp --draft-block-size 4
+  llama.cpp     llama-server -m BASE.gguf -md DIR/drafter.gguf --spec-type draft-mtp --spec-draft-n-max 4
+"""
+
+
+@app.command(epilog=_USE)
 def command(
     source: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
@@ -55,6 +68,7 @@ def command(
     codes: Annotated[
         bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
     ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
     sliding_window: SlidingWindow = None,
     section: Annotated[
@@ -91,6 +105,7 @@ def command(
             format=format.value,
             dtype=dtype.value if dtype else None,
             codes=codes,
+            exact=exact,
             overwrite=overwrite,
             sliding_window=sliding_window,
             progress=tick,
@@ -110,7 +125,7 @@ def command(
 
 def _show(result: ExtractionResult) -> None:
     record = result.record
-    tensors = record["tensors"].values()
+    tensors = [entry for entry in record["tensors"].values() if "part" not in entry]
     source, section = record["source"], record["source"]["section"]
     name = record["known_as"] or "MTP"
     say(f"{name} drafter of {escape(source['name'])} ({found_in(section['index'], section['found_by'])})")

@@ -23,15 +23,30 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        engines: those of :data:`ENGINES` that load it.
+        library: what the Hub calls the library it is for.
+        provenance_inside: whether the weights file has room for where it came from.
     """
 
     module: str
     dtypes: tuple[str, ...]
     about: str
+    engines: tuple[str, ...] = ()
+    library: str = ""
+    provenance_inside: bool = False
 
+
+ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
+"""What loads a drafter, by the name of its section in a model card."""
 
 FORMATS = {
-    "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
+    "transformers": Listed(
+        module=f"{__name__}.transformers",
+        dtypes=("bf16", "f16", "f32"),
+        about="floats, for every engine but llama.cpp",
+        engines=("transformers", "vllm", "sglang", "mlx_vlm"),
+        library="transformers",
+    ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
 }
 """Every format by name."""
@@ -50,17 +65,17 @@ def format_named(name: str) -> Format:
 
 
 def format_of(directory: Path) -> Format:
-    """The format of the checkpoint in ``directory``, by the file that marks it.
+    """The format of the checkpoint in ``directory``.
 
     Raises:
         DrafterError: it is of none.
     """
     formats = [format_named(name) for name in FORMATS]
     for found in formats:
-        if (directory / found.marker).is_file():
+        if found.recognizes(directory):
             return found
     raise DrafterError(
-        f"expected {' or '.join(f.marker for f in formats)} in {escape(directory)}, found neither; "
+        f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
 
