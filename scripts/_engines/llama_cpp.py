@@ -22,15 +22,17 @@ from typing import Any
 
 from .outcome import Outcome, last_line, run
 
-__all__ = ["SDIST", "Llama", "build", "counts", "reason", "timings", "version", "with_tokenizer"]
+__all__ = ["PROGRAMS", "SDIST", "Llama", "build", "counts", "reason", "timings", "version", "with_tokenizer"]
 
 SDIST = "llama-cpp-python==0.3.36"
 DRAFTS = 3
-_PROGRAMS = ("llama-server", "llama-speculative-simple")
-# In F16, the default, K and V are not what the base alone had in F32 elsewhere.
-_EXACT = ("-ctk", "f32", "-ctv", "f32")
+PROGRAMS = ("llama-server", "llama-speculative-simple")
+# K and V in F16, the default, are not those of the base elsewhere. Two threads that wait for each other on a busy
+# machine take minutes.
+_OPTIONS = ("-ctk", "f32", "-ctv", "f32", "-t", "1")
 _GREEDY = {"temperature": 0, "top_k": 1, "cache_prompt": False}
 _SECONDS_TO_START = 120
+_TRIES = 10
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -46,7 +48,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     source, made = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp")), folder / "build"
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_WEBUI=OFF"]
     subprocess.run(["cmake", "-B", str(made), *options, str(source)], check=True)
-    subprocess.run(["cmake", "--build", str(made), "--parallel", "--target", *_PROGRAMS], check=True)
+    subprocess.run(["cmake", "--build", str(made), "--parallel", "--target", *PROGRAMS], check=True)
     return made / "bin", source
 
 
@@ -110,9 +112,10 @@ class Llama:
         drafted, accepted = timings(answer)
         same = answer["content"] == plain["content"]
         outcomes = [replace(made, engine="llama-server", identical=same, drafted=drafted, accepted=accepted)]
-        simple = self.programs / _PROGRAMS[1]
+        simple = self.programs / PROGRAMS[1]
         if simple.is_file():
-            done = run([str(simple), *self._options(drafter), "-p", self.prompt, "-n", str(self.tokens), "--temp", "0"])
+            options = ["-p", self.prompt, "-n", str(self.tokens), "--temp", "0"]
+            done = _whole([str(simple), *self._options(drafter), *options])
             drafted, accepted = counts(done.stderr)
             # It prints the prompt and its first token too, and stops where a round ends.
             text = done.stdout.strip("\n").partition(self.prompt)[2]
@@ -121,11 +124,11 @@ class Llama:
         return outcomes
 
     def _version(self) -> str:
-        done = run([str(self.programs / _PROGRAMS[0]), "--version"])
+        done = run([str(self.programs / PROGRAMS[0]), "--version"])
         return done.stdout + done.stderr
 
     def _options(self, drafter: Path | None) -> list[str]:
-        options = ["-m", str(self.base), *_EXACT]
+        options = ["-m", str(self.base), *_OPTIONS]
         if drafter is not None:
             options += ["-md", str(drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(DRAFTS)]
         return options
@@ -146,7 +149,7 @@ class Llama:
         """
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        command = [str(self.programs / _PROGRAMS[0]), *self._options(drafter), "-np", "1", "--port", str(port)]
+        command = [str(self.programs / PROGRAMS[0]), *self._options(drafter), "-np", "1", "--port", str(port)]
         address = f"http://127.0.0.1:{port}"
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -164,6 +167,18 @@ class Llama:
             finally:
                 server.kill()
                 server.wait()
+
+
+def _whole(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """``command`` with all that it prints.
+
+    0c1e570 ends without waiting for what its log's thread has still to write: one run of five lacks its figures.
+    """
+    for _ in range(_TRIES):
+        done = run(command)
+        if done.returncode or "n_accept" in done.stderr:
+            break
+    return done
 
 
 def reason(log: str) -> str:
