@@ -12,7 +12,14 @@ from helpers.variant_files import HERE
 from mtp_extract.data import sample_base, sample_bundle
 
 # Folders and files; single tests elsewhere are marked where they stand.
-NEED_TORCH = ("adversary", "drafter", "engines", "speculate", "validate", "checkpoint/test_transformers.py")
+NEED_TORCH = (
+    "adversary",
+    "drafter",
+    "engines/test_local.py",
+    "speculate",
+    "validate",
+    "checkpoint/test_transformers.py",
+)
 
 SLOW = ("adversary", "hostile")
 

@@ -94,8 +94,9 @@ class Kind:
         if (found.get("accepted") or 0) > (found.get("drafted") or 0):
             raise ServerError(f"expected at most {found['drafted']} accepted drafts, found {found['accepted']}")
         time = told.get(self.counts.get("ms", ""))
-        real = isinstance(time, (int, float)) and not isinstance(time, bool) and 0 <= time < _LARGEST
-        return Counters(ms=float(time) if real else None, **found)
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < _LARGEST:
+            time = None
+        return Counters(ms=time, **found)
 
     def of_page(self, text: str) -> Counters:
         """The counters on a page in Prometheus' format, added up over their labels.
@@ -109,10 +110,10 @@ class Kind:
             named = _METRIC.match(line)
             if named is None or named[0] not in ours:
                 continue
-            value = line[named.end() :].rpartition("}")[2].split()
+            value: list[str] = line[named.end() :].rpartition("}")[2].split()
             try:
                 number = float(value[0])
-                whole = int(number) if number.is_integer() else value[0]
+                whole: object = int(number) if number.is_integer() else value[0]
             except (ValueError, OverflowError, IndexError):
                 whole = value[0] if value else "nothing"
             count = _count(named[0], whole) or 0

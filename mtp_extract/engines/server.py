@@ -37,7 +37,6 @@ _MOST_NAMED = 8
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("api_key_env",)),
     403: ("refuses access", ("api_key_env",)),
-    404: ("has no such page or model", ("model",)),
     429: ("limits the rate of requests. Send fewer at a time, or try later", ("concurrency",)),
     503: ("is not available: it may still be loading its model, or have too much to do. Try later", ()),
 }
@@ -193,6 +192,11 @@ class Server:
         sent = time.perf_counter()
         post = self._client.stream("POST", self._root + path, content=content, headers=headers)
         with self._said(), post as response:
+            if response.status_code == 404:
+                remedies = ("chat_template", "model")
+                raise ServerError(
+                    f"expected {path} and the model {escape(self.model)}, found one missing (404)", remedies=remedies
+                )
             if response.status_code != 200:
                 raise self._refused(response)
             kind = response.headers.get("content-type", "")

@@ -342,7 +342,7 @@ def _figures(
         server=_side(chosen["server"]),
         baseline=_side(chosen["baseline"]) if "baseline" in chosen else None,
         speedup=sum(would_take) / sum(takes) if both else None,
-        speedup_ci95=ratio_interval(would_take, takes),
+        speedup_ci95=_interval(would_take, takes),
         identical=sum(compared) if compared else None,
         compared=len(compared),
     )
@@ -383,10 +383,10 @@ def _side(groups: Sequence[Group]) -> Side:
         tokens=tokens,
         seconds=sum(answer.seconds for answer in answers),
         tokens_per_s=rate,
-        tokens_per_s_ci95=ratio_interval(after, seconds),
+        tokens_per_s_ci95=_interval(after, seconds),
         throughput=tokens / sum(group.wall for group in groups) if tokens is not None else None,
         first_token_ms=sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
-        first_token_ms_ci95=ratio_interval(*firsts),
+        first_token_ms_ci95=_interval(*firsts),
         inter_token_ms=1e3 / rate if rate else None,
         server_tokens_per_s=1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
         counted=counted,
@@ -396,8 +396,14 @@ def _side(groups: Sequence[Group]) -> Side:
         acceptance_ci95=share_interval(drafts[1], drafts[0]) if drafted else None,
         rounds=rounds,
         mean_accepted_length=sum(emitted) / rounds if rounds else None,
-        mean_accepted_length_ci95=ratio_interval(emitted, lengths[0]) if rounds else None,
+        mean_accepted_length_ci95=_interval(emitted, lengths[0], least=1.0) if rounds else None,
     )
+
+
+def _interval(sums: Sequence[float], sizes: Sequence[float], least: float = 0.0) -> Interval | None:
+    """Of a ratio over texts that cannot be less than ``least``, whatever few of them say."""
+    found = ratio_interval(sums, sizes)
+    return found and Interval(max(least, found.low), max(least, found.high))
 
 
 def _clusters(groups: Iterable[Group], *names: str) -> tuple[list[int], list[int]]:

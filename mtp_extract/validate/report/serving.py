@@ -217,7 +217,9 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
                 *(_NOT_TOLD if found[field] is None else str(found[field]) for field in ("accepted", "drafted")),
                 share(found["acceptance"], found["acceptance_ci95"]),
                 _NOT_TOLD if found["rounds"] is None else str(found["rounds"]),
-                _number(found["mean_accepted_length"], found["mean_accepted_length_ci95"], ".2f"),
+                _number(found["mean_accepted_length"], found["mean_accepted_length_ci95"], ".2f")
+                if found["rounds"]
+                else "–",
             )
             for name, figures in rows
             for side in sides
