@@ -31,7 +31,7 @@ __all__ = ["Answer", "Server", "key_from"]
 
 _CONNECT_TIMEOUT = 10.0
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
-_LARGEST_PAGE, _LARGEST_LINE, _LARGEST_ANSWER = 1 << 24, 1 << 22, 1 << 28  # bytes
+_LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _MOST_NAMED = 8
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
@@ -97,6 +97,8 @@ class Server:
         version: as it says; None if it does not.
         model: asked for.
 
+    Its connections are closed at the end of a ``with`` block.
+
     Raises:
         MtpExtractError: it cannot be reached, or is not what it should be.
     """
@@ -120,6 +122,19 @@ class Server:
             timeout=library.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
             limits=library.Limits(max_connections=None, keepalive_expiry=_KEPT),
         )
+        try:
+            self._recognise(model)
+        except BaseException:
+            self._client.close()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def _recognise(self, model: str | None) -> None:
         header, listed = self._get("/v1/models")
         entries = [entry for entry in _list(at(listed, "data")) if isinstance(at(entry, "id"), str)]
         if not entries:
@@ -202,14 +217,14 @@ class Server:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
-            return self._read(response, sent)
+            return self._read(response, sent, _LARGEST_EVENT + _LARGEST_TOKEN * max_tokens)
 
-    def _read(self, response: Any, sent: float) -> Answer:
+    def _read(self, response: Any, sent: float, largest: int) -> Answer:
         pieces: list[str] = []
         tokens: int | None = None
         first = last = 0.0
         first_tokens, reason, told, done = 1, None, None, False
-        for now, data in self._events(response, sent):
+        for now, data in self._events(response, sent, largest):
             if data == b"[DONE]":
                 done = True
                 break
@@ -228,7 +243,7 @@ class Server:
                     pieces.append(text)
                 last = now
                 given = at(choice, "finish_reason")
-                reason = given if isinstance(given, str) else reason
+                reason = escape(given) if isinstance(given, str) else reason
         if not done and reason is None:
             raise ServerError("the answer ended before its end")
         if tokens is None and told is not None:
@@ -243,7 +258,7 @@ class Server:
             told=told,
         )
 
-    def _events(self, response: Any, sent: float) -> Iterator[tuple[float, bytes]]:
+    def _events(self, response: Any, sent: float, largest: int) -> Iterator[tuple[float, bytes]]:
         """The data of each event, with the time at which it was here."""
         rest, size = b"", 0
         for piece in response.iter_raw():
@@ -252,7 +267,7 @@ class Server:
             if now - sent > self._timeout:
                 raise ServerError(f"expected an answer within {self._timeout:g} seconds", remedies=("timeout",))
             *lines, rest = (rest + piece).split(b"\n")
-            if len(rest) > _LARGEST_LINE or size > _LARGEST_ANSWER:
+            if len(rest) > _LARGEST_EVENT or size > largest:
                 raise ServerError("the answer is too large for one")
             for line in lines:
                 if line.startswith(b"data:"):
@@ -326,7 +341,8 @@ class Server:
             with Faults(self.name):
                 yield
         except FaultError as fault:
-            raise ServerError(f"{self.name}: {fault}. Is the server running, and is this its address?") from None
+            advice = "Check that it runs, and its address" if fault.kind else "Its log may say why"
+            raise ServerError(f"{self.name}: {fault}. {advice}.", remedies=("timeout",) * bool(fault.kind)) from None
         except ServerError as error:
             text = str(error)
             if not text.startswith(self.name):

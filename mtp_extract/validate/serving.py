@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -204,12 +205,20 @@ def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
     if min(plan.max_tokens, plan.concurrency, plan.repeat) < 1 or plan.warm_up < 0 or not plan.timeout > 0:
         raise MtpExtractError("expected at least 1 token, 1 request at a time, 1 repeat and some time to answer")
     prompts = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    with ExitStack() as stack:
+        return _measure(plan, prompts, say, stack)
+
+
+def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitStack) -> Benchmark:
     urls = {"server": plan.url, **({"baseline": plan.baseline} if plan.baseline else {})}
-    servers = {side: Server(url, model=plan.model, key=plan.key, timeout=plan.timeout) for side, url in urls.items()}
+    servers = {
+        side: stack.enter_context(Server(url, model=plan.model, key=plan.key, timeout=plan.timeout))
+        for side, url in urls.items()
+    }
     for server in servers.values():
         say(f"{server.name}: {server.kind.name}, {plan.warm_up} requests to warm up")
-        for prompt in (prompts * plan.warm_up)[: plan.warm_up]:
-            _ask(server, prompt, plan)
+        for number in range(plan.warm_up):
+            _ask(server, prompts[number % len(prompts)], plan)
     found: dict[str, list[Group]] = {side: [] for side in servers}
     names = list(dict.fromkeys(prompt.workload for prompt in prompts))
     order = list(servers)
