@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ class Server:
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         self._root, login = _parse(url)
         self.name = WebAddress(self._root).name
-        self._timeout = timeout
+        self._timeout, self._late = timeout, f"expected an answer within {timeout:g} seconds"
         self._secrets = [secret for secret in (key, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
         if key is not None:
@@ -204,9 +205,8 @@ class Server:
             path, body["prompt"] = "/v1/completions", getattr(prompt, "tokens", prompt)
         content = json.dumps(body | more).encode()
         headers = {"Content-Type": "application/json"}
-        sent = time.perf_counter()
         post = self._client.stream("POST", self._root + path, content=content, headers=headers)
-        with self._said(), post as response:
+        with self._said() as sent, post as response:
             if response.status_code == 404:
                 remedies = ("chat_template", "model")
                 raise ServerError(
@@ -265,7 +265,7 @@ class Server:
             now = time.perf_counter()
             size += len(piece)
             if now - sent > self._timeout:
-                raise ServerError(f"expected an answer within {self._timeout:g} seconds", remedies=("timeout",))
+                raise ServerError(self._late, remedies=("timeout",))
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > _LARGEST_EVENT or size > largest:
                 raise ServerError("the answer is too large for one")
@@ -335,19 +335,28 @@ class Server:
         return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
 
     @contextmanager
-    def _said(self) -> Iterator[None]:
-        """Errors of what happens inside, with the server's name and an end."""
+    def _said(self) -> Iterator[float]:
+        """The time at which a request begins; errors of what happens inside, with the server's name and an end."""
+        # Of a head that trickles in nobody is told before it is complete; closing ends it.
+        watch = threading.Timer(2 * self._timeout, self._client.close)
+        watch.daemon = True
+        watch.start()
+        begun = time.perf_counter()
         try:
             with Faults(self.name):
-                yield
+                yield begun
         except FaultError as fault:
-            advice = "Check that it runs, and its address" if fault.kind else "Its log may say why"
+            if time.perf_counter() - begun > 2 * self._timeout:
+                raise ServerError(f"{self.name}: {self._late}.", remedies=("timeout",)) from None
+            advice = "Check that it runs, and its address" if fault.kind else "Its log may say why, if it speaks HTTP"
             raise ServerError(f"{self.name}: {fault}. {advice}.", remedies=("timeout",) * bool(fault.kind)) from None
         except ServerError as error:
             text = str(error)
             if not text.startswith(self.name):
                 raise ServerError(f"{self.name}: {text.rstrip('.')}.", remedies=error.remedies) from None
             raise
+        finally:
+            watch.cancel()
 
 
 def _parse(url: str) -> tuple[str, tuple[str, ...]]:

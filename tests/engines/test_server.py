@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from time import sleep
 from typing import Any, Protocol
 
 import pytest
@@ -381,6 +382,23 @@ def test_an_answer_that_takes_too_long(connect: Connect, vllm: ModelServer, monk
     with pytest.raises(ServerError, match="expected an answer within 5 seconds") as caught:
         server.ask(PROMPT, max_tokens=3, chat=False)
     assert caught.value.remedies == ("timeout",)
+
+
+def test_a_head_that_trickles_in(connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line in time, and no end: only closing the connection ends it."""
+    server = connect(vllm.url)
+    monkeypatch.setattr(server, "_timeout", 0.05)
+
+    def trickle(handler: Any) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            handler.wfile.write(b"X: y\r\n")
+            sleep(0.01)
+
+    vllm.overrides["/v1/completions"] = trickle
+    with pytest.raises(ServerError, match="expected an answer within") as caught:
+        server.ask(PROMPT, max_tokens=3, chat=False)
+    assert str(caught.value).startswith(f"{vllm.url}: ")
 
 
 @pytest.mark.torch
