@@ -33,7 +33,7 @@ __all__ = ["Answer", "Server", "key_from"]
 _CONNECT_TIMEOUT = 10.0
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
-_MOST_NAMED = 8
+_MOST_NAMED, _MOST_TOKENS = 8, 1 << 53
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("api_key_env",)),
@@ -232,7 +232,7 @@ class Server:
             if event.get("error"):
                 raise ServerError(f"the answer ended in an error{self._quoted(event)}")
             count = at(event, "usage", "completion_tokens")
-            if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
+            if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _MOST_TOKENS:
                 tokens = count
             told = self.kind.of_answer(event) or told
             for choice in _list(event.get("choices")):

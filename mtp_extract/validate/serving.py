@@ -260,12 +260,10 @@ def _group(server: Server, prompts: Sequence[Prompt], chosen: tuple[int, ...], t
     begun = time.perf_counter()
     answers = together([lambda index=index: _ask(server, prompts[index], plan) for index in chosen])  # type: ignore[misc]
     wall = time.perf_counter() - begun
-    page = _moved(server, before, answers) if before is not None else None
-    ours = Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
-    disturbed = page is not None and not (_equal(page, ours) and (page.accepted or 0) <= (page.drafted or 0))
-    return Group(
-        prompts[chosen[0]].workload, chosen, turn, tuple(answers), wall, None if disturbed else page, disturbed
-    )
+    page = _moved(server, before, ours := _counted(answers)) if before is not None else None
+    disturbed = page is not None and not _equal(page, ours)
+    kept = None if disturbed else page
+    return Group(prompts[chosen[0]].workload, chosen, turn, tuple(answers), wall, kept, disturbed)
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -292,9 +290,12 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
     return [results[number] for number in range(len(tasks))]
 
 
-def _moved(server: Server, before: Counters, answers: Sequence[Answer]) -> Counters | None:
+def _counted(answers: Sequence[Answer]) -> Counters:
+    return Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
+
+
+def _moved(server: Server, before: Counters, ours: Counters) -> Counters | None:
     """By how much the counters moved; they may trail behind the answers."""
-    ours = Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
     deadline = time.monotonic() + _SETTLED
     while (after := server.counters()) is not None:
         moved = after - before
@@ -305,9 +306,10 @@ def _moved(server: Server, before: Counters, answers: Sequence[Answer]) -> Count
 
 
 def _equal(moved: Counters, ours: Counters) -> bool:
-    """Whether the counters moved by what was asked here: in requests, or in tokens where these are not counted."""
+    """Whether counters moved by what was asked here, in requests, or in tokens where these are not counted; and up."""
     name = "tokens" if moved.requests is None else "requests"
-    return getattr(moved, name) is not None and getattr(moved, name) == getattr(ours, name)
+    same = getattr(moved, name) is not None and getattr(moved, name) == getattr(ours, name)
+    return same and 0 <= (moved.accepted or 0) <= (moved.drafted or 0) and (moved.rounds or 0) >= 0
 
 
 def _total(values: Iterable[int | None]) -> int | None:
@@ -317,19 +319,12 @@ def _total(values: Iterable[int | None]) -> int | None:
 
 def _pairs(groups: Mapping[str, Sequence[Group]]) -> list[tuple[str, int, str, str]]:
     """Workload, number of the prompt, the server's text and the baseline's."""
-    texts = [
-        [
-            (group.workload, index, answer.text)
-            for group in side
-            for index, answer in zip(group.prompts, group.answers, strict=True)
-        ]
-        for side in groups.values()
+    both = zip(groups["server"], groups.get("baseline", ()), strict="baseline" in groups)
+    return [
+        (ours.workload, index, a.text, b.text)
+        for ours, theirs in both
+        for index, a, b in zip(ours.prompts, ours.answers, theirs.answers, strict=True)
     ]
-    return (
-        [(name, index, ours, theirs) for (name, index, ours), (_, _, theirs) in zip(*texts, strict=True)]
-        if len(texts) > 1
-        else []
-    )
 
 
 def _parts(a: str, b: str) -> int:
@@ -359,26 +354,26 @@ def _figures(
 
 def _speeds(groups: Iterable[Group]) -> dict[int, tuple[int, float]]:
     """By prompt: tokens after those of the first text, and seconds; of answers that took measurable time for them."""
-    found: dict[int, tuple[int, float]] = {}
-    for group in groups:
-        for index, answer in zip(group.prompts, group.answers, strict=True):
-            if answer.tokens is not None and answer.tokens > answer.first_tokens and answer.seconds > 0:
-                tokens, seconds = found.get(index, (0, 0.0))
-                found[index] = (tokens + answer.tokens - answer.first_tokens, seconds + answer.seconds)
-    return found
+    return _summed(
+        (index, answer.tokens - answer.first_tokens, answer.seconds)
+        for group in groups
+        for index, answer in zip(group.prompts, group.answers, strict=True)
+        if answer.tokens is not None and answer.tokens > answer.first_tokens and answer.seconds > 0
+    )
 
 
 def _side(groups: Sequence[Group]) -> Side:
     answers = [answer for group in groups for answer in group.answers]
     indices = [index for group in groups for index in group.prompts]
     tokens = _total(answer.tokens for answer in answers)
-    speeds = _speeds(groups).values()
-    after, seconds = [count for count, _ in speeds], [time for _, time in speeds]
+    after, seconds = _columns(_speeds(groups))
     rate = sum(after) / sum(seconds) if seconds else None
-    firsts = _summed(
-        (index, answer.first_s * 1e3, 1)
-        for index, answer in zip(indices, answers, strict=True)
-        if answer.first_s is not None
+    firsts = _columns(
+        _summed(
+            (index, answer.first_s * 1e3, 1)
+            for index, answer in zip(indices, answers, strict=True)
+            if answer.first_s is not None
+        )
     )
     told = [answer.told for answer in answers if answer.told and answer.told.tokens and answer.told.ms]
     own = sum(counters.ms or 0.0 for counters in told)
@@ -415,21 +410,26 @@ def _interval(sums: Sequence[float], sizes: Sequence[float], least: float = 0.0)
     return found and Interval(max(least, found.low), max(least, found.high))
 
 
-def _clusters(groups: Iterable[Group], *names: str) -> tuple[list[int], list[int]]:
-    """Two counters by what is independent; an answer and its repeats are one."""
-    first, second = names
-    return _summed(
-        (index, getattr(counters, first), getattr(counters, second))
-        for group in groups
-        for index, counters in group.by_text(first)
-        if getattr(counters, second) is not None
+def _clusters(groups: Iterable[Group], first: str, second: str) -> tuple[list[int], list[int]]:
+    """Two counters by what is independent."""
+    return _columns(
+        _summed(
+            (index, getattr(counters, first), getattr(counters, second))
+            for group in groups
+            for index, counters in group.by_text(first)
+            if getattr(counters, second) is not None
+        )
     )
 
 
-def _summed(rows: Iterable[tuple[int, Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """The two values of all rows with one number, added up."""
+def _summed(rows: Iterable[tuple[int, Any, Any]]) -> dict[int, tuple[Any, Any]]:
+    """By prompt, the two values of all rows added up: a text and its repeats are one."""
     found: dict[int, tuple[Any, Any]] = {}
     for index, a, b in rows:
         x, y = found.get(index, (0, 0))
         found[index] = (x + a, y + b)
-    return [x for x, _ in found.values()], [y for _, y in found.values()]
+    return found
+
+
+def _columns(found: Mapping[int, tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [a for a, _ in found.values()], [b for _, b in found.values()]

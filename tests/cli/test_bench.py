@@ -162,6 +162,26 @@ def test_counters_that_start_again(
     checked(found)
 
 
+@pytest.mark.parametrize("name", ["rounds", "drafted", "accepted"])
+def test_counters_that_move_as_none_can(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
+    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    server, _ = pair
+    own = server.answer
+
+    def twisted(prompt: str, most: int) -> list[str]:
+        server.moved[name] += 20 if name == "accepted" else -20
+        return own(prompt, most)
+
+    server.answer = twisted
+    found = run_benchmark(plan(prompts, server, warm_up=0))
+    assert all(group.disturbed for group in found.groups["server"])
+    assert found.total.server.drafted is None
+    checked(found)
+
+
 def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
     server, baseline = pair
     baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ["!"] * (prompt == "import os")
@@ -169,7 +189,9 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     at = len("".join(words_of("import os", TOKENS)[:-1]))
     assert ("code", 1, at) in found.parted
     report = checked(found)
-    assert f"code: the text of prompt 2 leaves the baseline's at character {at + 1}" in report["findings"]
+    (finding,) = (text for text in report["findings"] if text.startswith("code: "))
+    assert finding.startswith("code: the text leaves the baseline's in prompt 1 at character ")
+    assert f", 2 at character {at + 1}" in finding
     assert "in 0 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))

@@ -308,6 +308,7 @@ def test_answers_that_are_none(
         ({"choices": "none"}, ""),
         ({"choices": [None, 3, {"delta": []}, {"delta": {"content": ["a"]}}]}, ""),
         ({"usage": {"completion_tokens": "many"}}, ""),
+        ({"usage": {"completion_tokens": 10**300}}, ""),
         ({"usage": []}, ""),
         ({"metrics": {"speculative_decoding": 5}}, ""),
         ({"choices": [{"delta": {"reasoning": "hm ", "reasoning_content": "hm ", "content": "yes"}}]}, "hm yes"),

@@ -94,10 +94,10 @@ def _findings(found: Benchmark) -> list[str]:
         listed.append("the server drafted nothing: it was started without a drafter, or does not use it")
     if baseline is not None and baseline.drafted:
         listed.append(f"the baseline drafts too ({baseline.drafted} drafts): it is none")
-    listed += [
-        f"{name}: the text of prompt {index + 1} leaves the baseline's at character {at + 1}"
-        for name, index, at in dict.fromkeys(found.parted)
-    ]
+    for name in found.workloads:
+        places = dict.fromkeys(f"{index + 1} at character {at + 1}" for of, index, at in found.parted if of == name)
+        if places:
+            listed.append(f"{name}: the text leaves the baseline's in prompt {', '.join(places)}")
     return listed
 
 
@@ -203,7 +203,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "Tokens per second: tokens after those of the first text, as the server counts them, over the time from "
             "first text to last event, both added up over all answers. Throughput: all tokens over the time in which "
             "requests were under way. Speedup: the time the baseline takes for as many tokens, over the server's. "
-            "In brackets: 95 % intervals, over texts."
+            "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
+            "rounding may part them. In brackets: 95 % intervals, over texts."
         ),
     )
     yield Table(
