@@ -80,7 +80,7 @@ class OutputFile:
 
     Attributes:
         metadata: what the header says beside the tensors, in the container's terms.
-        notes: where an engine does not do what the file says.
+        notes: what a user should know of what is no weight and is not held, or held as nowhere else.
     """
 
     name: str
