@@ -132,17 +132,23 @@ def _codes(tensor: LazyTensor) -> RowCodes | str:
     """``tensor`` as Q4_0 or Q8_0 hold it, or why they cannot."""
     codes = row_codes(tensor)
     if isinstance(codes, str):
-        return f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point"
+        return (
+            f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
+            "can be kept beside the floats)"
+        )
     if codes.shape[1] % BLOCK or codes.block % BLOCK:
         what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
-        return f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (mlx may hold it)"
+        return (
+            f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
+            "format keeps rows of any length)"
+        )
     with np.errstate(over="ignore", under="ignore"):
         rounded = codes.steps.astype(np.float16).astype(np.float32)
     unlike = np.abs(rounded - codes.steps) > UNIT_ROUNDOFF["f16"] * np.abs(codes.steps)
     if unlike.any() or not np.isfinite(rounded).all():
         return (
             f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
-            "in Q4_0 and Q8_0 (mlx and compressed-tensors have F32)"
+            "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
         )
     return codes
 
