@@ -31,10 +31,11 @@ from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
 from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.integers import RowCodes, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
+from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
-from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of, verify_against_source
+from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
+from mtp_extract.extraction import checkpoint_of, prove_checkpoint, verify_against_source
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 FILE = "drafter.gguf"
@@ -363,6 +364,43 @@ def test_a_planted_fault_is_refused(sample: Path, copy: Path, fault: Callable[[b
             check_codes(read_checkpoint(copy), original, holdings)
         with pytest.raises(CheckpointError, match=f"tensor {name} has other values"):
             verify_against_source(copy, opened)
+
+
+# What the proof says of rounding
+
+
+def rounding(source: Path, folder: Path, spoiled: str = "", share: float = 0.0) -> Proof:
+    """The proof of ``source`` beside its GGUF in ``folder``, whose role ``spoiled`` is off by ``share``."""
+    with open_bundle(source) as opened:
+        drafter = opened.drafter()
+        original = checkpoint_of(drafter)
+        bounds = {role: holding.bound for role, holding in holdings_of(format_named("gguf"), original, CODES).items()}
+        written = read_checkpoint(folder)
+        tensors = dict(written.tensors)
+        if spoiled:
+            size, grid = tensors[spoiled].shape, seen(tensors[spoiled])
+            # Half of the rows too large, half too small: a norm behind them takes nothing of that away.
+            signs = np.where(np.arange(size[0]) % 2, 1 + share, 1 - share).astype(np.float32)
+            codes = np.concatenate([codes for _, codes in grid.blocks()])
+            tensors[spoiled] = stored_codes(codes, grid.steps * signs[:, None], grid.block, 8)
+        exact = replace(original, config=written.config)
+        return prove_checkpoint(drafter, exact, replace(written, tensors=tensors), bounds)
+
+
+@pytest.mark.parametrize("name", ["jax_published", "torch_int2", "torch_blockwise32", "torch_asymmetric"])
+def test_rounded_scales_pass_with_a_margin(tmp_path: Path, name: str) -> None:
+    extract(variant(name), tmp_path / "out", format="gguf")
+    proof = rounding(variant(name), tmp_path / "out")
+    assert proof.rounded is not None and proof.rounded_tolerance is not None
+    assert 0 < proof.rounded < proof.rounded_tolerance / 8 < 0.01
+
+
+@pytest.mark.parametrize(
+    "role", ["pre_projection", "layers.1.gate_proj", "layers.3.o_proj", "lm_head", "post_projection"]
+)
+def test_more_than_rounding_is_refused(sample: Path, made: Path, role: str) -> None:
+    with pytest.raises(ProofError, match="where rounding of that size explains"):
+        rounding(sample, made, role, 0.2)
 
 
 # The configuration
