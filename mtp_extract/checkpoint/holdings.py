@@ -39,9 +39,9 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     if rounded:
         listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(rounded).items())
         raise UnsupportedError(
-            f"The {name} format cannot hold this drafter exactly: {listed}. Choose the type f32, or a "
-            "format that keeps scales in F32.",
-            remedies=("dtype=f32", "format"),
+            f"The {name} format cannot hold this drafter exactly: {listed}. Choose floats "
+            "in F32, which the transformers format has, or a format that keeps scales in F32.",
+            remedies=("format=transformers", "dtype=f32"),
         )
 
 

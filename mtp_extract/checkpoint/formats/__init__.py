@@ -28,7 +28,7 @@ class Listed:
         library: what the Hub calls the library it is for.
         provenance_inside: whether the weights file has room for where it came from.
         instance: what it is called in its module.
-        engines: engine that wants it otherwise → the name under which it is so written.
+        written_for: engine that wants it otherwise → the name under which it is so written.
         variant: whether it is chosen by engine and not by name.
     """
 
@@ -39,7 +39,7 @@ class Listed:
     library: str = ""
     provenance_inside: bool = False
     instance: str = "FORMAT"
-    engines: Mapping[str, str] = field(default_factory=dict)
+    written_for: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
 
 
@@ -55,17 +55,37 @@ FORMATS = {
         library="transformers",
     ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed(f"{__name__}.mlx", ("codes",), "integers for mlx-vlm"),
+    "mlx": Listed(
+        module=f"{__name__}.mlx",
+        dtypes=("codes",),
+        about="the file's integers, for mlx-vlm",
+        engines=("mlx_vlm",),
+        library="mlx",
+    ),
     "compressed-tensors": Listed(
-        f"{__name__}.compressed_tensors",
-        ("codes",),
-        "integers for vLLM and transformers",
-        engines={"sglang": "compressed-tensors-sglang"},
+        module=f"{__name__}.compressed_tensors",
+        dtypes=("codes",),
+        about="the file's integers, for vLLM and transformers",
+        engines=("transformers", "vllm"),
+        library="transformers",
+        written_for={"sglang": "compressed-tensors-sglang"},
     ),
     "compressed-tensors-sglang": Listed(
-        f"{__name__}.compressed_tensors", ("codes",), "the same with a head of floats", instance="SGLANG", variant=True
+        module=f"{__name__}.compressed_tensors",
+        dtypes=("codes",),
+        about="the same, with a head of floats",
+        engines=("transformers", "vllm", "sglang"),
+        library="transformers",
+        instance="SGLANG",
+        variant=True,
     ),
-    "gemma": Listed(f"{__name__}.gemma", ("codes",), "integers for transformers, with static scales of activations"),
+    "gemma": Listed(
+        module=f"{__name__}.gemma",
+        dtypes=("codes",),
+        about="the file's integers and static scales of activations, for transformers",
+        engines=("transformers",),
+        library="transformers",
+    ),
 }
 """Every format by name."""
 
@@ -93,13 +113,11 @@ def name_for(name: str, engine: str | None) -> str:
     format_named(name)
     if engine is None:
         return name
-    engines = FORMATS[name].engines
-    if engine not in engines:
-        raise ValueError(
-            f"engine {engine!r}: the {name} format is written "
-            f"{'one way' if not engines else 'otherwise for ' + ' and '.join(engines)}."
-        )
-    return engines[engine]
+    written_for = FORMATS[name].written_for
+    if engine not in written_for:
+        others = f"otherwise for {' and '.join(written_for)}" if written_for else "one way"
+        raise ValueError(f"engine {engine!r}: the {name} format is written {others}.")
+    return written_for[engine]
 
 
 def format_of(directory: Path) -> Format:
