@@ -159,7 +159,10 @@ def _extract(
         write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
         sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
     return ExtractionResult(
-        directory=target, files=sizes, record=made, notes=(*_notes(drafter, checkpoint, weights), *notes_of(holdings))
+        directory=target,
+        files=sizes,
+        record=made,
+        notes=(*_notes(drafter, checkpoint, format_), *notes_of(holdings), *weights.notes),
     )
 
 
@@ -181,19 +184,18 @@ def verify_against_source(
 def _prove(drafter: Drafter, checkpoint: Checkpoint, written: Checkpoint, holdings: Mapping[str, Holding]) -> Proof:
     """Execute the graph and what was written side by side.
 
-    Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
-    bit, is what reading it back has shown. Where codes are kept and their scales rounded, what was written is executed
-    as well, and may part from them by what such a rounding does and no more.
+    What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
+    holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
+    the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
+    such a rounding does and no more.
     """
-    coded = any(holding.kept == CODES for holding in holdings.values())
-    if coded:
-        check_codes(written, checkpoint, holdings)
-    if not any(holding.rounded_to for holding in holdings.values()):
-        return prove_checkpoint(drafter, written)
-    exact = replace(checkpoint, config=written.config)
-    if not coded:
+    check_codes(written, checkpoint, holdings)
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
+    exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
+    if all(holding.kept != CODES for holding in rounded.values()):
         return prove_checkpoint(drafter, exact)
-    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in holdings.items()})
+    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
 def prove_checkpoint(
@@ -293,7 +295,7 @@ def _record(
     }
 
 
-def _notes(drafter: Drafter, checkpoint: Checkpoint, weights: OutputFile) -> tuple[str, ...]:
+def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
     notes = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
@@ -308,12 +310,12 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint, weights: OutputFile) -> tup
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
-    if any(r.input is not None for r in drafter.walk.roles) and not weights.notes:
+    if any(r.input is not None for r in drafter.walk.roles) and not FORMATS[format_.name].activations:
         notes.append(
             "The graph quantizes activations statically; extraction.json records their scales, which this "
             "format does not hold."
         )
-    return (*notes, *weights.notes)
+    return tuple(notes)
 
 
 def _counter(progress: Progress, total: int) -> Callable[[int], None]:

@@ -137,7 +137,7 @@ def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> Planned
     )
 
 
-def plan_array(name: str, array: npt.NDArray[np.generic]) -> PlannedTensor:
-    """A small array as it is."""
+def plan_array(name: str, array: npt.NDArray[np.generic], part: str = "") -> PlannedTensor:
+    """A small array as it is; a ``part`` of no role."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([flat]))
+    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([flat]), part=part)

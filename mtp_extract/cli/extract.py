@@ -30,7 +30,7 @@ Format = Enum("Format", {name: name for name in _LISTED}, type=str)  # type: ign
 Dtype = Enum("Dtype", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
 _DEFAULT = next(iter(Format))
 _ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in _LISTED.items())
-_ENGINES = sorted({engine for listed in _LISTED.values() for engine in listed.written_for})
+_ENGINES = sorted({engine for listed in _LISTED.values() for engine in listed.otherwise})
 Engine = Enum("Engine", {name: name for name in _ENGINES}, type=str)  # type: ignore[misc]
 
 
@@ -99,7 +99,7 @@ def command(
     dtypes = FORMATS[format.value].dtypes
     if dtype is not None and dtype.value not in dtypes:
         raise typer.BadParameter(f"the {format.value} format is written in {' or '.join(dtypes)}.")
-    if engine is not None and engine.value not in FORMATS[format.value].written_for:
+    if engine is not None and engine.value not in FORMATS[format.value].otherwise:
         raise typer.BadParameter(f"the {format.value} format is the same for {engine.value} as for any other engine.")
 
     from mtp_extract.bundle import open_bundle

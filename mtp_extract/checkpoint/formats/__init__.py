@@ -27,8 +27,9 @@ class Listed:
         engines: those of :data:`ENGINES` that load it.
         library: what the Hub calls the library it is for.
         provenance_inside: whether the weights file has room for where it came from.
+        activations: whether it holds the static quantization of activations.
         instance: what it is called in its module.
-        written_for: engine that wants it otherwise → the name under which it is so written.
+        otherwise: engine that wants it otherwise → the name under which it is so written.
         variant: whether it is chosen by engine and not by name.
     """
 
@@ -38,8 +39,9 @@ class Listed:
     engines: tuple[str, ...] = ()
     library: str = ""
     provenance_inside: bool = False
+    activations: bool = False
     instance: str = "FORMAT"
-    written_for: Mapping[str, str] = field(default_factory=dict)
+    otherwise: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
 
 
@@ -55,36 +57,39 @@ FORMATS = {
         library="transformers",
     ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed(
-        module=f"{__name__}.mlx",
-        dtypes=("codes",),
-        about="the file's integers, for mlx-vlm",
-        engines=("mlx_vlm",),
-        library="mlx",
-    ),
+    "mlx": Listed(f"{__name__}.mlx", ("codes",), "integers for mlx-vlm", engines=("mlx_vlm",), library="mlx"),
     "compressed-tensors": Listed(
-        module=f"{__name__}.compressed_tensors",
-        dtypes=("codes",),
-        about="the file's integers, for vLLM and transformers",
+        f"{__name__}.compressed_tensors",
+        ("codes",),
+        "integers for vLLM and transformers",
         engines=("transformers", "vllm"),
         library="transformers",
-        written_for={"sglang": "compressed-tensors-sglang"},
+        otherwise={"sglang": "compressed-tensors-sglang"},
     ),
     "compressed-tensors-sglang": Listed(
-        module=f"{__name__}.compressed_tensors",
-        dtypes=("codes",),
-        about="the same, with a head of floats",
+        f"{__name__}.compressed_tensors",
+        ("codes",),
+        "the same with a head of floats",
         engines=("transformers", "vllm", "sglang"),
         library="transformers",
         instance="SGLANG",
         variant=True,
     ),
+    "gguf": Listed(
+        f"{__name__}.gguf",
+        ("codes", "f32", "bf16", "f16"),
+        "one file for llama.cpp, with the stored integers",
+        engines=("llama_cpp",),
+        library="gguf",
+        provenance_inside=True,
+    ),
     "gemma": Listed(
-        module=f"{__name__}.gemma",
-        dtypes=("codes",),
-        about="the file's integers and static scales of activations, for transformers",
+        f"{__name__}.gemma",
+        ("codes",),
+        "integers for transformers, with static scales of activations",
         engines=("transformers",),
         library="transformers",
+        activations=True,
     ),
 }
 """Every format by name."""
@@ -113,11 +118,13 @@ def name_for(name: str, engine: str | None) -> str:
     format_named(name)
     if engine is None:
         return name
-    written_for = FORMATS[name].written_for
-    if engine not in written_for:
-        others = f"otherwise for {' and '.join(written_for)}" if written_for else "one way"
-        raise ValueError(f"engine {engine!r}: the {name} format is written {others}.")
-    return written_for[engine]
+    otherwise = FORMATS[name].otherwise
+    if engine not in otherwise:
+        raise ValueError(
+            f"engine {engine!r}: the {name} format is written "
+            f"{'one way' if not otherwise else 'otherwise for ' + ' and '.join(otherwise)}."
+        )
+    return otherwise[engine]
 
 
 def format_of(directory: Path) -> Format:
