@@ -171,6 +171,8 @@ class PackedFormat(ABC):
                 f"expected tie_word_embeddings to be the same in config.json and its text_config, found "
                 f"{escape(tied[0])} and {escape(tied[1])}; extract the drafter anew"
             )
+        if not (tied[0] or self.unties):
+            raise DrafterError("expected tie_word_embeddings to be true, found false; check the config")
         plain = {key: value for key, value in document.items() if key not in (self.key, "tie_word_embeddings")}
         plain["text_config"] = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
         return parse_config(plain), reading.table(document, self.key), tied[0]
@@ -192,9 +194,9 @@ class PackedFormat(ABC):
         for role, shape in shapes_of(config).items():
             module = names[role].removesuffix(_WEIGHT)
             parts = self.parts(packed[module]) if module in packed else ()
-            if role.name == HEAD and parts and tied == self.unties:
+            if role.name == HEAD and parts and tied and self.unties:
                 raise DrafterError(
-                    f"expected tie_word_embeddings to be {not tied} where {module} is packed; extract the drafter anew"
+                    f"expected tie_word_embeddings to be false where {module} is packed, found true; check the config"
                 )
             floats = Part("", "floats", "I64" if role.kind == INDEX else "F32", shape)
             for name, part in [(module + part.suffix, part) for part in parts] or [(names[role], floats)]:
