@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
 __all__ = ["check_codes", "holdings_of", "notes_of", "require_exact"]
 
-NOTHING = "nothing"
 _MOST_NAMED = 4
 
 
@@ -40,9 +39,9 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     if changed:
         listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(changed).items())
         raise UnsupportedError(
-            f"The {name} format cannot hold this drafter exactly: {listed}. Choose the type f32, or a "
-            "format that keeps scales in F32.",
-            remedies=("dtype=f32", "format"),
+            f"The {name} format cannot hold this drafter exactly: {listed}. Choose floats "
+            "in F32, which the transformers format has, or a format that keeps scales in F32.",
+            remedies=("format=transformers", "dtype=f32"),
         )
 
 

@@ -25,10 +25,13 @@ app = new_app()
 
 
 # What the option may be is what the registry lists.
-Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]  # not a literal
+_LISTED = {name: listed for name, listed in FORMATS.items() if not listed.variant}
+Format = Enum("Format", {name: name for name in _LISTED}, type=str)  # type: ignore[misc]  # not a literal
 Dtype = Enum("Dtype", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
 _DEFAULT = next(iter(Format))
-_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
+_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in _LISTED.items())
+_ENGINES = sorted({engine for listed in _LISTED.values() for engine in listed.otherwise})
+Engine = Enum("Engine", {name: name for name in _ENGINES}, type=str)  # type: ignore[misc]
 
 
 # \b: typer leaves the lines as they are.
@@ -61,12 +64,19 @@ def command(
         Format,
         typer.Option(help=_ABOUT),
     ] = _DEFAULT,
+    engine: Annotated[
+        Optional[Engine],  # noqa: UP045
+        typer.Option("--for", help="Write the format as this engine wants it, where it wants it otherwise."),
+    ] = None,
     dtype: Annotated[
         Optional[Dtype],  # noqa: UP045
         typer.Option(help="Type of the numbers; f32 is exact. By default the first that the format has."),
     ] = None,
     codes: Annotated[
-        bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
+        bool,
+        typer.Option(
+            "--codes", help="Also write the stored integers, scales and zero points of what is written in floats."
+        ),
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")] = False,
     tokenizer: Annotated[
@@ -93,6 +103,8 @@ def command(
     dtypes = FORMATS[format.value].dtypes
     if dtype is not None and dtype.value not in dtypes:
         raise typer.BadParameter(f"the {format.value} format is written in {' or '.join(dtypes)}.")
+    if engine is not None and engine.value not in FORMATS[format.value].otherwise:
+        raise typer.BadParameter(f"the {format.value} format is the same for {engine.value} as for any other engine.")
 
     if tokenizer is not None and not FORMATS[format.value].tokenizer_inside:
         raise typer.BadParameter(f"--tokenizer: the {format.value} format has no room for one.")
@@ -110,6 +122,7 @@ def command(
             opened,
             out or default_directory(path),
             format=format.value,
+            engine=engine.value if engine else None,
             dtype=dtype.value if dtype else None,
             codes=codes,
             exact=exact,

@@ -86,7 +86,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "layout": escape(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
-            "compressed": extraction["layout"] == "compressed-tensors",
+            "compressed": extraction["layout"].startswith("compressed-tensors"),
             "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),

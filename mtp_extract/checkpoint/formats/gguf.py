@@ -16,7 +16,7 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, SCALAR, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.gguf_metadata import (
@@ -62,7 +62,7 @@ class GgufFormat:
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
         if self.name not in role.names:
-            return Holding("nothing", why=_DROPPED)
+            return Holding(NOTHING, why=_DROPPED)
         if role.kind != MATRIX:
             return hold_floats(tensor, "f32", "llama.cpp multiplies by vectors of F32")
         if dtype != CODES:

@@ -8,13 +8,14 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
@@ -72,7 +73,7 @@ class TransformersFormat:
         return reading.quantization_of(directory / self.marker) == ""
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
@@ -121,7 +122,7 @@ def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name
     """
     tensor = checkpoint.tensors.get(role.name)
     if isinstance(tensor, StoredWeight) and role.kind == INDEX:
-        return plan_array(name, tensor.indices())
+        return replace(plan_array(name, tensor.indices()), role=role.name)
     if tensor is None and role.kind == SCALAR:
         # A layer without a factor is one with a factor of 1.
         tensor = FilledTensor(shape)
