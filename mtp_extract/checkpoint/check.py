@@ -8,6 +8,7 @@ import stat
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -16,6 +17,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import differing, read_header, sums_of
@@ -178,6 +180,8 @@ def verify_against(
 ) -> Verification:
     """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again and compare all bits.
 
+    What the record says was rounded before, or made codes of, is so rounded again.
+
     Args:
         name: what ``original`` is called in messages.
 
@@ -187,6 +191,7 @@ def verify_against(
     """
     own = verify(directory, beside)
     wrong: list[str] = []
+    original = _as_recorded(original, own.record["tensors"])
     for file in format_named(own.record["layout"]).plan(original, own.record["dtype"]):
         path = own.directory / file.name
         if file.tensors:
@@ -196,6 +201,16 @@ def verify_against(
     if wrong:
         raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
     return replace(own, against=name)
+
+
+def _as_recorded(original: Checkpoint, entries: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+    tensors = dict(original.tensors)
+    for entry in entries.values():
+        role, before, made = entry.get("role"), entry.get("rounded_before"), entry.get("made_codes")
+        if role in tensors and "part" not in entry:
+            steps = [*(before or []), *([made["rule"]] if made else [])]
+            tensors[role] = rounded_again(tensors[role], steps)
+    return replace(original, tensors=MappingProxyType(tensors))
 
 
 def _json_of(path: Path) -> object:

@@ -14,10 +14,13 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.graph.drafter import Activation
 
-__all__ = ["CODES", "Checkpoint", "Format", "Holding"]
+__all__ = ["CODES", "FLOATS", "INDICES", "Checkpoint", "Format", "Holding"]
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
+
+FLOATS, INDICES = "floats", "indices"
+"""What else may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Holding:
     """How a format holds a weight.
 
     Attributes:
-        kept: "codes" or "floats".
+        kept: :data:`CODES`, :data:`FLOATS` or :data:`INDICES`.
         rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16"); empty if nothing is.
         bound: the most by which that changes a number, as a share of it; 0 if nothing is rounded.
         why: why its codes are not kept, and what keeps them; empty where they are, or where it has none.

@@ -24,7 +24,17 @@ from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import OutputError
 
-__all__ = ["container_of", "differing", "output_error", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+__all__ = [
+    "container_of",
+    "differing",
+    "holds_tensors",
+    "output_error",
+    "read_header",
+    "run_all",
+    "sums_of",
+    "workers",
+    "write_tensors",
+]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
@@ -39,6 +49,11 @@ _CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safeten
 def container_of(name: str | Path) -> Container:
     """How the file of that name holds its tensors."""
     return _CONTAINERS[Path(name).suffix]
+
+
+def holds_tensors(name: str | Path) -> bool:
+    """Whether the file of that name is one of tensors."""
+    return Path(name).suffix in _CONTAINERS
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -23,12 +23,14 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        rules: those of :data:`mtp_extract.checkpoint.rounding.RULES` whose codes it holds, the usual one first.
         provenance_inside: whether the weights file has room for where it came from.
     """
 
     module: str
     dtypes: tuple[str, ...]
     about: str
+    rules: tuple[str, ...] = ()
     provenance_inside: bool = False
 
 

@@ -8,6 +8,7 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -106,7 +107,7 @@ FORMAT = TransformersFormat()
 def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
     tensor = checkpoint.tensors.get(role.name)
     if isinstance(tensor, StoredWeight) and role.kind == INDEX:
-        return plan_array(name, tensor.indices())
+        return replace(plan_array(name, tensor.indices()), role=role.name)
     if tensor is None and role.kind == SCALAR:
         # A layer without a factor is one with a factor of 1.
         tensor = FilledTensor(shape)
