@@ -14,6 +14,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
@@ -192,7 +193,9 @@ def verify_against(
     own = verify(directory, beside)
     wrong: list[str] = []
     original = _as_recorded(original, own.record["tensors"])
-    for file in format_named(own.record["layout"]).plan(original, own.record["dtype"]):
+    weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
+    codes = plan_codes(weights) if CODES_FILE in own.record["files"] else []
+    for file in (weights, *codes, *documents):
         path = own.directory / file.name
         if file.tensors:
             wrong += _compare(path, file.tensors)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from mtp_extract.architecture.roles import INDEX, shapes_of
+from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, rows_of
@@ -24,9 +24,7 @@ _ELEMENTS = 1 << 18
 def holdings_of(format_: Format, checkpoint: Checkpoint, dtype: str) -> dict[str, Holding]:
     """How ``format_`` will hold every weight of ``checkpoint``, by role."""
     return {
-        role.name: Holding(INDICES)
-        if role.kind == INDEX
-        else format_.hold(role, checkpoint.tensors.get(role.name, FilledTensor(shape)), dtype)
+        role.name: format_.hold(role, checkpoint.tensors.get(role.name, FilledTensor(shape)), dtype)
         for role, shape in shapes_of(checkpoint.config).items()
     }
 

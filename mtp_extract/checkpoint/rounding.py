@@ -227,17 +227,18 @@ def round_matrices(checkpoint: Checkpoint, rule: str) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _NarrowedSteps(CodesOfRows):
-    """The codes of a matrix, with their steps rounded to FP16."""
+    """The codes of a matrix, with their steps rounded, to FP16 or, after a folded factor was divided out, to FP32."""
 
     shape: tuple[int, ...]
     bits: int
     signed: bool
     codes: RowCodes
+    kind: type[np.floating[Any]]
     origin: object
 
     @cached_property
     def steps(self) -> Steps:
-        sizes = self.codes.steps.astype(np.float16).astype(np.float32)
+        sizes = self.codes.steps.astype(self.kind).astype(np.float32)
         return Steps(self.codes.block, sizes, np.broadcast_to(np.int64(0), sizes.shape))
 
     def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
@@ -245,6 +246,9 @@ class _NarrowedSteps(CodesOfRows):
             low, high = max(first, begin), min(last, begin + len(codes))
             if low < high:
                 yield low, codes[low - begin : high - begin]
+
+
+_STEP_TYPES = MappingProxyType({f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32})
 
 
 def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
@@ -258,8 +262,8 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
             tensor = RoundedTensor.of(tensor, step)
         elif step in ROUNDED_TO.values():
             tensor = NarrowedTensor(tensor, step)
-        elif step == f"FP16{SCALES}" and not isinstance(found := row_codes(tensor), str):
-            tensor = _NarrowedSteps(tensor.shape, found.bits, True, found, tensor.origin)
+        elif step in _STEP_TYPES and not isinstance(found := row_codes(tensor), str):
+            tensor = _NarrowedSteps(tensor.shape, found.bits, True, found, _STEP_TYPES[step], tensor.origin)
         else:
             raise CheckpointError(f"The record says that {escape(step)} was done to it, which cannot be done again.")
     return tensor

@@ -23,6 +23,8 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        engines: those of :data:`ENGINES` that load it.
+        library: what the Hub calls the library it is for.
         rules: those of :data:`mtp_extract.checkpoint.rounding.RULES` whose codes it holds, the usual one first.
         provenance_inside: whether the weights file has room for where it came from.
     """
@@ -30,12 +32,23 @@ class Listed:
     module: str
     dtypes: tuple[str, ...]
     about: str
+    engines: tuple[str, ...] = ()
+    library: str = ""
     rules: tuple[str, ...] = ()
     provenance_inside: bool = False
 
 
+ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
+"""What loads a drafter, by the name of its section in a model card."""
+
 FORMATS = {
-    "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
+    "transformers": Listed(
+        module=f"{__name__}.transformers",
+        dtypes=("bf16", "f16", "f32"),
+        about="floats, for every engine but llama.cpp",
+        engines=("transformers", "vllm", "sglang", "mlx_vlm"),
+        library="transformers",
+    ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
 }
 """Every format by name."""

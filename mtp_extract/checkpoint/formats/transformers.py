@@ -15,7 +15,7 @@ from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
@@ -64,7 +64,7 @@ class TransformersFormat:
         return reading.quantization_of(directory / self.marker) == ""
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
