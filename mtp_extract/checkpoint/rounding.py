@@ -248,7 +248,9 @@ class _NarrowedSteps(CodesOfRows):
                 yield low, codes[low - begin : high - begin]
 
 
-_STEP_TYPES = MappingProxyType({f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32})
+_STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
+    {f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32}
+)
 
 
 def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
