@@ -9,16 +9,15 @@ import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, Checkpoint, Format, Holding
-from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, rows_of
-from mtp_extract.checkpoint.rounding import NarrowedTensor
+from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.lazy import FilledTensor
+from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
 __all__ = ["check_codes", "check_floats", "holdings_of", "notes_of", "require_exact"]
 
 _MOST_NAMED = 4
-_ELEMENTS = 1 << 18
 
 
 def holdings_of(format_: Format, checkpoint: Checkpoint, dtype: str) -> dict[str, Holding]:
@@ -98,13 +97,6 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
 
 
-def _same_floats(one: LazyTensor, other: LazyTensor) -> bool:
-    columns = rows_of(one.shape)[1]
-    rows = max(1, _ELEMENTS // max(columns, 1))
-    mine, theirs = (in_rows(tensor.floats(), columns, rows) for tensor in (one, other))
-    return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
 def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
     """Hold the numbers that ``written`` reads back against those of ``original``, rounded as was said, bit for bit.
 
@@ -115,7 +107,7 @@ def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[st
         if holding.kept == FLOATS:
             theirs = written.tensors[role]
             expected = NarrowedTensor(original.tensors.get(role, FilledTensor(theirs.shape)), holding.rounded_to)
-            if expected.shape != theirs.shape or not _same_floats(expected, theirs):
+            if not same_floats(expected, theirs):
                 raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
         elif holding.kept == INDICES:
             one, other = original.tensors[role], written.tensors[role]

@@ -20,7 +20,17 @@ from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = ["RULES", "SCALES", "NarrowedTensor", "RoundedTensor", "Rule", "round_matrices", "rounded_again"]
+__all__ = [
+    "RULES",
+    "SCALES",
+    "NarrowedTensor",
+    "RoundedTensor",
+    "Rule",
+    "how_rounded",
+    "round_matrices",
+    "rounded_again",
+    "same_floats",
+]
 
 _ELEMENTS = 1 << 18
 """Floats at a time: 1 MiB."""
@@ -269,3 +279,35 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
         else:
             raise CheckpointError(f"The record says that {escape(step)} was done to it, which cannot be done again.")
     return tensor
+
+
+_ONE_STEP = ((), ("BF16",), ("FP16",), *((step,) for step in _STEP_TYPES))
+
+
+def how_rounded(original: LazyTensor, found: LazyTensor) -> tuple[str, ...] | None:
+    """The one rounding, or none, that makes the numbers of ``found`` of those of ``original``, to the bit.
+
+    Returns:
+        As :func:`rounded_again` takes it; None where no single rounding does.
+    """
+    return next((steps for steps in _ONE_STEP if _makes(original, steps, found)), None)
+
+
+def _makes(original: LazyTensor, steps: Sequence[str], found: LazyTensor) -> bool:
+    try:
+        return same_floats(rounded_again(original, steps), found)
+    except (CheckpointError, UnsupportedError):
+        # It admits of no such rounding: it has no codes, or numbers beyond FP16.
+        return False
+
+
+def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether both hold the same numbers, to the bit."""
+    if one.shape != other.shape:
+        return False
+    columns = rows_of(one.shape)[1]
+    mine, theirs = (in_rows(tensor.floats(), columns, max(1, _ELEMENTS // max(columns, 1))) for tensor in (one, other))
+    return all(
+        np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+        for a, b in zip(mine, theirs, strict=True)
+    )
