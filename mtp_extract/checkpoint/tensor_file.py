@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from mtp_extract.checkpoint import safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import CheckpointError, OutputError, escape
 
 __all__ = [
     "container_of",
@@ -47,8 +47,15 @@ _CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safeten
 
 
 def container_of(name: str | Path) -> Container:
-    """How the file of that name holds its tensors."""
-    return _CONTAINERS[Path(name).suffix]
+    """How the file of that name holds its tensors.
+
+    Raises:
+        CheckpointError: its ending is that of no such file.
+    """
+    found = _CONTAINERS.get(Path(name).suffix)
+    if found is None:
+        raise CheckpointError(f"{escape(name)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
+    return found
 
 
 def holds_tensors(name: str | Path) -> bool:
