@@ -106,9 +106,11 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "rounded": " and ".join(sorted({escape(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
             "aside": len(aside),
             "tensors": table(
-                ("tensor", "role", "stored as", "quantization"),
+                ("tensor", "role", "stored as", "quantization") if bundle else ("tensor", "role", "written as"),
                 [
                     (code(name), code(entry.get("role", "")), code(_stored(entry)), code(_quantization(entry)))
+                    if bundle
+                    else (code(name), code(entry.get("role", "")), code(entry.get("dtype", "")))
                     for name, entry in tensors.items()
                 ],
             ),
@@ -219,8 +221,8 @@ def _made(tensors: Sequence[Mapping[str, Any]]) -> str:
     rms, largest = (max(error[key] for error in made) for key in ("rms", "largest"))
     rules = " and ".join(sorted({code(error["rule"]) for error in made}))
     return (
-        f"{len(made)} matrices were rounded to integers here, by {rules}; the source has none of them. At worst they are "
-        f"{rms:.2g} of a matrix's range off (root mean square), {largest:.2g} at one place."
+        f"{len(made)} matrices were rounded to integers here, by {rules}; the source has none of them. At worst they "
+        f"are {rms:.2g} of a matrix's range off (root mean square), {largest:.2g} at one place."
     )
 
 
