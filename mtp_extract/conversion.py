@@ -60,6 +60,7 @@ def convert(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str,  # noqa: A002 - the command's word for it
+    engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
@@ -74,7 +75,7 @@ def convert(
         directory: what :func:`~mtp_extract.extraction.extract` or this function wrote, which is then held against its
             record first, or an official assistant as transformers has it.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format, dtype, codes, exact, quantize, overwrite, progress: as for extracting; exactness is towards
+        format, engine, dtype, codes, exact, quantize, overwrite, progress: as for extracting; exactness is towards
             ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
@@ -84,7 +85,7 @@ def convert(
         UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
-    choice = Choice.of(format, dtype, codes=codes, exact=exact, quantize=quantize, overwrite=overwrite)
+    choice = Choice.of(format, engine, dtype=dtype, codes=codes, exact=exact, quantize=quantize, overwrite=overwrite)
     read = _Read.of(Path(directory))
     prepared = choice.prepare(read.checkpoint)
 

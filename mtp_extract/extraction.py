@@ -13,7 +13,7 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
@@ -66,6 +66,7 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str = "transformers",  # noqa: A002 - the command's word for it
+    engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
@@ -80,8 +81,10 @@ def extract(
         source: a path, ``hf://org/repo/file[@revision]``, an ``https://`` URL, or something already opened.
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.checkpoint.formats.FORMATS`.
-        dtype: "bf16", "f16" or "f32"; by default the format's own choice.
-        codes: write the integers, scales and zero points as stored, too (``codes/codes.safetensors``).
+        engine: one that wants the format otherwise ("sglang").
+        dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
+        codes: write the integers, scales and zero points of what is written in floats, too
+            (``codes/codes.safetensors``).
         exact: refuse to write anything rounded.
         quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
@@ -91,9 +94,10 @@ def extract(
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or an ``engine`` for which the format has no other
+            way.
     """
-    choice = Choice.of(format, dtype, codes=codes, exact=exact, quantize=quantize, overwrite=overwrite)
+    choice = Choice.of(format, engine, dtype=dtype, codes=codes, exact=exact, quantize=quantize, overwrite=overwrite)
     if isinstance(source, Opened):
         return _extract(source, out, choice, sliding_window, progress)
     with open_bundle(source) as opened:
@@ -120,7 +124,7 @@ def _extract(
         Path(out) if out is not None else default_directory(opened.source.name),
         lambda staged: _record(drafter, checkpoint, prepared, staged, hashes),
         beside=hashes.jobs(),
-        notes=_notes(drafter, checkpoint),
+        notes=_notes(drafter, checkpoint, choice.format),
         progress=progress,
     )
 
@@ -143,9 +147,10 @@ def verify_against_source(
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
     """Execute the graph and what was written side by side.
 
-    Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
-    bit, is what reading it back has shown. Where codes are kept and their scales rounded, what was written is executed
-    as well, and may part from them by what such a rounding does and no more.
+    What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
+    holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
+    the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
+    such a rounding does and no more.
 
     Args:
         checkpoint: the drafter's own.
@@ -155,17 +160,18 @@ def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, 
     Raises:
         ProofError, CheckpointError: they part, or what was written is something else.
     """
-    holdings, exact = prepared.holdings, replace(checkpoint, config=written.config)
+    holdings = prepared.holdings
     if prepared.choice.quantize:
         check_codes(written, prepared.checkpoint, holdings)
         check_floats(written, prepared.checkpoint, holdings)
-        return prove_checkpoint(drafter, exact)
-    if not any(holding.rounded_to for holding in holdings.values()):
-        return prove_checkpoint(drafter, written)
-    if not any(holding.kept == CODES for holding in holdings.values()):
-        return prove_checkpoint(drafter, exact)
+        return prove_checkpoint(drafter, replace(checkpoint, config=written.config))
     check_codes(written, checkpoint, holdings)
-    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in holdings.items()})
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
+    exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
+    if all(holding.kept != CODES for holding in rounded.values()):
+        return prove_checkpoint(drafter, exact)
+    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
 def prove_checkpoint(
@@ -250,7 +256,7 @@ def _record(
     )
 
 
-def _notes(drafter: Drafter, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
     notes = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
@@ -265,9 +271,9 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint) -> tuple[str, ...]:
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
-    if any(r.input is not None for r in drafter.walk.roles):
+    if any(r.input is not None for r in drafter.walk.roles) and not FORMATS[format_.name].activations:
         notes.append(
-            "The graph quantizes activations statically; extraction.json records their scales, which a float "
-            "checkpoint does not apply."
+            "The graph quantizes activations statically; extraction.json records their scales, which this "
+            "format does not hold."
         )
     return tuple(notes)

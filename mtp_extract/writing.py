@@ -15,7 +15,7 @@ from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.codes import plan_codes
-from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named, name_for
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
@@ -65,15 +65,23 @@ class Choice:
 
     @classmethod
     def of(
-        cls, name: str, dtype: str | None, *, codes: bool, exact: bool, quantize: str | None, overwrite: bool
+        cls,
+        name: str,
+        engine: str | None,
+        *,
+        dtype: str | None,
+        codes: bool,
+        exact: bool,
+        quantize: str | None,
+        overwrite: bool,
     ) -> Choice:
-        """The choice of the format called ``name``, and of its own type where ``dtype`` is None.
+        """The choice of the format called ``name``, as ``engine`` wants it; in its own type where ``dtype`` is None.
 
         Raises:
-            ValueError: an unknown name, type or rule.
+            ValueError: an unknown name, type or rule, or an engine for which the format has no other way.
             UnsupportedError: rounding and exactness at once.
         """
-        format_ = format_named(name)
+        format_ = format_named(name_for(name, engine))
         dtypes = FORMATS[name].dtypes
         dtype = dtype or dtypes[0]
         if dtype not in dtypes:
@@ -228,7 +236,7 @@ def write_checkpoint(
         files=sizes,
         record=made,
         parameters=sum(map(math.prod, shapes_of(prepared.checkpoint.config).values())),
-        notes=(*notes, *prepared.notes()),
+        notes=(*notes, *prepared.notes(), *weights.notes),
     )
 
 

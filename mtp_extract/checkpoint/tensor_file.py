@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint import safetensors_file
+from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
@@ -42,7 +42,9 @@ Progress = Callable[[int], None]
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
 
-_CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safetensors_file.CONTAINER})
+_CONTAINERS: Mapping[str, Container] = MappingProxyType(
+    {".safetensors": safetensors_file.CONTAINER, ".gguf": gguf_file.CONTAINER}
+)
 """Each kind of file that holds tensors, by the ending of its name."""
 
 

@@ -20,11 +20,12 @@ __all__ = [
     "FORMATS_ABOUT",
     "Codes",
     "Exact",
+    "For",
     "FormatName",
     "Numbers",
     "Overwrite",
     "Quantize",
-    "check_type",
+    "check_usage",
     "holds",
     "show_written",
     "tensors_of",
@@ -32,15 +33,22 @@ __all__ = [
 
 
 # What an option may be is what the registry lists.
-FormatName = Enum("FormatName", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]  # not a literal
+_CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
+FormatName = Enum("FormatName", {name: name for name in _CHOICES}, type=str)  # type: ignore[misc]  # not a literal
 _Type = Enum("_Type", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
+_Engine = Enum("_Engine", {name: name for listed in FORMATS.values() for name in listed.otherwise}, type=str)  # type: ignore[misc]
 _Rule = Enum("_Rule", {name: name for listed in FORMATS.values() for name in listed.rules}, type=str)  # type: ignore[misc]
 
-FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
-_RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules)
+FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in _CHOICES.items())
+_RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in _CHOICES.items() if listed.rules)
+
+For = Annotated[
+    Optional[_Engine],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+    typer.Option("--for", help="An engine that wants the format otherwise."),
+]
 
 Numbers = Annotated[
-    Optional[_Type],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+    Optional[_Type],  # noqa: UP045
     typer.Option("--dtype", help="Type of the numbers; f32 is exact. By default the first that the format has."),
 ]
 
@@ -59,8 +67,10 @@ Quantize = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")]
 
 
-def check_type(format_: str, dtype: str | None) -> None:
-    """Refuse, as wrong usage, a type in which the format is not written."""
+def check_usage(format_: str, engine: str | None, dtype: str | None) -> None:
+    """Refuse, as wrong usage, a type in which the format is not written, and an engine that loads it as it is."""
+    if engine is not None and engine not in FORMATS[format_].otherwise:
+        raise typer.BadParameter(f"the {format_} format is not written otherwise for {engine}.")
     dtypes = FORMATS[format_].dtypes
     if dtype is not None and dtype not in dtypes:
         raise typer.BadParameter(f"the {format_} format is written in {' or '.join(dtypes)}.")

@@ -14,11 +14,12 @@ from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
     Codes,
     Exact,
+    For,
     FormatName,
     Numbers,
     Overwrite,
     Quantize,
-    check_type,
+    check_usage,
     show_written,
 )
 from mtp_extract.cli.terminal import progress
@@ -43,6 +44,7 @@ def command(
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Option("-o", "--out", metavar="OUT", help="Where to write; by default DIR's name + -FORMAT."),
     ] = None,
+    engine: For = None,
     dtype: Numbers = None,
     codes: Codes = False,
     exact: Exact = False,
@@ -63,7 +65,7 @@ def command(
     What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
     the new format has room for them; what is written is read back and compared.
     """
-    check_type(format.value, dtype.value if dtype else None)
+    check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.conversion import convert
@@ -77,6 +79,7 @@ def command(
             directory,
             out,
             format=format.value,
+            engine=engine.value if engine else None,
             dtype=dtype.value if dtype else None,
             codes=codes,
             exact=exact,

@@ -15,11 +15,12 @@ from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
     Codes,
     Exact,
+    For,
     FormatName,
     Numbers,
     Overwrite,
     Quantize,
-    check_type,
+    check_usage,
     show_written,
     tensors_of,
 )
@@ -63,6 +64,7 @@ def command(
         FormatName,
         typer.Option(help=FORMATS_ABOUT),
     ] = _DEFAULT,
+    engine: For = None,
     dtype: Numbers = None,
     codes: Codes = False,
     exact: Exact = False,
@@ -84,7 +86,7 @@ def command(
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    check_type(format.value, dtype.value if dtype else None)
+    check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
@@ -99,6 +101,7 @@ def command(
             opened,
             out or default_directory(path),
             format=format.value,
+            engine=engine.value if engine else None,
             dtype=dtype.value if dtype else None,
             codes=codes,
             exact=exact,
