@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import files_in
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named, name_for
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
@@ -25,6 +25,8 @@ from mtp_extract.hub.card import CARD, model_card
 from mtp_extract.io.source import Progress
 
 __all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
+
+_ORDERED = ("lm_head", "ordered_head.centroids")
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,15 @@ class Choice:
         """
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:
-            checkpoint = self._rounded(checkpoint, self.quantize)
+            # An ordered head picks rows of floats.
+            ordered = any(holding.kept == INDICES for holding in holdings.values())
+            checkpoint = self._rounded(checkpoint, self.quantize, _ORDERED if ordered else ())
             holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.exact:
             require_exact(holdings, self.format.name)
         return Prepared(self, checkpoint, holdings)
 
-    def _rounded(self, checkpoint: Checkpoint, rule: str) -> Checkpoint:
+    def _rounded(self, checkpoint: Checkpoint, rule: str, leave: Container[str]) -> Checkpoint:
         name, rules = self.format.name, FORMATS[self.format.name].rules
         if rule not in rules:
             raise UnsupportedError(
@@ -120,7 +124,7 @@ class Choice:
                 ),
                 remedies=("quantize",) if rules else ("format",),
             )
-        rounded = round_matrices(checkpoint, rule)
+        rounded = round_matrices(checkpoint, rule, leave)
         holdings = holdings_of(self.format, rounded, self.dtype)
         refused = {
             role: holdings[role].why

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,10 @@ def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path:
     result = convert(bf16, tmp_path / "out", format=name, quantize=rule)
     validator("extraction")(result.record)
     made = {e["role"]: e["made_codes"] for e in result.record["tensors"].values() if e.get("made_codes")}
-    assert len(made) == 23
+    # Of the 23 matrices SGLang wants the head in floats.
+    assert len(made) == 23 - name.endswith("sglang")
     assert all(error["rule"] == rule and 0 < error["rms"] < error["largest"] < 0.1 for error in made.values())
-    assert any(f"by {rule}, of 23 matrices" in note for note in result.notes)
+    assert any(f"by {rule}, of {len(made)} matrices" in note for note in result.notes)
     assert f"by `{rule}`" in (tmp_path / "out" / "README.md").read_text()
     before, after = read_checkpoint(bf16), read_checkpoint(tmp_path / "out")
     for role, tensor in after.tensors.items():
@@ -173,10 +175,41 @@ def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path:
     # BF16 first, then the rule: the bundle gives the same again.
     with open_bundle(sample) as opened:
         verify_against_source(tmp_path / "out", opened)
-    with pytest.raises(UnsupportedError, match="every matrix has its codes"):
+    with pytest.raises(UnsupportedError, match=r"every matrix has its codes|cannot hold what"):
         convert(tmp_path / "out", tmp_path / "again", format=name, quantize=rule)
     with pytest.raises(UnsupportedError, match="not exact"):
         convert(bf16, tmp_path / "again", format=name, quantize=rule, exact=True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("geometry", ["dense", "ordered", "k-eq-v"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
+    """Written by transformers itself, ordered head or dense; matrices rounded where the format is of codes."""
+    from helpers.random_assistants import GEOMETRIES, random_assistant
+
+    official, shape = tmp_path / "official", replace(GEOMETRIES[geometry], hidden=32, intermediate=64, head_dim=8)
+    random_assistant(shape).save_pretrained(official)
+    (official / "config.json").write_text(json.dumps(shape.config()))
+    rules = FORMATS[name].rules
+    rule = "int8" if "int8" in rules else next(iter(rules), None)
+    try:
+        result = convert(official, tmp_path / "out", format=name, quantize=rule)
+    except UnsupportedError as error:
+        assert name in ("litert", "gguf"), error
+        assert "ordered" in str(error) or "heads" in str(error)
+        return
+    validator("extraction")(result.record)
+    one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
+    assert {e["role"] for e in result.record["tensors"].values()} == {*other.tensors}
+    for role, tensor in other.tensors.items():
+        if role == "ordered_head.token_ordering":
+            assert one.tensors[role].indices().tolist() == tensor.indices().tolist()
+        elif tensor.scheme is None:
+            np.testing.assert_array_equal(read_floats(tensor), read_floats(one.tensors[role]), err_msg=role)
+        else:
+            apart = np.abs(read_floats(tensor) - read_floats(one.tensors[role]))
+            assert 0 < apart.max() < 0.01 * np.abs(read_floats(one.tensors[role])).max(), role
 
 
 def test_a_rule_that_the_format_does_not_hold(bf16: Path, tmp_path: Path) -> None:

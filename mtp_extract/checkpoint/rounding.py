@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -211,10 +211,10 @@ def _three_digits(share: float) -> float:
     return float(f"{share:.3g}")
 
 
-def round_matrices(checkpoint: Checkpoint, rule: str) -> Checkpoint:
+def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
     """``checkpoint`` with every matrix that has no codes rounded by ``rule``, a name in :data:`RULES`.
 
-    A matrix whose rows the rule's blocks do not divide stays as it is.
+    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``.
 
     Raises:
         UnsupportedError: nothing is left to round.
@@ -223,7 +223,7 @@ def round_matrices(checkpoint: Checkpoint, rule: str) -> Checkpoint:
     # Roles that are one stored constant stay one.
     rounded: dict[int, LazyTensor] = {}
     tensors = dict(checkpoint.tensors)
-    matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX]
+    matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
     left = [name for name in matrices if name in tensors and tensors[name].scheme is None]
     for name in left:
         tensor = tensors[name]
@@ -259,7 +259,7 @@ class _NarrowedSteps(CodesOfRows):
 
 
 _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
-    {f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32}
+    {f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32, f"F32{SCALES}": np.float32}
 )
 
 
@@ -281,7 +281,7 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
     return tensor
 
 
-_ONE_STEP = ((), ("BF16",), ("FP16",), *((step,) for step in _STEP_TYPES))
+_ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"FP32{SCALES}",))
 
 
 def how_rounded(original: LazyTensor, found: LazyTensor) -> tuple[str, ...] | None:

@@ -50,7 +50,8 @@ class Listed:
 ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
 """What loads a drafter, by the name of its section in a model card."""
 
-_ALL = ("q8_0", "q4_0", "int8", "int4")
+# Those whose scales are never negative.
+_POSITIVE = ("q8_0", "int8", "int4")
 
 FORMATS = {
     "transformers": Listed(
@@ -62,7 +63,12 @@ FORMATS = {
     ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
     "mlx": Listed(
-        f"{__name__}.mlx", ("codes",), "integers for mlx-vlm", engines=("mlx_vlm",), library="mlx", rules=_ALL
+        f"{__name__}.mlx",
+        ("codes",),
+        "integers for mlx-vlm",
+        engines=("mlx_vlm",),
+        library="mlx",
+        rules=_POSITIVE,
     ),
     "compressed-tensors": Listed(
         f"{__name__}.compressed_tensors",
@@ -70,7 +76,7 @@ FORMATS = {
         "integers for vLLM and transformers",
         engines=("transformers", "vllm"),
         library="transformers",
-        rules=_ALL,
+        rules=_POSITIVE,
         otherwise={"sglang": "compressed-tensors-sglang"},
     ),
     "compressed-tensors-sglang": Listed(
@@ -79,7 +85,7 @@ FORMATS = {
         "the same with a head of floats",
         engines=("transformers", "vllm", "sglang"),
         library="transformers",
-        rules=_ALL,
+        rules=_POSITIVE,
         instance="SGLANG",
         variant=True,
     ),

@@ -13,7 +13,7 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.parts import Activations, Matrix, Packed, Part, plan_parts
@@ -90,6 +90,8 @@ class PackedFormat(ABC):
         return reading.quantization_of(directory / self.marker) == self.name
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        if role.kind == INDEX:
+            return Holding(INDICES)
         found = self._packed(role, tensor)
         if isinstance(found, str):
             return hold_floats(tensor, "f32", found)
@@ -103,6 +105,8 @@ class PackedFormat(ABC):
             return codes
         if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
             return "its scales, less the factor folded into them, are too small for F32"
+        if (codes.steps < 0).any():
+            return "it has negative scales (gguf holds them)"
         packed = self.fit(role, codes)
         return packed if isinstance(packed, str) else (codes, packed)
 
