@@ -52,7 +52,8 @@ _UNKNOWN: Mapping[str, Any] = MappingProxyType(
 
 def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
     """Where a result goes when the user does not say: ``NAME-FORMAT`` in the current directory."""
-    return Path(f"{Path(directory).resolve().name}-{format}")
+    place = Path(directory).resolve()
+    return Path(f"{place.stem if place.is_file() else place.name}-{format}")
 
 
 def convert(
@@ -73,7 +74,7 @@ def convert(
 
     Args:
         directory: what :func:`~mtp_extract.extraction.extract` or this function wrote, which is then held against its
-            record first, or an official assistant as transformers has it.
+            record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format, engine, dtype, codes, exact, quantize, overwrite, progress: as for extracting; exactness is towards
             ``directory``.
@@ -130,6 +131,8 @@ class _Read:
         Raises:
             CheckpointError, DrafterError: it is damaged, or holds no drafter.
         """
+        if directory.is_file() and (directory.parent / RECORD).is_file():
+            directory = directory.parent
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
         format_ = format_of(directory)
         floats = format_.read(directory)
@@ -167,6 +170,8 @@ class _Read:
 
     @property
     def _weights(self) -> list[Path]:
+        if self.directory.is_file():
+            return [self.directory]
         return [self.directory / name for name in files_in(self.directory) if holds_tensors(name)]
 
     def rounded_before(self, role: str) -> list[str]:
@@ -207,7 +212,10 @@ class _Read:
             "layout": self.layout,
             "dtype": self.old["dtype"] if self.old is not None else self.checkpoint.dtype,
             "version": self.old["tool"]["version"] if self.old is not None else None,
-            "files": {path.relative_to(self.directory).as_posix(): _xxh3(path) for path in self._weights},
+            "files": {
+                path.relative_to(self.directory).as_posix() if path != self.directory else path.name: _xxh3(path)
+                for path in self._weights
+            },
         }
 
     def _proof(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any] | None:

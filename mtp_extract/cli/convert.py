@@ -36,7 +36,7 @@ def command(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="What mtp-extract wrote, in any format, tuned or not; or an official assistant.",
+            help="What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.",
         ),
     ],
     format: Annotated[FormatName, typer.Option(help=FORMATS_ABOUT)],  # noqa: A002 - the option's name
