@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import prove
-from mtp_extract.checkpoint.rounding import how_rounded
+from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, DrafterError, ProofError, UnsupportedError, escape
@@ -275,7 +275,13 @@ def _told(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
     floats = " and ".join(sorted(name for name in types if name not in (CODES, "")))
     done = Counter(step for each in steps for step in each)
     # What is stored in a type has been rounded to it.
-    told = [f"{n} rounded to {step}" for step, n in sorted(done.items()) if step.replace("FP16", "F16") not in types]
+    told = [
+        f"the scales of {n} rounded to {step.removesuffix(SCALES)}"
+        if step.endswith(SCALES)
+        else f"{n} rounded to {step}"
+        for step, n in sorted(done.items())
+        if step.replace("FP16", "F16") not in types
+    ]
     parts = [f"{count} tensors" + (f" in {floats}" if not codes else "")]
     if codes:
         parts = [f"{codes} of {count} tensors are the file's codes", f"the others in {floats}"]

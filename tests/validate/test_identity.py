@@ -182,7 +182,7 @@ def test_every_format(name: str, sample: Path, source: SourceDrafter, tmp_path: 
     if "codes" in FORMATS[name].dtypes:
         kept = 23 - name.endswith("sglang")
         assert found["tensors"].evidence.startswith(f"{kept} of 48 tensors are the file's codes, the others in F32")
-    assert ("rounded to FP16 scales" in found["tensors"].evidence) == (name == "gguf")
+    assert ("the scales of 23 rounded to FP16" in found["tensors"].evidence) == (name == "gguf")
 
 
 @pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
