@@ -209,7 +209,7 @@ def test_a_fault_in_codes(name: str, part: str, sample: Path, source: SourceDraf
 
 
 def test_numbers_rounded_on_the_way(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
-    """F32 that were BF16 are the file's rounded ones (but ones, which are both); codes made of them are not the file's."""
+    """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
     mtp_extract.extract(sample, tmp_path / "bf16")
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
     found = checked(tmp_path / "f32", source)
