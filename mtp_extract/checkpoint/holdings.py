@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor
+from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
-__all__ = ["check_codes", "holdings_of", "notes_of", "require_exact"]
+__all__ = ["check_codes", "check_floats", "holdings_of", "notes_of", "require_exact"]
 
 _MOST_NAMED = 4
 
@@ -95,3 +97,22 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
         ours, found = (np.repeat(c.steps, c.block // np.gcd(mine.block, theirs.block), axis=1) for c in (mine, theirs))
         if columns and (np.abs(found - ours) > holding.bound * np.abs(ours)).any():
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
+
+
+def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
+    """Hold the numbers that ``written`` reads back against those of ``original``, rounded as was said, bit for bit.
+
+    Raises:
+        CheckpointError: names the first role whose numbers are others.
+    """
+    for role, holding in holdings.items():
+        if holding.kept == FLOATS:
+            theirs = written.tensors[role]
+            expected = NarrowedTensor(original.tensors.get(role, FilledTensor(theirs.shape)), holding.rounded_to)
+            if not same_floats(expected, theirs):
+                raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
+        elif holding.kept == INDICES:
+            one, other = original.tensors[role], written.tensors[role]
+            assert isinstance(one, StoredWeight) and isinstance(other, StoredWeight)
+            if not np.array_equal(one.indices(), other.indices()):
+                raise CheckpointError(f"{role}: what was written holds other indices than it was made of.")

@@ -28,6 +28,7 @@ __all__ = [
     "container_of",
     "differing",
     "header_sum",
+    "holds_tensors",
     "output_error",
     "read_header",
     "run_all",
@@ -58,6 +59,11 @@ def container_of(name: str | Path) -> Container:
     if found is None:
         raise CheckpointError(f"{escape(name)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
     return found
+
+
+def holds_tensors(name: str | Path) -> bool:
+    """Whether the file of that name is one of tensors."""
+    return Path(name).suffix in _CONTAINERS
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

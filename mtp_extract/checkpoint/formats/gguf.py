@@ -51,14 +51,14 @@ _READ = 1 << 20
 
 
 class GgufFormat:
-    """``drafter.gguf``."""
+    """``drafter.gguf``; what is read may also be a single file of any name."""
 
     name = "gguf"
     marker = "drafter.gguf"
     weights_file = marker
 
     def recognizes(self, directory: Path) -> bool:
-        return (directory / self.marker).is_file()
+        return _file_in(directory).is_file()
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
         if self.name not in role.names:
@@ -103,10 +103,10 @@ class GgufFormat:
         return [OutputFile(self.weights_file, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return _config(directory / self.weights_file)[1]
+        return _config(_file_in(directory))[1]
 
     def read(self, directory: Path) -> Checkpoint:
-        path = directory / self.weights_file
+        path = _file_in(directory)
         header, config = _config(path)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         reading.check_tensors(
@@ -126,6 +126,10 @@ class GgufFormat:
 
 
 FORMAT = GgufFormat()
+
+
+def _file_in(place: Path) -> Path:
+    return place if place.suffix == Path(FORMAT.marker).suffix and place.is_file() else place / FORMAT.marker
 
 
 def _codes(tensor: LazyTensor) -> RowCodes | str:

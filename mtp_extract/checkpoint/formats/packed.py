@@ -105,6 +105,8 @@ class PackedFormat(ABC):
             return codes
         if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
             return "its scales, less the factor folded into them, are too small for F32"
+        if (codes.steps < 0).any():
+            return "it has negative scales (gguf holds them)"
         packed = self.fit(role, codes)
         return packed if isinstance(packed, str) else (codes, packed)
 

@@ -92,19 +92,17 @@ class TransformersFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         config = self.read_config(directory)
-        path = directory / self.weights_file
-        stored = reading.read_tensors(path)
+        stored = reading.read_shards(directory, self.weights_file)
         shapes = shapes_of(config)
         reading.check_tensors(
             {role.names[self.name]: (role.path, shape) for role, shape in shapes.items()},
-            {name: tensor.shape for name, tensor in stored.items()},
+            {name: tensor.shape for name, (_, tensor) in stored.items()},
             more=(_LM_HEAD,),
         )
-        tensors = {
-            role.name: StoredWeight(path, stored[role.names[self.name]], role.names[self.name]) for role in shapes
-        }
+        names = {role.name: role.names[self.name] for role in shapes}
+        tensors = {role: StoredWeight(*stored[name], name) for role, name in names.items()}
         if _LM_HEAD in stored:
-            _check_tied(StoredWeight(path, stored[_LM_HEAD]), tensors["lm_head"])
+            _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = next(
             (name for name, dtype in DTYPES.items() if dtype is tensors["pre_projection"].dtype),
         )
