@@ -329,7 +329,7 @@ def void(_: object) -> None:
 
 
 def put(name: str, value: Callable[[np.ndarray], np.ndarray]) -> Damage:
-    return lambda config, tensors: tensors.update({name: np.ascontiguousarray(value(tensors[name]))})
+    return lambda config, tensors: tensors.update({name: np.array(value(tensors[name]), order="C")})
 
 
 def nan(array: np.ndarray) -> np.ndarray:
