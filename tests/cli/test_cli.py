@@ -75,7 +75,7 @@ def test_json(sample: Path, tmp_path: Path) -> None:
     [
         [],
         ["a", "--sample"],
-        ["a", "--format", "gguf"],
+        ["a", "--format", "onnx"],
         ["a", "--format", "litert", "--dtype", "bf16"],
         ["a", "--dtype", "q4"],
     ],
