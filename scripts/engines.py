@@ -10,7 +10,7 @@ first row of an engine is its F32 checkpoint; a format that keeps the file's int
 Engines want versions of packages that exclude each other, so each has an interpreter of its own (``--python``):
 
     transformers  pip install torch==2.13.0 transformers==5.22.2 compressed-tensors==0.20.0
-    mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4" torch==2.13.0      (torch for its tokenizers alone)
+    mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4"        on a Mac without [cpu]
     vllm          pip install vllm==0.33.0, or that wheel's Python without a GPU: see _engines/load_vllm.py
     litert-lm     pip install litert-lm==0.18.1
     llama.cpp     --build-llama DIR downloads and builds llama-cpp-python's source (CMake, a C++ compiler)
