@@ -48,7 +48,8 @@ def build(folder: Path) -> tuple[Path, Path]:
     source, made = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp")), folder / "build"
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_WEBUI=OFF"]
     subprocess.run(["cmake", "-B", str(made), *options, str(source)], check=True)
-    subprocess.run(["cmake", "--build", str(made), "--parallel", "--target", *PROGRAMS], check=True)
+    jobs = str(os.cpu_count() or 1)
+    subprocess.run(["cmake", "--build", str(made), "--parallel", jobs, "--target", *PROGRAMS], check=True)
     return made / "bin", source
 
 
