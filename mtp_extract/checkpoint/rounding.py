@@ -237,7 +237,7 @@ def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()
 
 @dataclass(frozen=True)
 class _NarrowedSteps(CodesOfRows):
-    """The codes of a matrix, with their steps rounded, to FP16 or, after a folded factor was divided out, to FP32."""
+    """The codes of a matrix, with their steps rounded, to FP16 or, after a folded factor was divided out, to F32."""
 
     shape: tuple[int, ...]
     bits: int
@@ -259,7 +259,7 @@ class _NarrowedSteps(CodesOfRows):
 
 
 _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
-    {f"FP16{SCALES}": np.float16, f"FP32{SCALES}": np.float32, f"F32{SCALES}": np.float32}
+    {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}
 )
 
 
@@ -281,7 +281,7 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
     return tensor
 
 
-_ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"FP32{SCALES}",))
+_ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))
 
 
 def how_rounded(original: LazyTensor, found: LazyTensor) -> tuple[str, ...] | None:

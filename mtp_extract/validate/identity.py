@@ -247,7 +247,7 @@ def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] 
     common = math.gcd(mine.block, theirs.block)
     one, other = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (mine, theirs))
     if np.array_equal(one, other):
-        return () if mine.exact else ("FP32 scales",)
+        return () if mine.exact else ("F32 scales",)
     with np.errstate(over="ignore"):
         half = one.astype(np.float16).astype(np.float32)
     return ("FP16 scales",) if np.array_equal(half, other) else "has other scales than the file's"

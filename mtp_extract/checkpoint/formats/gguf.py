@@ -71,7 +71,7 @@ class GgufFormat:
         if isinstance(codes, str):
             return hold_floats(tensor, "f32", codes)
         if (codes.steps == codes.steps.astype(np.float16)).all():
-            return Holding(CODES) if codes.exact else Holding(CODES, "FP32", 2.0**-24)
+            return Holding(CODES) if codes.exact else Holding(CODES, "F32", 2.0**-24)
         return Holding(CODES, "FP16", UNIT_ROUNDOFF["f16"])
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
