@@ -177,6 +177,6 @@ def test_other_rope_tables_are_refused(damage: str) -> None:
 
 
 def test_a_drafter_shown_fits_a_screen_or_a_few(sample: Path) -> None:
-    """Values name their producers, which name their inputs: shown in full, a graph of 300 nodes is gigabytes of text."""
+    """Values name their producers, which name their inputs: shown in full, a graph is gigabytes of text."""
     with open_bundle(sample) as opened:
         assert len(repr(opened.drafter())) < 200_000
