@@ -19,12 +19,23 @@ from types import MappingProxyType
 import numpy as np
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint import safetensors_file
+from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import CheckpointError, OutputError, escape
 
-__all__ = ["container_of", "differing", "output_error", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+__all__ = [
+    "container_of",
+    "differing",
+    "header_sum",
+    "holds_tensors",
+    "output_error",
+    "read_header",
+    "run_all",
+    "sums_of",
+    "workers",
+    "write_tensors",
+]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
@@ -32,13 +43,27 @@ Progress = Callable[[int], None]
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
 
-_CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safetensors_file.CONTAINER})
+_CONTAINERS: Mapping[str, Container] = MappingProxyType(
+    {".safetensors": safetensors_file.CONTAINER, ".gguf": gguf_file.CONTAINER}
+)
 """Each kind of file that holds tensors, by the ending of its name."""
 
 
 def container_of(name: str | Path) -> Container:
-    """How the file of that name holds its tensors."""
-    return _CONTAINERS[Path(name).suffix]
+    """How the file of that name holds its tensors.
+
+    Raises:
+        CheckpointError: its ending is that of no such file.
+    """
+    found = _CONTAINERS.get(Path(name).suffix)
+    if found is None:
+        raise CheckpointError(f"{escape(name)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
+    return found
+
+
+def holds_tensors(name: str | Path) -> bool:
+    """Whether the file of that name is one of tensors."""
+    return Path(name).suffix in _CONTAINERS
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -160,6 +185,12 @@ def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
     for piece in pieces(path, fd, offset, length):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
+    """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
+    with open(path, "rb") as file:
+        return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
 
 
 def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:

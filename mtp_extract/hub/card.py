@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from mtp_extract.checkpoint.formats import ENGINES, FORMATS
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
@@ -48,8 +49,9 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     base = base_model_of(extraction)
     if base:
         metadata["base_model"] = [base]
-    if extraction["layout"] == "transformers":
-        metadata["library_name"] = "transformers"
+    format_ = FORMATS.get(extraction["layout"])
+    if format_ is not None and format_.library:
+        metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
     metadata["tags"] = list(_TAGS)
     return metadata
@@ -66,7 +68,12 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
         KeyError, TypeError, ...: one of them is not what this package writes.
     """
     base, known_as, license_ = base_model_of(extraction), extraction.get("known_as"), license_of(extraction)
-    tensors, aside = extraction["tensors"], extraction.get("set_aside") or []
+    # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
+    tensors = {name: entry for name, entry in extraction["tensors"].items() if "part" not in entry}
+    kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
+    aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
+    engines = format_.engines if format_ else ()
+    bundle = extraction["source"].get("kind") != "checkpoint"
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -76,19 +83,34 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "file": code(extraction["source"]["name"]),
             "version": escape(extraction["tool"]["version"]),
             "provenance": table(("", ""), _provenance(extraction)),
+            "bundle": bundle,
+            "origin": "bundle" if bundle else "checkpoint",
+            "again": f"mtp-extract {_source_argument(extraction)}" if bundle else "mtp-convert DRAFTER",
             "source": _source_argument(extraction),
-            "engines": extraction["layout"] == "transformers",
+            "before": ", ".join(sorted({escape(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
+            "made": _made(list(tensors.values())),
+            "ordered": any(entry.get("role", "").startswith("ordered_head.") for entry in tensors.values()),
+            "layout": escape(extraction["layout"]),
+            "engines": engines,
+            **{engine: engine in engines for engine in ENGINES},
+            "compressed": extraction["layout"].startswith("compressed-tensors"),
+            "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),
             "dtype": extraction["dtype"],
             "dtype_name": escape(extraction["dtype"]).upper(),
             "geometry": table(("", ""), [(code(key), code(value)) for key, value in extraction["geometry"].items()]),
             "tensor_count": len(tensors),
+            "keeps_codes": kept,
+            "kept_count": len(kept),
+            "rounded": " and ".join(sorted({escape(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
             "aside": len(aside),
             "tensors": table(
-                ("tensor", "role", "stored as", "quantization"),
+                ("tensor", "role", "stored as", "quantization") if bundle else ("tensor", "role", "written as"),
                 [
                     (code(name), code(entry.get("role", "")), code(_stored(entry)), code(_quantization(entry)))
+                    if bundle
+                    else (code(name), code(entry.get("role", "")), code(entry.get("dtype", "")))
                     for name, entry in tensors.items()
                 ],
             ),
@@ -189,6 +211,19 @@ def _quantization(entry: Mapping[str, Any]) -> str:
     words += [f"axis {axis}"] if axis is not None else []
     words += [f"blocks of {block}"] if block else []
     return ", ".join(words) or "per tensor"
+
+
+def _made(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on codes that the source has none of; empty where there are none."""
+    made = [entry["made_codes"] for entry in tensors if entry.get("made_codes")]
+    if not made:
+        return ""
+    rms, largest = (max(error[key] for error in made) for key in ("rms", "largest"))
+    rules = " and ".join(sorted({code(error["rule"]) for error in made}))
+    return (
+        f"{len(made)} matrices were rounded to integers here, by {rules}; the source has none of them. At worst they "
+        f"are {rms:.2g} of a matrix's range off (root mean square), {largest:.2g} at one place."
+    )
 
 
 def _static(extraction: Mapping[str, Any]) -> bool:

@@ -230,9 +230,8 @@ class _Tuning:
     ) -> None:
         from accelerate import Accelerator
 
-        from mtp_extract.drafter import drafter_of
+        from mtp_extract.conversion import ReadDirectory
         from mtp_extract.speculate import SpeculativeGenerator
-        from mtp_extract.tune.writing import Origin
         from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
 
         self.plan, self.recipe, self.tell, self.stop = plan, plan.recipe(), tell, stop
@@ -240,13 +239,13 @@ class _Tuning:
         main = self.accelerator.is_main_process
         self.say = say if main else lambda line: None
         self.share = (self.accelerator.process_index, self.accelerator.num_processes)
-        self.origin = Origin.of(plan.directory)
+        self.origin = ReadDirectory.of(plan.directory)
         self.say(f"loading the base {plan.base}")
         several = self.share[1] > 1 and self.accelerator.device.type != "cpu"
         self.base = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
         self.dtype = self.base.drafter_dtype
         with memory_guard("loading the drafter"):
-            self.drafter = drafter_of(self.origin.checkpoint, dtype=self.dtype, device=self.accelerator.device)
+            self.drafter = self._drafter_of(self.origin.checkpoint)
             self.generator = SpeculativeGenerator(self.base.model, self.drafter, self.base.tokenizer)
 
     def run(self) -> Tuned:
@@ -266,8 +265,9 @@ class _Tuning:
 
     def _drafter_of(self, checkpoint: Any) -> Any:
         from mtp_extract.drafter import drafter_of
+        from mtp_extract.tune.writing import as_written
 
-        return drafter_of(self.origin.as_written(checkpoint), dtype=self.dtype, device=self.accelerator.device)
+        return drafter_of(as_written(self.origin, checkpoint), dtype=self.dtype, device=self.accelerator.device)
 
     def _texts(self) -> _Texts:
         from mtp_extract.tune.text import HELD_OUT, TRAINED, WATCHED, of_prompts, people_texts, read_items
@@ -370,7 +370,7 @@ class _Tuning:
         states = States(self.generator.base, kinds, texts.trained, _KEPT_STATES, self.recipe.logits_at_once)
         self.say(f"training {latents.numbers} numbers on {len(texts.trained)} texts")
         everything = [
-            self.origin.fingerprint,
+            self.origin.sums,
             self.base_fingerprint,
             self.plan.mode,
             dataclasses.asdict(self.recipe),
@@ -428,7 +428,9 @@ class _Tuning:
         if self.accelerator.is_main_process:
             draw_progress(trained.history, self.plan.work / "progress.png")
             if not refused or self.plan.force:
-                written = write_tuned(self.origin, tuned, self.plan.out, record, overwrite=self.plan.overwrite)
+                written = write_tuned(
+                    self.origin, tuned, self.plan.out, record, overwrite=self.plan.overwrite
+                ).directory
         self.accelerator.wait_for_everyone()
         return Tuned(
             written,

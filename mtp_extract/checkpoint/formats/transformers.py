@@ -8,13 +8,14 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
@@ -24,7 +25,15 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
 
-__all__ = ["FORMAT", "parse_config", "rope_parameters"]
+__all__ = [
+    "FORMAT",
+    "GENERATION_FILE",
+    "config_document",
+    "generation_document",
+    "parse_config",
+    "plan_weight",
+    "rope_parameters",
+]
 
 # What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
 MAX_POSITIONS = 131072
@@ -50,6 +59,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 _MOST_LAYERS = 1024
 _LM_HEAD = "lm_head.weight"
+GENERATION_FILE = "generation_config.json"
 
 
 class TransformersFormat:
@@ -63,17 +73,18 @@ class TransformersFormat:
         return reading.quantization_of(directory / self.marker) == ""
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
         tensors = tuple(
-            _plan(checkpoint, role, shape, role.names[self.name], dtype) for role, shape in shapes_of(config).items()
+            plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
+            for role, shape in shapes_of(config).items()
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json_text(_config(config, DTYPES[dtype].transformers))),
-            OutputFile("generation_config.json", text=json_text(_generation_config())),
+            OutputFile(self.marker, text=json_text(config_document(config, DTYPES[dtype].transformers))),
+            OutputFile(GENERATION_FILE, text=json_text(generation_document())),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
@@ -81,19 +92,17 @@ class TransformersFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         config = self.read_config(directory)
-        path = directory / self.weights_file
-        stored = reading.read_tensors(path)
+        stored = reading.read_shards(directory, self.weights_file)
         shapes = shapes_of(config)
         reading.check_tensors(
             {role.names[self.name]: (role.path, shape) for role, shape in shapes.items()},
-            {name: tensor.shape for name, tensor in stored.items()},
+            {name: tensor.shape for name, (_, tensor) in stored.items()},
             more=(_LM_HEAD,),
         )
-        tensors = {
-            role.name: StoredWeight(path, stored[role.names[self.name]], role.names[self.name]) for role in shapes
-        }
+        names = {role.name: role.names[self.name] for role in shapes}
+        tensors = {role: StoredWeight(*stored[name], name) for role, name in names.items()}
         if _LM_HEAD in stored:
-            _check_tied(StoredWeight(path, stored[_LM_HEAD]), tensors["lm_head"])
+            _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = next(
             (name for name, dtype in DTYPES.items() if dtype is tensors["pre_projection"].dtype),
         )
@@ -103,10 +112,15 @@ class TransformersFormat:
 FORMAT = TransformersFormat()
 
 
-def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+    """The floats or indices of ``role``, called ``name``; a layer scalar that is not there is 1.
+
+    Raises:
+        CheckpointError: ``checkpoint`` lacks the weight.
+    """
     tensor = checkpoint.tensors.get(role.name)
     if isinstance(tensor, StoredWeight) and role.kind == INDEX:
-        return plan_array(name, tensor.indices())
+        return replace(plan_array(name, tensor.indices()), role=role.name)
     if tensor is None and role.kind == SCALAR:
         # A layer without a factor is one with a factor of 1.
         tensor = FilledTensor(shape)
@@ -127,8 +141,11 @@ def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
         )
 
 
-def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
     """``config.json`` of a drafter whose weights have the transformers dtype ``dtype`` ("bfloat16", …).
+
+    Args:
+        tied: whether head and embedding are one tensor.
 
     Raises:
         UnsupportedError: a shape that the configuration cannot express.
@@ -174,7 +191,7 @@ def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope_parameters(config),
         "sliding_window": config.sliding_window or _UNUSED_WINDOW,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "use_bidirectional_attention": None,
         "use_cache": True,
         "use_double_wide_mlp": False,
@@ -190,7 +207,7 @@ def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": config.backbone_hidden_size,
         "dtype": dtype,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "use_ordered_embeddings": config.ordered_head is not None,
         **centroids,
         **ids,
@@ -213,7 +230,7 @@ def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def _generation_config() -> dict[str, Any]:
+def generation_document() -> dict[str, Any]:
     """``generation_config.json``: what makes transformers use the checkpoint as an assistant."""
     return {
         "is_assistant": True,
