@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.checkpoint.formats import ENGINES, FORMATS
@@ -74,6 +75,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
     engines = format_.engines if format_ else ()
     bundle = extraction["source"].get("kind") != "checkpoint"
+    tuning = extraction.get("tuning") or {}
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -119,12 +121,52 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "measurements": "\n\n".join(
                 part.markdown(3) for part in (measurements(report) if report is not None else ()) if not part.detail
             ),
-            "quantized": any(entry.get("quantization") for entry in tensors.values()),
+            "untuned_codes": any(entry.get("quantization") for entry in tensors.values()) and not tuning,
+            **_tuned(tuning),
             "static": _static(extraction),
             "license_name": license_.name if license_ else "",
             "license_url": license_.url if license_ else "",
         },
     )
+
+
+_TRAINED: Mapping[str, str] = MappingProxyType(
+    {
+        "norms": "norms and layer scalars, and nothing else",
+        "qat": "codes, on the grid of the scales they had, norms and layer scalars",
+        "float": "every weight, as floats",
+    }
+)
+
+
+def _tuned(tuning: Mapping[str, Any]) -> dict[str, object]:
+    """What the card says of a tuning; nothing where there was none."""
+    if not tuning:
+        return dict.fromkeys(("tuned", "tuned_what", "tuned_base", "tuned_verdict", "tuned_drafts"), "")
+
+    def row(name: str, found: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+        cells = [_length(found[key]["mean_accepted_length"], found[key]["interval"]) for key in ("before", "after")]
+        change = _length(found["change"]["mean"], found["change"]["interval"], "+")
+        return (plain(name), str(found["texts"]), *cells, change)
+
+    rows = [row(name, found) for name, found in tuning["workloads"].items()]
+    refused = "; ".join(map(plain, tuning["refused"]))
+    verdict = f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
+    return {
+        "tuned": table(
+            ("workload", "texts", "before", "after", "change"),
+            [*rows, row("all that it was tuned for", tuning["overall"])],
+        ),
+        "tuned_what": _TRAINED[tuning["mode"]],
+        "tuned_base": code(tuning["base"]),
+        "tuned_verdict": verdict + (", and it was stopped before its end" if tuning["interrupted"] else ""),
+        "tuned_drafts": str(tuning["recipe"]["draft_steps"]),
+    }
+
+
+def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:
+    bounds = f" ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})" if interval else ""
+    return f"{mean:{sign}.3f}{bounds}"
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:
