@@ -70,7 +70,7 @@ class Measured:
     @property
     def texts(self) -> int:
         """How many have an anchor."""
-        return len(self.text.unique())
+        return len(torch.unique(self.text))
 
     @property
     def _accepted(self) -> Tensor:
@@ -173,12 +173,12 @@ def _sampled(base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int,
         overlaps[there] = torch.minimum(p, q).sum(-1).double().cpu()
     before = torch.cat((torch.ones_like(ratios[:1]), ratios[:-1].cumprod(dim=0)))
     stands = (before * overlaps).permute(1, 2, 0)
-    text = torch.arange(len(texts))[:, None].expand_as(real)
+    index = torch.arange(len(texts))[:, None].expand_as(real)
     whole = whole.cpu()
-    return Measured(text[whole], anchors[whole], stands[whole])
+    return Measured(index[whole], anchors[whole], stands[whole])
 
 
 def _split(whole: Tensor, steps: int, vocabulary: int) -> Iterator[tuple[Tensor, ...]]:
     """Indices (step, text, anchor) of all rows that count, a few at a time."""
     index = whole.expand(steps, -1, -1).nonzero()
-    yield from (part.unbind(1) for part in index.split(max(1, LOGITS_AT_ONCE // vocabulary)))
+    yield from (part.unbind(1) for part in torch.split(index, max(1, LOGITS_AT_ONCE // vocabulary)))

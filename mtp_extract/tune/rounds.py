@@ -114,7 +114,7 @@ class States:
         full = self._base.full_pass(tokens.to(self._base.device))
         rows = max(1, self._logits_at_once // self._base.vocab_size)
         flat = full.hidden.flatten(0, 1)
-        choices = torch.cat([self._base.logits(part).argmax(-1) for part in flat.split(rows)]).view(tokens.shape)
+        choices = torch.cat([self._base.logits(part).argmax(-1) for part in torch.split(flat, rows)]).view(tokens.shape)
         # Copies, so that what is kept of one text does not hold the whole pass.
         return [
             TextStates(
