@@ -139,7 +139,7 @@ class Tuned:
         directory: what was written; None for nothing.
         refused: why it was not accepted; empty if it was.
         overall: over all held-out texts of the workloads that were trained on.
-        workloads: by name; "shipped" ones that were not trained on are there to see harm.
+        workloads: by name; those of shipped prompts that were not trained on are there to see harm.
         trained: the training.
         texts: how many were trained on, watched and held out.
         numbers: how many were trained.
@@ -239,6 +239,11 @@ class _Tuning:
         main = self.accelerator.is_main_process
         self.say = say if main else lambda line: None
         self.share = (self.accelerator.process_index, self.accelerator.num_processes)
+        if plan.batch < self.share[1]:
+            raise MtpExtractError(
+                f"expected a batch of at least {self.share[1]}, one text a process, found {plan.batch}; raise it",
+                remedies=("batch",),
+            )
         self.origin = ReadDirectory.of(plan.directory)
         self.say(f"loading the base {plan.base}")
         several = self.share[1] > 1 and self.accelerator.device.type != "cpu"
@@ -282,7 +287,12 @@ class _Tuning:
         sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
         sides[WATCHED] = sides[WATCHED][:_MOST_WATCHED]
         learned = {item.key for item in sides[TRAINED]}
-        guards = [item for item in shipped if item.key not in learned | held] if given is not None else []
+        # Of another name, as a user's own workload may be called "code" too.
+        guards = [
+            dataclasses.replace(item, workload=f"{item.workload} (shipped)")
+            for item in shipped
+            if given is not None and item.key not in learned | held
+        ]
         few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST_HELD_OUT]
         if few:
             raise MtpExtractError(
@@ -305,14 +315,30 @@ class _Tuning:
             else:
                 windows = people_texts(found, self.generator.codec, plan.new_tokens)
                 made[side] = [(item, text) for item, parts in zip(found, windows, strict=True) for text in parts]
+        made = {side: self._long_enough(side, pairs) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
+        guarded = [pair for pair in guarded if self._has_a_round(pair[1])]
         return _Texts(
-            trained=tuple(text for _, text in made[TRAINED] if text.anchors),
+            trained=tuple(text for _, text in made[TRAINED]),
             watched=tuple(text for _, text in made[WATCHED][:_MOST_WATCHED]),
             held_out=tuple(text for _, text in (*made[HELD_OUT], *guarded)),
             workloads=tuple(item.workload for item, _ in (*made[HELD_OUT], *guarded)),
             own=len(made[HELD_OUT]),
         )
+
+    def _has_a_round(self, text: Text) -> bool:
+        return len(text.anchors) >= self.plan.draft_steps
+
+    def _long_enough(self, side: str, pairs: list[tuple[Item, Text]]) -> list[tuple[Item, Text]]:
+        """Those with a place to draft from, and a target for every step."""
+        found = [pair for pair in pairs if self._has_a_round(pair[1])]
+        if len(found) < _LEAST_HELD_OUT:
+            raise MtpExtractError(
+                f"expected texts of more than {self.plan.draft_steps} tokens, found {len(found)} that are {side}: the "
+                "base ends the others at once; give other prompts",
+                remedies=("prompts",),
+            )
+        return found
 
     def _writing(self) -> Any:
         from mtp_extract.tune.text import Writing
