@@ -52,7 +52,7 @@ def measure(kind: str, name: str, rows: int, trains_head: bool) -> dict[str, flo
         teacher = Teacher(choices, lambda positions: states.detach()[positions] @ frozen.T)
         where, weights = torch.arange(rows), torch.ones(rows)
         total = chunked_loss(states, head, teacher, where, weights, OBJECTIVES[name], cap=CAP).total
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     return {"memory": peak() - before, "seconds": time.process_time() - began, "loss": float(total)}
 
 
