@@ -144,7 +144,7 @@ def _tuned(tuning: Mapping[str, Any]) -> dict[str, object]:
     if not tuning:
         return dict.fromkeys(("tuned", "tuned_what", "tuned_base", "tuned_verdict", "tuned_drafts"), "")
 
-    def row(name: str, found: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         cells = [_length(found[key]["mean_accepted_length"], found[key]["interval"]) for key in ("before", "after")]
         change = _length(found["change"]["mean"], found["change"]["interval"], "+")
         return (plain(name), str(found["texts"]), *cells, change)
