@@ -21,9 +21,10 @@ from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_codes
 from mtp_extract.checkpoint.proof import Proof, prove
-from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
+from mtp_extract.checkpoint.safetensors_file import write_safetensors
 from mtp_extract.checkpoint.staging import RECORD, staged_directory
 from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.io.output import output_error
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
 

@@ -8,7 +8,6 @@ the bytes depend on the input alone. The tests hold this writer and reader again
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import FloatsOnly, rows_of
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor
 from mtp_extract.errors import CheckpointError, OutputError
+from mtp_extract.io.output import output_error, reserve, write_all
 from mtp_extract.litertlm.quantized import Floats
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "StoredWeight",
     "check_safetensors",
     "differing",
-    "output_error",
     "read_header",
     "run_all",
     "workers",
@@ -147,8 +146,8 @@ def write_safetensors(
     try:
         with open(path, "x+b", buffering=0) as file, ThreadPoolExecutor(workers()) as pool:
             fd = file.fileno()
-            _reserve(fd, len(header) + sum(t.length for t in tensors))
-            _write_all(fd, memoryview(header), 0)
+            reserve(fd, len(header) + sum(t.length for t in tensors))
+            write_all(fd, memoryview(header), 0)
 
             def writing(tensor: PlannedTensor) -> Callable[[], None]:
                 def job() -> None:
@@ -181,7 +180,7 @@ def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progres
         data = chunk.view(np.uint8).data
         digest.update(data)
         with _WRITING:
-            _write_all(fd, data, at)
+            write_all(fd, data, at)
         at += len(data)
         progress(len(data))
     if at - offset != tensor.length:
@@ -204,31 +203,6 @@ def _header(tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> tu
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, offsets
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Claim the space now: a disk that is too small says so before any work is done."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except AttributeError:
-        # macOS has no such call.
-        os.ftruncate(fd, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        # Some file systems cannot reserve: a full disk then shows while writing.
-        os.ftruncate(fd, size)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def output_error(path: Path, error: OSError) -> OutputError:
-    """What to tell the user when writing ``path`` failed."""
-    return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
