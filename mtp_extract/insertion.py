@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof
-from mtp_extract.checkpoint.safetensors_file import run_all, workers
+from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import FormatError, NoDrafterError, OutputError, PairError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.insert.caches import freshen, stale_caches

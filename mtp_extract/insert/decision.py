@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, Scheme, divided, read_floats
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
@@ -207,36 +207,46 @@ def _error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
 
 def _codes(new: _Oriented, target: Storage, dtype: str) -> Content | None:
     """The codes of ``new``, where it has some that say in ``target`` what its floats say; else None."""
-    scheme = new.tensor.scheme
-    packing = target.packing
-    if scheme is None or packing is None or not _alike(scheme, target, new.transposed):
+    packing, steps = target.packing, new.tensor.steps
+    if packing is None or steps is None:
         return None
-    zero_point = np.broadcast_to(new.tensor.zero_point.reshape(-1), target.groups)
+    size = _by_group(steps.size, steps.block, target, new.transposed)
+    zero_point = _by_group(steps.zero_point, steps.block, target, new.transposed)
     lowest, highest = int(packing.codes.min()), int(packing.codes.max())
-    if (target.symmetric and zero_point.any()) or zero_point.min() < lowest or zero_point.max() > highest:
+    if size is None or zero_point is None or (target.symmetric and zero_point.any()):
+        return None
+    if zero_point.min() < lowest or zero_point.max() > highest:
         return None
     if any(chunk.min() < lowest or chunk.max() > highest for chunk in new.integers() if chunk.size):
         return None
-    for factor in {1.0, new.factor}:
-        # Codes as stored have the folded factor in their scales; those of another file have not.
-        scale = np.broadcast_to(new.tensor.scale.reshape(-1), target.groups) * np.float32(factor)
-        if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
-            continue
-        # A checkpoint's floats count: its codes are taken where they say the same.
-        decoded = target.decode(new.integers(), scale, zero_point)
-        if _same((divided(chunk, new.factor) for chunk in decoded), new.weights(), dtype):
-            return Content(scale, zero_point, lambda: target.stored_codes(new.integers()))
-    return None
+    # The same factor is folded in already, where the codes are this file's; another is not.
+    factor = 1.0 if steps.factor == new.factor else new.factor / steps.factor
+    scale = size if factor == 1.0 else (size.astype(np.float64) * factor).astype(np.float32)
+    if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
+        return None
+    # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
+    decoded = target.decode(new.integers(), scale, zero_point)
+    if not _same((divided(chunk, new.factor) for chunk in decoded), new.weights(), dtype):
+        return None
+    return Content(scale, zero_point, lambda: target.stored_codes(new.integers()))
 
 
-def _alike(scheme: Scheme, target: Storage, transposed: bool) -> bool:
-    """Whether scales of ``scheme`` go where ``target`` has its own."""
-    if scheme.kind == "per_tensor":
-        return True
-    if scheme.kind != target.kind:
-        return False
-    if scheme.kind == "blockwise":
-        return scheme.block_size == target.block_size and not transposed
-    sizes = [axis for axis, size in enumerate(target.shape) if size != 1]
-    axis = 1 - scheme.axis if transposed else scheme.axis
-    return len(sizes) == 2 and sizes[axis] == target.axis
+def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:
+    """What is said ``[rows, columns / block]`` of a matrix, said of each group of ``target``; None where it cannot be.
+
+    A group is one only where all of it has one value.
+    """
+    if target.kind == "blockwise":
+        if transposed or block % target.block_size:
+            return None
+        return np.repeat(by_place, block // target.block_size, axis=1).reshape(-1)
+    axes = [axis for axis, size in enumerate(target.shape) if size != 1]
+    along_rows = target.kind == "per_channel" and axes[:1] == [target.axis]
+    over: tuple[int, ...] = (0, 1)
+    if target.kind == "per_channel":
+        # Rows of the weight are columns of what is stored turned.
+        over = (1,) if along_rows != transposed else (0,)
+    if np.ptp(by_place, axis=over).any():
+        return None
+    least: npt.NDArray[Any] = by_place.min(axis=over).reshape(-1)
+    return np.repeat(least, block) if over == (0,) and block > 1 else least
