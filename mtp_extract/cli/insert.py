@@ -26,10 +26,13 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIR", help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken."
+            metavar="DIR",
+            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken.",
         ),
     ],
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is.")],
+    bundle: Annotated[
+        str, typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is.")
+    ],
     out: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle."),
