@@ -26,6 +26,7 @@ from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import FormatError, NoDrafterError, OutputError, PairError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.insert.activations import Ranges, recalibrated
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, decide, holds
 from mtp_extract.insert.fit import base_misfits, check_geometry
@@ -139,6 +140,7 @@ def planned_insertion(
     bundle: str | os.PathLike[str],
     *,
     types: Mapping[str, str] | None = None,
+    ranges: Ranges | None = None,
     graph_from: str | os.PathLike[str] | None = None,
     section: int | None = None,
     signature: str | None = None,
@@ -150,6 +152,7 @@ def planned_insertion(
         bundle: where they go; it stays as it is.
         types: role → a name in :data:`TYPES`, for matrices that are to be stored in another type; a role may have
             wildcards (``layers.*.gate_proj``).
+        ranges: what the drafter's activations reach, for graphs that quantize them statically.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph is added; by default
             ``source``, where that is one.
         section, signature: the drafter's in ``bundle``, where there are several.
@@ -172,7 +175,7 @@ def planned_insertion(
                 raise
             opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
             drafter, added = opened.drafter(window), True
-        yield _plan(checkpoint, opened, drafter, types or {}, added)
+        yield _plan(checkpoint, opened, drafter, types or {}, ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -211,7 +214,12 @@ def _whole(source: Any, begin: int, size: int) -> Laid:
 
 
 def _plan(
-    checkpoint: Checkpoint, opened: Opened, drafter: Drafter, types: Mapping[str, str], added: bool
+    checkpoint: Checkpoint,
+    opened: Opened,
+    drafter: Drafter,
+    types: Mapping[str, str],
+    ranges: Ranges | None,
+    added: bool,
 ) -> InsertionPlan:
     notes = check_geometry(checkpoint.config, drafter.config)
     if not added:
@@ -227,23 +235,38 @@ def _plan(
         section = drafter.section.index if drafter.section else None
         relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
         drafter = relaid.drafter(checkpoint.config.sliding_window)
-    pieces = (*laid.pieces, *patches(drafter, decisions, moved))
-    if any(role.input is not None for role in drafter.walk.roles) and any(d.how != KEPT for d in decisions.values()):
-        notes.append(
-            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
-            "may be accepted less often than the checkpoint's."
-        )
+    calibrated, remarks = _activations(drafter, decisions, ranges)
+    pieces = (*laid.pieces, *patches(drafter, decisions, moved), *calibrated)
     return InsertionPlan(
         name=opened.source.name,
         decisions=decisions,
         added=added,
         rebuilt=len(moved),
         size=laid.size,
-        notes=tuple(notes),
+        notes=(*notes, *remarks),
         _laid=Laid(laid.size, pieces),
         _checkpoint=checkpoint,
         _opened=opened,
     )
+
+
+def _activations(
+    drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
+) -> tuple[list[Piece], list[str]]:
+    """New scales of static activations, and what is to be said of them."""
+    static = [role.role for role in drafter.walk.roles if role.input is not None]
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
+    if ranges is None:
+        if all(decision.how == KEPT for decision in decisions.values()):
+            return [], []
+        return [], [
+            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
+            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
+        ]
+    pieces, kept = recalibrated(drafter, ranges)
+    done = f"Static activations of {len(static)} matrices were calibrated anew."
+    return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
 
 
 def _complete(checkpoint: Checkpoint) -> Checkpoint:
