@@ -123,7 +123,8 @@ class InsertionPlan:
         with open_bundle(path, section=section, signature=signature) as opened:
             drafter = opened.drafter(self._checkpoint.config.sliding_window)
             written = checkpoint_of(drafter)
-            for role, decision in self.decisions.items():
+
+            def comparing(role: str, decision: Decision) -> None:
                 mine, new = written.tensors[role], self._checkpoint.tensors[role]
                 if decision.how != REQUANTIZED and decision.error == 0.0:
                     same = holds(mine, new, self._checkpoint.dtype)
@@ -131,6 +132,9 @@ class InsertionPlan:
                     same = abs(apart(mine, new) - decision.error) <= _SAME_ERROR
                 if not same:
                     raise OutputError(f"{path}: {role} reads back differently. Nothing was kept.")
+
+            with ThreadPoolExecutor(workers()) as pool:
+                run_all(pool, [partial(comparing, *item) for item in self.decisions.items()])
             return prove_checkpoint(drafter, written)
 
 
