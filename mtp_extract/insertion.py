@@ -32,13 +32,13 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, deci
 from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import new_tensors, patches
 from mtp_extract.io.output import staged_file
-from mtp_extract.io.source import LocalSource, Progress
+from mtp_extract.io.source import Progress
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
 
-__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
+__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "check_out", "planned_insertion"]
 
 TYPES = {
     "int8": TensorType.INT8,
@@ -87,6 +87,7 @@ class InsertionPlan:
     _laid: Laid = field(repr=False)
     _checkpoint: Checkpoint = field(repr=False)
     _opened: Opened = field(repr=False)
+    _bundle: str | os.PathLike[str] = field(repr=False)
 
     def write(
         self,
@@ -102,7 +103,7 @@ class InsertionPlan:
             ProofError: what was written does not compute what it holds.
         """
         target = Path(out)
-        check_out(target, overwrite, self._opened)
+        check_out(target, overwrite, self._bundle)
         done = 0
 
         def tick(count: int) -> None:
@@ -173,13 +174,18 @@ def planned_insertion(
         added = False
         try:
             drafter = opened.drafter(window)
-        except NoDrafterError:
+        except NoDrafterError as error:
             template = graph_from or (None if Path(source).is_dir() else source)
-            if template is None or opened.bundle is None or opened.section is not None:
+            if opened.bundle is None or opened.section is not None:
                 raise
+            if template is None:
+                raise NoDrafterError(
+                    f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
+                    remedies=("graph_from",),
+                ) from error
             opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
             drafter, added = opened.drafter(window), True
-        yield _plan(checkpoint, opened, drafter, types or {}, ranges, added)
+        yield _plan(checkpoint, opened, drafter, bundle, types or {}, ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -221,6 +227,7 @@ def _plan(
     checkpoint: Checkpoint,
     opened: Opened,
     drafter: Drafter,
+    bundle: str | os.PathLike[str],
     types: Mapping[str, str],
     ranges: Ranges | None,
     added: bool,
@@ -228,9 +235,8 @@ def _plan(
     notes = check_geometry(checkpoint.config, drafter.config)
     if not added:
         # What was there before stays, fit or not.
-        notes += [
-            f"In this bundle, {problem}: its drafter could not run before." for problem in base_misfits(opened, drafter)
-        ]
+        problems = base_misfits(opened, drafter)
+        notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
     checkpoint = _complete(checkpoint)
     decisions = _decide(checkpoint, drafter, types)
     laid, moved = _layout(opened, drafter, decisions)
@@ -251,6 +257,7 @@ def _plan(
         _laid=Laid(laid.size, pieces),
         _checkpoint=checkpoint,
         _opened=opened,
+        _bundle=bundle,
     )
 
 
@@ -351,21 +358,19 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
     return bundle_with(opened.bundle, {drafter.section.index: section}), roles
 
 
-def check_out(out: Path, overwrite: bool, opened: Opened) -> None:
+def check_out(out: Path, overwrite: bool, bundle: str | os.PathLike[str]) -> None:
     """Check that ``out`` may be written, before any work is done.
 
     Raises:
         OutputError: it exists, or is the bundle itself.
     """
-    source = opened.source
-    if isinstance(source, LocalSource) and out.exists() and os.path.samefile(out, source.path):
+    if not os.path.lexists(out):
+        return
+    if os.path.exists(bundle) and out.exists() and os.path.samefile(out, bundle):
         raise OutputError(
             f"{escape(out)}: is the bundle that is read, which stays as it is. Choose another place.", remedies=("out",)
         )
-    if os.path.lexists(out):
-        if not out.is_file() or out.is_symlink():
-            raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
-        if not overwrite:
-            raise OutputError(
-                f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
-            )
+    if not out.is_file() or out.is_symlink():
+        raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
+    if not overwrite:
+        raise OutputError(f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))

@@ -85,8 +85,10 @@ def command(
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
     wanted = _wanted(types, type_ or [])
 
-    from mtp_extract.insertion import planned_insertion
+    from mtp_extract.insertion import check_out, planned_insertion
 
+    if out is not None:
+        check_out(out, overwrite, bundle)
     ranges = None
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
