@@ -8,6 +8,7 @@
         bundle.sections              # what the container holds
         drafter = bundle.drafter()   # the drafter: geometry, roles, the evidence for each
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
+    mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
 
 Names are imported when they are first used: ``import mtp_extract`` alone loads nothing heavy.
 """
@@ -22,10 +23,11 @@ from mtp_extract._version import __version__
 if TYPE_CHECKING:
     from mtp_extract.bundle import Drafter, Opened
     from mtp_extract.bundle import open_bundle as open
+    from mtp_extract.conversion import convert
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.extraction import ExtractionResult, extract
 
-__all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "extract", "open"]
+__all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "convert", "extract", "open"]
 
 # Public name -> module and the name there.
 _HOMES = {
@@ -33,6 +35,7 @@ _HOMES = {
     "ExtractionResult": ("mtp_extract.extraction", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
     "Opened": ("mtp_extract.bundle", "Opened"),
+    "convert": ("mtp_extract.conversion", "convert"),
     "extract": ("mtp_extract.extraction", "extract"),
     "open": ("mtp_extract.bundle", "open_bundle"),
 }

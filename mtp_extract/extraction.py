@@ -1,30 +1,26 @@
-"""Extraction: bundle → checkpoint → directory, in one page."""
+"""Extraction: bundle → checkpoint → directory. What it shares with converting is in :mod:`mtp_extract.writing`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import Verification, files_in, read_record, verify_against
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
-from mtp_extract.checkpoint.codes import plan_codes
-from mtp_extract.checkpoint.formats import FORMATS, format_named, name_for
-from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
+from mtp_extract.checkpoint.check import Verification, read_record, verify_against
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
+from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
-from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.proof import Proof, Rounding, prove
-from mtp_extract.checkpoint.staging import RECORD, staged_directory, write_file
-from mtp_extract.hub.card import CARD, model_card
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
+from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
 
 __all__ = [
     "ExtractionResult",
@@ -32,24 +28,9 @@ __all__ = [
     "default_directory",
     "extract",
     "prove_checkpoint",
+    "prove_written",
     "verify_against_source",
 ]
-
-
-@dataclass(frozen=True)
-class ExtractionResult:
-    """What :func:`extract` did.
-
-    Attributes:
-        files: name → size in bytes.
-        record: the content of ``extraction.json``.
-        notes: things worth knowing that are not errors.
-    """
-
-    directory: Path
-    files: dict[str, int]
-    record: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
@@ -89,8 +70,10 @@ def extract(
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
+    quantize: str | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
@@ -104,34 +87,38 @@ def extract(
         codes: write the integers, scales and zero points of what is written in floats, too
             (``codes/codes.safetensors``).
         exact: refuse to write anything rounded.
+        quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
+        tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format`` or ``dtype``, or an ``engine`` for which the format has no other way.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, a ``tokenizer`` for a format without room for one,
+            or an ``engine`` for which the format has no other way.
     """
-    chosen = format_named(name_for(format, engine))
-    dtypes = FORMATS[format].dtypes
-    dtype = dtype or dtypes[0]
-    if dtype not in dtypes:
-        raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(dtypes)}.")
+    choice = Choice.of(
+        format,
+        engine,
+        dtype=dtype,
+        codes=codes,
+        exact=exact,
+        quantize=quantize,
+        overwrite=overwrite,
+        tokenizer=tokenizer,
+    )
     if isinstance(source, Opened):
-        return _extract(source, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
+        return _extract(source, out, choice, sliding_window, progress)
     with open_bundle(source) as opened:
-        return _extract(opened, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
+        return _extract(opened, out, choice, sliding_window, progress)
 
 
 def _extract(
     opened: Opened,
     out: str | os.PathLike[str] | None,
-    format_: Format,
-    dtype: str,
-    codes: bool,
-    exact: bool,
-    overwrite: bool,
+    choice: Choice,
     sliding_window: int | None,
     progress: Progress,
 ) -> ExtractionResult:
@@ -139,30 +126,17 @@ def _extract(
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
     hashes = _Hashes(drafter, checkpoint)
-    if FORMATS[format_.name].provenance_inside:
+    if FORMATS[choice.format.name].provenance_inside:
         hashes.hash_section()
-        checkpoint = replace(checkpoint, provenance=record.provenance(drafter, hashes.section))
-    holdings = holdings_of(format_, checkpoint, dtype)
-    if exact:
-        require_exact(holdings, format_.name)
-    weights, *documents = format_.plan(checkpoint, dtype)
-    files = [weights, *(plan_codes(weights) if codes else ()), *documents]
-    target = Path(out) if out is not None else default_directory(opened.source.name)
-    with staged_directory(target, overwrite) as stage:
-        tick = _counter(progress, sum(t.length for file in files for t in file.tensors))
-        written: dict[str, dict[str, Any]] = {}
-        for file in files:
-            written[file.name] = write_file(stage, file, tick, hashes.jobs() if file is weights else ())
-        proof = _prove(drafter, checkpoint, format_.read(stage), holdings)
-        made = _record(drafter, opened, holdings, format_, dtype, weights, written, hashes, proof)
-        written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(made)), tick)
-        write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
-        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
-    return ExtractionResult(
-        directory=target,
-        files=sizes,
-        record=made,
-        notes=(*_notes(drafter, checkpoint, format_), *notes_of(holdings), *weights.notes),
+        checkpoint = replace(checkpoint, provenance=record.provenance(_source(drafter, hashes)))
+    prepared = choice.prepare(checkpoint)
+    return write_checkpoint(
+        prepared,
+        Path(out) if out is not None else default_directory(opened.source.name),
+        lambda staged: _record(drafter, checkpoint, prepared, staged, hashes),
+        beside=hashes.jobs(),
+        notes=_notes(drafter, checkpoint, choice.format),
+        progress=progress,
     )
 
 
@@ -181,14 +155,27 @@ def verify_against_source(
     return verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
 
 
-def _prove(drafter: Drafter, checkpoint: Checkpoint, written: Checkpoint, holdings: Mapping[str, Holding]) -> Proof:
+def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
     """Execute the graph and what was written side by side.
 
     What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
     holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
     the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
     such a rounding does and no more.
+
+    Args:
+        checkpoint: the drafter's own.
+        prepared: the same as it was to be written.
+        written: the same, read back.
+
+    Raises:
+        ProofError, CheckpointError: they part, or what was written is something else.
     """
+    holdings = prepared.holdings
+    if prepared.choice.quantize:
+        check_codes(written, prepared.checkpoint, holdings)
+        check_floats(written, prepared.checkpoint, holdings)
+        return prove_checkpoint(drafter, replace(checkpoint, config=written.config))
     check_codes(written, checkpoint, holdings)
     rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
     before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
@@ -253,46 +240,31 @@ class _Hashes:
         return job
 
 
+def _source(drafter: Drafter, hashes: _Hashes) -> dict[str, Any]:
+    return record.source_record(drafter, Path(drafter.opened.source.name).name, hashes.section)
+
+
 def _record(
-    drafter: Drafter,
-    opened: Opened,
-    holdings: Mapping[str, Holding],
-    format_: Format,
-    dtype: str,
-    weights: OutputFile,
-    written: dict[str, dict[str, Any]],
-    hashes: _Hashes,
-    proof: Proof,
+    drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: _Hashes
 ) -> dict[str, Any]:
+    proof = prove_written(drafter, checkpoint, prepared, staged.written)
     confirmed = set(drafter.names.confirmed)
     found = {role.role: role for role in drafter.walk.roles}
-    sums = written[weights.name].pop("tensors")
-    return {
-        "format_version": record.FORMAT_VERSION,
-        "tool": {"name": "mtp-extract", "version": __version__},
-        "source": record.source_record(drafter, Path(opened.source.name).name, hashes.section),
-        "known_as": drafter.known["name"] if drafter.known else None,
-        "layout": format_.name,
-        "dtype": dtype,
-        "geometry": drafter.config.as_json(),
-        "files": written,
-        "tensors": {
-            planned.name: record.tensor_record(
-                planned=planned,
-                found=found.get(planned.role),
-                sha256=hashes.roles.get(planned.role),
-                confirmed=planned.role in confirmed,
-                xxh3=sums[planned.name],
-                holding=holdings[planned.role],
-            )
-            if not planned.part
-            else record.part_record(planned, sums[planned.name])
-            for planned in weights.tensors
-        },
-        "set_aside": record.set_aside(drafter),
-        "kv_inputs": record.caches(drafter),
-        "proof": proof.as_json(),
-    }
+
+    def evidence(role: str) -> dict[str, Any]:
+        return record.evidence(found.get(role), checkpoint.tensors.get(role), hashes.roles.get(role), role in confirmed)
+
+    return record_of(
+        prepared,
+        staged,
+        source=_source(drafter, hashes),
+        known_as=drafter.known["name"] if drafter.known else None,
+        evidence=evidence,
+        set_aside=record.set_aside(drafter),
+        kv_inputs=record.caches(drafter),
+        converted_from=[],
+        proof={**proof.as_json(), "inherited": False},
+    )
 
 
 def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
@@ -316,14 +288,3 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[s
             "format does not hold."
         )
     return tuple(notes)
-
-
-def _counter(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def tick(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    return tick

@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mtp_extract.architecture.config import known_drafter
+from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import MtpExtractError, NoDrafterError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
 
-__all__ = ["Inspection", "inspect"]
+__all__ = ["Inspection", "inspect", "inspect_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -195,3 +201,47 @@ def _data(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     except MtpExtractError as error:
         return {"problem": str(error)}
     return {"place": location.place, "offset": location.file_offset, "length": location.length}
+
+
+def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
+    """What the checkpoint at ``place`` holds, of whichever format, by itself: no record is looked at.
+
+    Args:
+        tensors: list every weight.
+
+    Raises:
+        DrafterError, CheckpointError: it is damaged, or holds no drafter.
+    """
+    format_ = format_of(place)
+    found = format_.read(place)
+    known = known_drafter(found.config)
+    shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
+    types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
+    told: dict[str, Any] = {
+        "format": format_.name,
+        "known_as": known["name"] if known else None,
+        "geometry": found.config.as_json(),
+        "parameters": sum(map(math.prod, shapes.values())),
+        "weights": len(shapes),
+        "stored_types": dict(sorted(Counter(types.values()).items())),
+    }
+    if tensors:
+        told["tensors"] = [
+            {
+                "role": role.name,
+                "name": role.names.get(format_.name, role.name),
+                "type": types[role.name],
+                "shape": list(shape),
+                "block_size": scheme.block_size or None
+                if (scheme := found.tensors[role.name].scheme) is not None
+                else None,
+            }
+            for role, shape in shapes.items()
+        ]
+    return told
+
+
+def _stored_type(tensor: LazyTensor) -> str:
+    if isinstance(tensor, StoredWeight):
+        return tensor.stored.dtype
+    return f"INT{tensor.scheme.bits}" if tensor.scheme is not None else "implied"

@@ -10,7 +10,7 @@ first row of an engine is its F32 checkpoint; a format that keeps the file's int
 Engines want versions of packages that exclude each other, so each has an interpreter of its own (``--python``):
 
     transformers  pip install torch==2.13.0 transformers==5.22.2 compressed-tensors==0.20.0
-    mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4" torch==2.13.0      (torch for its tokenizers alone)
+    mlx-vlm       pip install mlx-vlm==0.7.10 "mlx[cpu]==0.32.4"        on a Mac without [cpu]
     vllm          pip install vllm==0.33.0, or that wheel's Python without a GPU: see _engines/load_vllm.py
     litert-lm     pip install litert-lm==0.18.1
     llama.cpp     --build-llama DIR downloads and builds llama-cpp-python's source (CMake, a C++ compiler)
@@ -160,28 +160,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--build-llama", type=Path, metavar="DIR", help="download and build both there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.python = dict(pair.partition("=")[::2] for pair in options.python)
+    for name, path in options.python.items():
+        if name not in ENGINES or not Path(path).is_file():
+            parser.error(f"--python {name}={path}: expected one of {', '.join(ENGINES)}, and a file")
+    return options
 
 
 def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     """The rows, engine by engine."""
-    pythons = dict(pair.split("=", 1) for pair in options.python)
     wanted = options.only or ENGINES
     drafter = Drafter(options.source, folder)
     for name in (name for name in SCRIPTED if name in wanted):
-        yield from scripted(name, pythons.get(name, sys.executable), options.base, drafter)
+        yield from scripted(name, options.python.get(name, sys.executable), options.base, drafter)
     if options.build_llama:
         options.llama, options.llama_source = llama_cpp.build(options.build_llama)
     if "llama.cpp" in wanted:
         if options.llama and options.llama_source:
             (folder / "wide").mkdir()
             wide = Drafter(widened(options.source, folder), folder / "wide")
-            python = pythons.get("llama.cpp", sys.executable)
+            python = options.python.get("llama.cpp", sys.executable)
             yield from in_llama(options.llama, options.llama_source, python, options.base, wide, folder)
         else:
             yield Outcome("llama.cpp", "–", note="not given")
     if "litert-lm" in wanted:
-        program = Path(pythons.get("litert-lm", sys.executable)).with_name("litert-lm")
+        program = Path(options.python.get("litert-lm", sys.executable)).with_name("litert-lm")
         found = program.is_file()
         yield (
             litert_lm.check(program, options.source, PROMPT)

@@ -20,6 +20,7 @@ NEED_TORCH = (
     "speculate",
     "validate",
     "checkpoint/test_transformers.py",
+    "checkpoint/test_integers_in_engines.py",
     "scripts/test_in_engines.py",
 )
 

@@ -58,7 +58,7 @@ def test_the_report_that_tests_use() -> None:
     ("path", "value"),
     [
         (("format_version",), 1),
-        (("proof",), None),
+        (("proof",), 1),
         (("proof", "tolerance"), "1e-5"),
         (("source", "section", "sha256"), "abc"),
         (("tensors", "pre_projection.weight", "source", "place"), "elsewhere"),

@@ -8,17 +8,20 @@ import stat
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import differing, read_header, sums_of
+from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
@@ -109,6 +112,8 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {escape(expected.get('size'))}")
         elif name == weights:
             stored = read_header(path)
+            if expected.get("header", header := header_sum(path, stored)) != header:
+                wrong.append(f"{escape(name)} has another header")
             sums = {tensor: entry.get("xxh3") for tensor, entry in record["tensors"].items()}
             wrong += [*_misdescribed(stored, record["tensors"]), *_differing(path, stored, sums)]
             tensors += len(record["tensors"])
@@ -178,6 +183,8 @@ def verify_against(
 ) -> Verification:
     """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again and compare all bits.
 
+    What the record says was rounded before, or made codes of, is so rounded again.
+
     Args:
         name: what ``original`` is called in messages.
 
@@ -187,7 +194,10 @@ def verify_against(
     """
     own = verify(directory, beside)
     wrong: list[str] = []
-    for file in format_named(own.record["layout"]).plan(original, own.record["dtype"]):
+    original = _as_recorded(original, own.record["tensors"])
+    weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
+    codes = plan_codes(weights) if CODES_FILE in own.record["files"] else []
+    for file in (weights, *codes, *documents):
         path = own.directory / file.name
         if file.tensors:
             wrong += _compare(path, file.tensors)
@@ -196,6 +206,16 @@ def verify_against(
     if wrong:
         raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
     return replace(own, against=name)
+
+
+def _as_recorded(original: Checkpoint, entries: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+    tensors = dict(original.tensors)
+    for entry in entries.values():
+        role, before, made = entry.get("role"), entry.get("rounded_before"), entry.get("made_codes")
+        if role in tensors and "part" not in entry:
+            steps = [*(before or []), *([made["rule"]] if made else [])]
+            tensors[role] = rounded_again(tensors[role], steps)
+    return replace(original, tensors=MappingProxyType(tensors))
 
 
 def _json_of(path: Path) -> object:

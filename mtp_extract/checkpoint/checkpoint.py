@@ -14,10 +14,13 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.graph.drafter import Activation
 
-__all__ = ["CODES", "Checkpoint", "Format", "Holding"]
+__all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding"]
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
+
+FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
+"""What else may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Checkpoint:
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
         activations: role of a matrix → the static quantization of what goes into it and what comes out, where a graph
             has one.
+        tokenizer: the directory of its base's tokenizer, for formats that keep one; None to leave it out.
     """
 
     architecture: str
@@ -41,6 +45,7 @@ class Checkpoint:
     activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    tokenizer: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,10 @@ class Holding:
     """How a format holds a weight.
 
     Attributes:
-        kept: "codes" or "floats".
+        kept: :data:`CODES`, :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where the weight is left out.
         rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16"); empty if nothing is.
         bound: the most by which that changes a number, as a share of it; 0 if nothing is rounded.
-        why: why its codes are not kept, and what keeps them; empty where they are, or where it has none.
+        why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.
     """
 
     kept: str

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 
-__all__ = ["DTYPES", "Dtype"]
+__all__ = ["DTYPES", "ROUNDED_TO", "Dtype"]
 
 Floats = npt.NDArray[np.float32]
 Stored = npt.NDArray[np.generic]
@@ -86,3 +86,6 @@ DTYPES = MappingProxyType(
     }
 )
 """Output types by their name on the command line."""
+
+ROUNDED_TO = MappingProxyType({"f32": "", "bf16": "BF16", "f16": "FP16"})
+"""What is said to have been rounded to where a type is written; nothing of F32, which everything is computed in."""

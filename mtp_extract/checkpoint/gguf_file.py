@@ -209,8 +209,7 @@ class _Parser:
         kind, count = self._number("<u4"), self._number("<u8")
         if kind != _TEXT:
             return tuple(self._numbers(key, kind, count))
-        for _ in range(count):
-            self._skip_text()
+        self._skip_texts(count)
         return Texts(count)
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
@@ -224,10 +223,16 @@ class _Parser:
             return list(found)
         return [bool(n) for n in found] if kind == _BOOL else [int(n) for n in found]
 
-    def _skip_text(self) -> None:
-        length = self._number("<u8")
-        self._need(length)
-        self._at += length
+    def _skip_texts(self, count: int) -> None:
+        # There may be a million of them: a call for each is what they would cost.
+        held = self._held
+        for _ in range(count):
+            begin = self._at + 8
+            if begin > len(held):
+                self._need(8)
+            self._at = begin + int.from_bytes(held[begin - 8 : begin], "little")
+            if self._at > len(held):
+                self._need(0)
 
     def _name(self, what: str) -> str:
         return self._text(f"the {what}", _LONGEST_NAME)

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor
+from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
-__all__ = ["check_codes", "holdings_of", "notes_of", "require_exact"]
+__all__ = ["check_codes", "check_floats", "holdings_of", "notes_of", "require_exact"]
 
 _MOST_NAMED = 4
 
@@ -35,25 +37,26 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     Raises:
         UnsupportedError: names what would be, and to what.
     """
-    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
-    if rounded:
-        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(rounded).items())
+    changed = {role: holding for role, holding in holdings.items() if holding.rounded_to or holding.kept == NOTHING}
+    if changed:
+        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(changed).items())
         raise UnsupportedError(
-            f"The {name} format cannot hold this drafter exactly: {listed}. Choose the type f32, or a "
-            "format that keeps scales in F32.",
-            remedies=("dtype=f32", "format"),
+            f"The {name} format cannot hold this drafter exactly: {listed}. Choose floats "
+            "in F32, which the transformers format has, or a format that keeps scales in F32.",
+            remedies=("format=transformers", "dtype=f32"),
         )
 
 
 def notes_of(holdings: Mapping[str, Holding]) -> tuple[str, ...]:
     """What a user should know of how the weights were held, where codes were to be kept."""
-    if all(holding.kept != CODES for holding in holdings.values()):
-        return ()
-    whys: dict[str, list[str]] = defaultdict(list)
+    whys: dict[tuple[str, str], list[str]] = defaultdict(list)
+    coded = any(holding.kept == CODES for holding in holdings.values())
     for role, holding in holdings.items():
-        if holding.why:
-            whys[holding.why].append(role)
-    notes = [f"In floats: {_named(roles)}, because {why}." for why, roles in whys.items()]
+        if holding.why and (coded or holding.kept == NOTHING):
+            whys["Left out" if holding.kept == NOTHING else "In floats", holding.why].append(role)
+    notes = [f"{how}: {_named(roles)}, because {why}." for (how, why), roles in whys.items()]
+    if not coded:
+        return tuple(notes)
     rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
     notes += [f"Rounded: {_named(roles)}, {what}." for what, roles in _grouped(rounded).items()]
     return tuple(notes)
@@ -63,7 +66,8 @@ def _grouped(rounded: Mapping[str, Holding]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for role, holding in rounded.items():
         what = "scales of codes" if holding.kept == CODES else "numbers"
-        groups[f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"].append(role)
+        how = f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"
+        groups["left out" if holding.kept == NOTHING else how].append(role)
     return groups
 
 
@@ -93,3 +97,22 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
         ours, found = (np.repeat(c.steps, c.block // np.gcd(mine.block, theirs.block), axis=1) for c in (mine, theirs))
         if columns and (np.abs(found - ours) > holding.bound * np.abs(ours)).any():
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
+
+
+def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
+    """Hold the numbers that ``written`` reads back against those of ``original``, rounded as was said, bit for bit.
+
+    Raises:
+        CheckpointError: names the first role whose numbers are others.
+    """
+    for role, holding in holdings.items():
+        if holding.kept == FLOATS:
+            theirs = written.tensors[role]
+            expected = NarrowedTensor(original.tensors.get(role, FilledTensor(theirs.shape)), holding.rounded_to)
+            if not same_floats(expected, theirs):
+                raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
+        elif holding.kept == INDICES:
+            one, other = original.tensors[role], written.tensors[role]
+            assert isinstance(one, StoredWeight) and isinstance(other, StoredWeight)
+            if not np.array_equal(one.indices(), other.indices()):
+                raise CheckpointError(f"{role}: what was written holds other indices than it was made of.")

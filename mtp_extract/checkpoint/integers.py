@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
-from mtp_extract.litertlm.quantized import Floats, Integers
+from mtp_extract.litertlm.quantized import Floats
 
-__all__ = ["RowCodes", "row_codes", "same_codes"]
+__all__ = ["Codes", "RowCodes", "in_rows", "row_codes", "same_codes"]
 
 Codes = npt.NDArray[np.int8]
+Numbers = TypeVar("Numbers", bound=np.generic)
 
 _WIDTHS = (2, 4, 8)
 _ELEMENTS = 1 << 18
@@ -44,7 +46,7 @@ class RowCodes:
         """(first row, codes ``[rows, in]``) of all rows, a little at a time; the same rows for equal shapes."""
         columns = self.shape[1]
         first = 0
-        for codes in _in_rows(self.tensor.integers(), columns, max(1, _ELEMENTS // max(columns, 1))):
+        for codes in in_rows(self.tensor.integers(), columns, max(1, _ELEMENTS // max(columns, 1))):
             zeros = self.stored.zero_point[first : first + len(codes), :, None]
             if zeros.any():
                 shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
@@ -54,9 +56,9 @@ class RowCodes:
             first += len(codes)
 
 
-def _in_rows(chunks: Iterable[Integers], columns: int, rows: int) -> Iterator[Integers]:
+def in_rows(chunks: Iterable[npt.NDArray[Numbers]], columns: int, rows: int) -> Iterator[npt.NDArray[Numbers]]:
     """Flat chunks of any size as ``[rows, columns]``; the last may have fewer rows."""
-    held: list[Integers] = []
+    held: list[npt.NDArray[Numbers]] = []
     size, wanted = 0, rows * columns
     for chunk in chunks:
         held.append(chunk.reshape(-1))
@@ -65,6 +67,8 @@ def _in_rows(chunks: Iterable[Integers], columns: int, rows: int) -> Iterator[In
             flat = held[0] if len(held) == 1 else np.concatenate(held)
             yield flat[:wanted].reshape(rows, columns)
             held, size = [flat[wanted:]], size - wanted
+        # The next chunk may overwrite this one.
+        held[-1] = held[-1].copy()
     if size:
         yield np.concatenate(held).reshape(-1, columns)
 

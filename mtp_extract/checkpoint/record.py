@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract.bundle import Drafter
 from mtp_extract.checkpoint.checkpoint import Holding
-from mtp_extract.checkpoint.lazy import ConstantTensor
+from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.errors import FormatError
 from mtp_extract.graph import Activation, FoundRole
@@ -23,6 +23,7 @@ from mtp_extract.litertlm.tflite import BufferLocation
 __all__ = [
     "FORMAT_VERSION",
     "caches",
+    "evidence",
     "part_record",
     "provenance",
     "set_aside",
@@ -78,17 +79,14 @@ def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> di
     }
 
 
-def provenance(drafter: Drafter, section_sha256: str | None) -> dict[str, str]:
-    """The same as text by name, for formats that keep it inside the weights file."""
-    full = source_record(drafter, Path(drafter.opened.source.name).name, section_sha256)
-    section = full["section"]
+def provenance(source: Mapping[str, Any]) -> dict[str, str]:
+    """``source`` of a record as text by name, for formats that keep it inside the weights file."""
+    section = source["section"] or {}
     return {
-        "source.name": full["name"],
-        "source.size": str(full["size"]),
-        **{f"source.{key}": str(value) for key, value in full["provenance"].items()},
-        "section.begin": str(section["begin"]),
-        "section.end": str(section["end"]),
-        **({"section.sha256": section_sha256} if section_sha256 else {}),
+        "source.name": source["name"],
+        "source.size": str(source["size"]),
+        **{f"source.{key}": str(value) for key, value in source["provenance"].items()},
+        **{f"section.{key}": str(section[key]) for key in ("begin", "end", "sha256") if section.get(key) is not None},
     }
 
 
@@ -104,32 +102,44 @@ def part_record(planned: PlannedTensor, xxh3: str) -> dict[str, Any]:
 
 
 def tensor_record(
-    *,
-    planned: PlannedTensor,
-    found: FoundRole | None,
-    sha256: str | None,
-    confirmed: bool,
-    xxh3: str,
-    holding: Holding,
+    planned: PlannedTensor, xxh3: str, holding: Holding, evidence: Mapping[str, Any], made: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """One output tensor: role, evidence, stored bytes, quantization.
+    """One output tensor.
 
     Args:
-        found: what the graph says of its role; None where the graph has no such constant.
-        sha256: of the stored bytes.
-        confirmed: whether a published name says the same.
         xxh3: XXH3-128 of the data written.
         holding: how its numbers are held.
+        evidence: what :func:`evidence` says of its role.
+        made: the rule its codes were made by, and the error of that; None where none were.
     """
-    source = planned.tensor.source if isinstance(planned.tensor, ConstantTensor) else None
     return {
         "role": planned.role,
-        "why": found.why if found else "the graph multiplies by no layer scalar: 1 is what it computes",
+        "why": evidence["why"],
         "shape": list(planned.shape),
         "dtype": planned.dtype,
         "xxh3": xxh3,
         "kept": holding.kept,
         "rounded_to": holding.rounded_to or None,
+        "rounded_before": list(evidence["rounded_before"]),
+        "made_codes": dict(made) if made else evidence["made_codes"],
+        **{key: evidence[key] for key in ("factor", "name_confirms", "source", "quantization", "activations")},
+    }
+
+
+def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | None, confirmed: bool) -> dict[str, Any]:
+    """What is known of a role: why it is that, and the stored bytes behind it.
+
+    Args:
+        found: what the graph says of it; None where the graph has no such constant.
+        tensor: its weight as the graph has it.
+        sha256: of the stored bytes.
+        confirmed: whether a published name says the same.
+    """
+    source = tensor.source if isinstance(tensor, ConstantTensor) else None
+    return {
+        "why": found.why if found else "the graph multiplies by no layer scalar: 1 is what it computes",
+        "rounded_before": [],
+        "made_codes": None,
         "factor": found.factor if found else 1.0,
         "name_confirms": confirmed,
         "source": _stored(source, sha256) if source else None,

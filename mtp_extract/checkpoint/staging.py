@@ -12,7 +12,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.tensor_file import write_tensors
+from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import OutputError
 from mtp_extract.io.output import output_error
 
@@ -107,7 +107,7 @@ def write_file(
     path = stage / file.name
     if file.tensors:
         sums = write_tensors(stage, file, tick, beside)
-        return {"size": path.stat().st_size, "tensors": sums}
+        return {"size": path.stat().st_size, "header": header_sum(path, read_header(path)), "tensors": sums}
     # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
     data = file.text.encode("utf-8", "backslashreplace")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = ["StoredCodes", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
+__all__ = ["CodesOfRows", "StoredCodes", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -81,28 +82,26 @@ class StoredWeight(FloatsOnly):
         return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class StoredCodes:
-    """A matrix that a file holds as integers: ``(code − zero point) · step``.
+class CodesOfRows:
+    """A matrix of integers, ``(code − zero point) · step``, wherever they come from.
 
     Attributes:
         shape: ``[out, in]``.
         bits, signed: of a code.
-        grid: the steps, and where each counts; asked for once, when it is needed.
-        rows: codes of rows ``[first, last)``, ``[last − first, in]``, int8 or uint8.
-        origin: as :class:`~mtp_extract.checkpoint.lazy.LazyTensor` has it.
     """
 
     shape: tuple[int, ...]
     bits: int
     signed: bool
-    grid: Callable[[], Steps]
-    rows: Callable[[int, int], Integers]
-    origin: object = None
 
-    @cached_property
-    def steps(self) -> Steps:
-        return self.grid()
+    if TYPE_CHECKING:
+
+        @property
+        def steps(self) -> Steps:
+            """What the codes are worth, and where."""
+
+        def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
+            """(first row, codes ``[rows, in]``) of rows ``[first, last)``, a little at a time."""
 
     @property
     def scheme(self) -> Scheme:
@@ -122,19 +121,40 @@ class StoredCodes:
         return self.steps.zero_point.reshape(self.scale.shape)
 
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        for begin, codes in self._blocks(first, last):
+        for begin, codes in self.row_blocks(first, self.shape[0] if last is None else last):
             yield self.steps.floats(codes, begin)
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
-        for _, codes in self._blocks(first, last):
+        for _, codes in self.row_blocks(first, self.shape[0] if last is None else last):
             yield codes.reshape(-1)
 
-    def _blocks(self, first: int, last: int | None) -> Iterator[tuple[int, Integers]]:
-        rows, columns = rows_of(self.shape)
-        count = max(1, _READ // max(columns, 1))
-        end = rows if last is None else last
-        for begin in range(first, end, count):
-            yield begin, self.rows(begin, min(begin + count, end))
+
+@dataclass(frozen=True)
+class StoredCodes(CodesOfRows):
+    """A matrix that a file holds as integers.
+
+    Attributes:
+        shape, bits, signed: as :class:`CodesOfRows` has them.
+        grid: the steps, and where each counts; asked for once, when it is needed.
+        rows: codes of rows ``[first, last)``, ``[last − first, in]``, int8 or uint8.
+        origin: as :class:`~mtp_extract.checkpoint.lazy.LazyTensor` has it.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    signed: bool
+    grid: Callable[[], Steps]
+    rows: Callable[[int, int], Integers]
+    origin: object = None
+
+    @cached_property
+    def steps(self) -> Steps:
+        return self.grid()
+
+    def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
+        count = max(1, _READ // max(self.shape[1], 1))
+        for begin in range(first, last, count):
+            yield begin, self.rows(begin, min(begin + count, last))
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.NDArray[np.uint8]:

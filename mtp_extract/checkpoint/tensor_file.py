@@ -24,7 +24,17 @@ from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error, reserve, write_all
 
-__all__ = ["container_of", "differing", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+__all__ = [
+    "container_of",
+    "differing",
+    "header_sum",
+    "holds_tensors",
+    "read_header",
+    "run_all",
+    "sums_of",
+    "workers",
+    "write_tensors",
+]
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
@@ -48,6 +58,11 @@ def container_of(name: str | Path) -> Container:
     if found is None:
         raise CheckpointError(f"{escape(name)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
     return found
+
+
+def holds_tensors(name: str | Path) -> bool:
+    """Whether the file of that name is one of tensors."""
+    return Path(name).suffix in _CONTAINERS
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -144,6 +159,12 @@ def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
     for piece in pieces(path, fd, offset, length):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
+    """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
+    with open(path, "rb") as file:
+        return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
 
 
 def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:

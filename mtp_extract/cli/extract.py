@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from enum import Enum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
-from mtp_extract.checkpoint.formats import FORMATS
-from mtp_extract.cli._drafter import found_in, say_geometry
+from mtp_extract.cli._drafter import found_in
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
-from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.cli._writing import (
+    FORMATS_ABOUT,
+    Codes,
+    Exact,
+    For,
+    FormatName,
+    Numbers,
+    Overwrite,
+    Quantize,
+    Tokenizer,
+    check_usage,
+    show_written,
+    tensors_of,
+)
+from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-
-if TYPE_CHECKING:
-    from mtp_extract.extraction import ExtractionResult
 
 __all__ = ["app", "main"]
 
 app = new_app()
 
-
-# What the option may be is what the registry lists.
-Format = Enum("Format", {name: name for name in FORMATS}, type=str)  # type: ignore[misc]  # not a literal
-Dtype = Enum("Dtype", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
-_DEFAULT = next(iter(Format))
-_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
+_DEFAULT = next(iter(FormatName))
 
 
 # \b: typer leaves the lines as they are.
@@ -58,18 +62,16 @@ def command(
         typer.Option("-o", "--out", metavar="DIR", help="Where to write; by default SOURCE's name + -mtp-drafter."),
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
-        Format,
-        typer.Option(help=_ABOUT),
+        FormatName,
+        typer.Option(help=FORMATS_ABOUT),
     ] = _DEFAULT,
-    dtype: Annotated[
-        Optional[Dtype],  # noqa: UP045
-        typer.Option(help="Type of the numbers; f32 is exact. By default the first that the format has."),
-    ] = None,
-    codes: Annotated[
-        bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
-    ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
+    engine: For = None,
+    dtype: Numbers = None,
+    codes: Codes = False,
+    exact: Exact = False,
+    quantize: Quantize = None,
+    tokenizer: Tokenizer = None,
+    overwrite: Overwrite = False,
     sliding_window: SlidingWindow = None,
     section: Annotated[
         Optional[int],  # noqa: UP045
@@ -86,9 +88,7 @@ def command(
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    dtypes = FORMATS[format.value].dtypes
-    if dtype is not None and dtype.value not in dtypes:
-        raise typer.BadParameter(f"the {format.value} format is written in {' or '.join(dtypes)}.")
+    check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
@@ -103,51 +103,31 @@ def command(
             opened,
             out or default_directory(path),
             format=format.value,
+            engine=engine.value if engine else None,
             dtype=dtype.value if dtype else None,
             codes=codes,
             exact=exact,
+            quantize=quantize.value if quantize else None,
             overwrite=overwrite,
             sliding_window=sliding_window,
+            tokenizer=tokenizer,
             progress=tick,
         )
-    if print_json:
-        write_json(
-            {
-                "directory": str(result.directory),
-                "files": result.files,
-                "notes": result.notes,
-                "extraction": result.record,
-            }
-        )
-    else:
-        _show(result)
+    show_written(result, print_json, _head(result.record))
 
 
-def _show(result: ExtractionResult) -> None:
-    record = result.record
-    tensors = [entry for entry in record["tensors"].values() if "part" not in entry]
+def _head(record: Mapping[str, Any]) -> list[str]:
+    tensors = tensors_of(record)
     source, section = record["source"], record["source"]["section"]
-    name = record["known_as"] or "MTP"
-    say(f"{name} drafter of {escape(source['name'])} ({found_in(section['index'], section['found_by'])})")
-    say_geometry(record["geometry"], sum(math.prod(entry["shape"]) for entry in tensors))
     kinds = Counter(entry["source"]["dtype"] if entry["source"] else "implied" for entry in tensors)
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     confirmed = sum(entry["name_confirms"] for entry in tensors)
-    say(
+    return [
+        f"{record['known_as'] or 'MTP'} drafter of {escape(source['name'])} "
+        f"({found_in(section['index'], section['found_by'])})",
         f"  {len(tensors)} tensors from the graph ({stored}), {confirmed} confirmed by published names; "
-        f"{len(record['set_aside'])} other constants set aside, each with its reason"
-    )
-    written = f"{record['layout']} layout, {record['dtype'].upper()}"
-    say(f"Wrote {escape(result.directory)}/ ({written}), read back and compared")
-    proof = record["proof"]
-    below = max(proof["differences_below"].values())
-    positions = len(proof["positions"])
-    say(f"Proven: executed at {positions} positions, graph and checkpoint agree to {below:g} of their range")
-    table([[file, size(length)] for file, length in result.files.items()])
-    for note in result.notes:
-        say(f"Note: {note}")
-    if record["layout"] == "transformers":
-        say(f"Load it: AutoModelForCausalLM.from_pretrained({str(result.directory)!r}). Its README.md shows engines.")
+        f"{len(record['set_aside'])} other constants set aside, each with its reason",
+    ]
 
 
 def main() -> None:

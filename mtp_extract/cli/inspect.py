@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -20,6 +21,9 @@ __all__ = ["app", "main"]
 
 app = new_app()
 
+_SINGLE = ".gguf"
+"""Ends the name of a checkpoint that is one file."""
+
 
 @app.command()
 def command(
@@ -27,11 +31,11 @@ def command(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a directory "
-            "that mtp-extract wrote.",
+            help="A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a checkpoint: a "
+            "directory of any format, or a .gguf.",
         ),
     ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of the drafter.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     graph: Annotated[
         bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
     ] = False,
@@ -41,29 +45,28 @@ def command(
     ] = None,
     against: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SOURCE", help="For a directory: derive every tensor again and compare all bits."),
+        typer.Option(metavar="SOURCE", help="For a checkpoint: derive every tensor again and compare all bits."),
     ] = None,
     sliding_window: SlidingWindow = None,
     download: Download = False,
     print_json: AsJson = False,
 ) -> None:
-    """Show what a LiteRT bundle holds (only headers are read), or re-check a checkpoint directory."""
-    if os.path.isdir(source):
+    """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
+    if os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source)):
         given = {
-            "--tensors": tensors,
             "--graph": graph,
             "--section": section is not None,
             "--sliding-window": sliding_window is not None,
         }
         if wrong := [option for option, is_given in given.items() if is_given]:
             raise typer.BadParameter(
-                f"{', '.join(wrong)}: for a bundle or a model, and {escape(source)} is a directory. Name the file, or "
+                f"{', '.join(wrong)}: for a bundle or a model, and {escape(source)} is a checkpoint. Name the file, or "
                 "leave it out."
             )
-        _verify(source, against, download, print_json)
+        _checkpoint(Path(source), tensors, against, download, print_json)
         return
     if against is not None:
-        raise typer.BadParameter("--against goes with a directory that mtp-extract wrote.")
+        raise typer.BadParameter("--against goes with a checkpoint that mtp-extract wrote.")
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
@@ -80,42 +83,63 @@ def command(
         raise found.problem
 
 
-def _verify(directory: str, against: str | None, download: bool, print_json: bool) -> None:
+def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify
+    from mtp_extract.checkpoint.staging import RECORD
     from mtp_extract.extraction import verify_against_source
+    from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
 
-    if against is None:
-        result = verify(directory, REPORT_FILES)
-    else:
+    result: Verification | None = None
+    if against is not None:
         with (
             progress(quiet=print_json) as tick,
             open_bundle(against, download=download, progress=tick) as opened,
         ):
-            result = verify_against_source(directory, opened, REPORT_FILES)
+            result = verify_against_source(place, opened, REPORT_FILES)
+    elif (place / RECORD).exists():
+        result = verify(place, REPORT_FILES)
+    found = inspect_checkpoint(place, tensors=tensors)
     if print_json:
         write_json(
             {
-                "directory": str(result.directory),
-                "files": result.files,
-                "tensors": result.tensors,
-                "against": result.against,
+                "directory": str(place),
+                "files": result.files if result else None,
+                "tensors": result.tensors if result else found["weights"],
+                "against": result.against if result else None,
                 "ok": True,
-                "extraction": result.record,
+                "extraction": result.record if result else None,
+                "holds": found,
             }
         )
     else:
-        _show_verified(result)
+        _show_checkpoint(place, found, result)
 
 
-def _show_verified(result: Verification) -> None:
-    record = result.record
-    say(f"{escape(result.directory)}: {result.files} files and {result.tensors} tensors match extraction.json")
-    tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
-    say(f"  extracted from {escape(record['source'].get('name'))} by {tool}")
-    if result.against is not None:
-        say(f"  every tensor derived again from {result.against}: equal, bit for bit")
+def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification | None) -> None:
+    if result is not None:
+        record = result.record
+        say(f"{escape(place)}: {result.files} files and {result.tensors} tensors match extraction.json")
+        tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
+        what = "converted" if record.get("converted_from") else "extracted"
+        say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
+        if result.against is not None:
+            say(f"  every tensor derived again from {result.against}: equal, bit for bit")
+    else:
+        say(f"{escape(place)}: without extraction.json: nothing says where it came from")
+    say_geometry(found["geometry"], found["parameters"])
+    stored = ", ".join(f"{count} {kind}" for kind, count in found["stored_types"].items())
+    say(f"  {found['format']} format: {found['weights']} weights ({stored})")
+    if "tensors" in found:
+        say("Tensors")
+        table(
+            [
+                [t["role"], t["type"], t["shape"], f"blocks of {t['block_size']}" if t["block_size"] else "", t["name"]]
+                for t in found["tensors"]
+            ],
+            ["role", "stored", "shape", "scales", "name"],
+        )
 
 
 def _show(report: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import INDEX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import read_checkpoint, reading
 from mtp_extract.checkpoint.lazy import read_floats
@@ -30,14 +30,15 @@ def load_drafter(
 
     Args:
         directory: what an extraction wrote, or an official assistant checkpoint.
-        dtype: float32 or bfloat16; None keeps the stored one.
+        dtype: float32 or bfloat16; None keeps the stored one, which for codes is float32.
         device: where the weights go.
 
     Raises:
         DrafterError: no such files; a tensor missing, unexpected, or of another shape; or FP16 asked for.
     """
     checkpoint = read_checkpoint(directory)
-    dtype = _computed_in(dtype, getattr(torch, DTYPES[checkpoint.dtype].transformers))
+    stored = DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype]
+    dtype = _computed_in(dtype, getattr(torch, stored.transformers))
     # Roles that are one stored constant stay one tensor.
     shared: dict[object, Tensor] = {}
     state = {}

@@ -49,10 +49,11 @@ class Value:
     """
 
     tensors: list[Tensor]
-    producer: Node | None = None
+    # Its own way back to the inputs: shown, every value would be a tree of all those before it.
+    producer: Node | None = field(default=None, repr=False)
     constant: bool = False
     input_name: str | None = None
-    consumers: list[tuple[Node, int]] = field(default_factory=list)
+    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)
 
     @property
     def tensor(self) -> Tensor:
@@ -109,10 +110,10 @@ class FlatGraph:
 
     model: TfliteModel
     signature: Signature
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...] = field(repr=False)
     inputs: dict[str, Value]
     outputs: dict[str, Value]
-    constants: dict[tuple[int, int], Value]
+    constants: dict[tuple[int, int], Value] = field(repr=False)
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:

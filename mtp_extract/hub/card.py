@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -73,6 +73,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
     aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
     engines = format_.engines if format_ else ()
+    bundle = extraction["source"].get("kind") != "checkpoint"
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -82,11 +83,17 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "file": code(extraction["source"]["name"]),
             "version": escape(extraction["tool"]["version"]),
             "provenance": table(("", ""), _provenance(extraction)),
+            "bundle": bundle,
+            "origin": "bundle" if bundle else "checkpoint",
+            "again": f"mtp-extract {_source_argument(extraction)}" if bundle else "mtp-convert DRAFTER",
             "source": _source_argument(extraction),
+            "before": ", ".join(sorted({escape(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
+            "made": _made(list(tensors.values())),
+            "ordered": any(entry.get("role", "").startswith("ordered_head.") for entry in tensors.values()),
             "layout": escape(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
-            "compressed": extraction["layout"] == "compressed-tensors",
+            "compressed": extraction["layout"].startswith("compressed-tensors"),
             "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),
@@ -99,9 +106,11 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "rounded": " and ".join(sorted({escape(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
             "aside": len(aside),
             "tensors": table(
-                ("tensor", "role", "stored as", "quantization"),
+                ("tensor", "role", "stored as", "quantization") if bundle else ("tensor", "role", "written as"),
                 [
                     (code(name), code(entry.get("role", "")), code(_stored(entry)), code(_quantization(entry)))
+                    if bundle
+                    else (code(name), code(entry.get("role", "")), code(entry.get("dtype", "")))
                     for name, entry in tensors.items()
                 ],
             ),
@@ -202,6 +211,19 @@ def _quantization(entry: Mapping[str, Any]) -> str:
     words += [f"axis {axis}"] if axis is not None else []
     words += [f"blocks of {block}"] if block else []
     return ", ".join(words) or "per tensor"
+
+
+def _made(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on codes that the source has none of; empty where there are none."""
+    made = [entry["made_codes"] for entry in tensors if entry.get("made_codes")]
+    if not made:
+        return ""
+    rms, largest = (max(error[key] for error in made) for key in ("rms", "largest"))
+    rules = " and ".join(sorted({code(error["rule"]) for error in made}))
+    return (
+        f"{len(made)} matrices were rounded to integers here, by {rules}; the source has none of them. At worst they "
+        f"are {rms:.2g} of a matrix's range off (root mean square), {largest:.2g} at one place."
+    )
 
 
 def _static(extraction: Mapping[str, Any]) -> bool:

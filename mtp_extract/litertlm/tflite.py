@@ -240,8 +240,8 @@ class Subgraph:
 
     index: int
     name: str
-    tensors: tuple[Tensor, ...]
-    operators: tuple[Operator, ...]
+    tensors: tuple[Tensor, ...] = field(repr=False)
+    operators: tuple[Operator, ...] = field(repr=False)
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 

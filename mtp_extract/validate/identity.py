@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,14 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.formats import format_of, reading
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.planned import PlannedTensor, plan_floats
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
+from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import prove
+from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, DrafterError, ProofError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of
 from mtp_extract.validate.report.tables import REPORT_FILES
@@ -57,7 +58,7 @@ NEEDED = ("config", "tensors", "execution")
 
 _WHAT = {
     "config": "every number of the config that the graph fixes is the graph's",
-    "tensors": "every tensor holds the file's values rounded to its type, bit for bit",
+    "tensors": "every tensor holds the file's codes, or its values, at most rounded once, bit for bit",
     "execution": "graph and checkpoint compute the same, operator by operator, nothing following the other",
     "record": "extraction.json describes what lies here",
 }
@@ -74,9 +75,11 @@ _FREE = frozenset(
             "tensors",
             "use_cache",
         ),
+        # How weights are stored is read strictly; what they come to is compared by tensor.
+        *("quantization", "quantization_config"),
         *("attention_dropout", "vocab_size_per_layer_input", "num_centroids", "centroid_intermediate_top_k"),
         # Read strictly: what is there changes nothing.
-        *("num_kv_shared_layers", "use_bidirectional_attention"),
+        *("num_kv_shared_layers", "use_bidirectional_attention", "tie_word_embeddings"),
         # What they come to is compared by layer.
         *("attention_k_eq_v", "num_global_key_value_heads"),
     }
@@ -112,17 +115,18 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
     found = format_.read_config(directory)
     config = _config(directory, original, found)
     written, tensors = None, _check("tensors", False, "they were not read")
-    different: tuple[str, ...] = ()
+    compared: _Compared | None = None
     try:
         written = format_.read(directory)
+        # Scales are read when they are asked for, and may turn out to be damaged.
+        compared = _tensors(written, original, format_.name)
+        tensors = compared.check
     except (DrafterError, CheckpointError) as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
-    if written is not None:
-        tensors, different = _tensors(written, original, format_.name)
     execution = _check("execution", None, "not of the shape of the file's drafter")
-    if written is not None and comparable:
-        execution = _execution(source, written, original, different)
+    if written is not None and compared is not None and comparable:
+        execution = _execution(source, written, original, compared)
     return (config, tensors, execution, _record(directory, source)), comparable
 
 
@@ -142,8 +146,15 @@ def _config(directory: Path, original: Checkpoint, found: DrafterConfig) -> Chec
     format_ = format_of(directory)
     types = set(original.config.layer_types)
     free = {*_FREE, *({SLIDING, FULL} - types), *(() if SLIDING in types else ("sliding_window",))}
-    document = next(file for file in format_.plan(original, "f32") if file.name == format_.marker)
-    count, wrong = _differences(json.loads(document.text), reading.read_json(directory / format_.marker), free)
+    count, wrong = 0, list[str]()
+    dtype = next(dtype for dtype in ("f32", CODES) if dtype in FORMATS[format_.name].dtypes)
+    try:
+        document = next((file.text for file in format_.plan(original, dtype) if file.name == format_.marker), "")
+    except UnsupportedError:
+        # The file's drafter cannot be in this format, so what lies here was made otherwise: its meaning is compared.
+        document = ""
+    if document:
+        count, wrong = _differences(json.loads(document), reading.read_json(directory / format_.marker), free)
     if not wrong:
         mine, theirs = (_meaning(config) for config in (original.config, found))
         count, wrong = max(count, len(mine)), _differences(mine, theirs, frozenset())[1]
@@ -181,48 +192,108 @@ def _differences(
     return count, wrong
 
 
-def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> tuple[Check, tuple[str, ...]]:
-    """Compare bit by bit, role by role; also the roles that differ, in the order of execution."""
+@dataclass(frozen=True)
+class _Compared:
+    """Every role of a directory, beside the file's.
+
+    Attributes:
+        check: whether all are the file's.
+        different: roles that are not, in the order of execution.
+        rounded: roles that are the file's but for one rounding.
+    """
+
+    check: Check
+    different: tuple[str, ...]
+    rounded: frozenset[str]
+
+
+def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compared:
+    """Compare bit by bit, role by role."""
     wrong: dict[str, str] = {}
-    planned: dict[Path, list[PlannedTensor]] = {}
-    names, types = {}, set()
+    types, steps = Counter[str](), {}
+    names = {role.name: f"{role.name} ({role.names.get(layout, role.name)})" for role in shapes_of(written.config)}
     expected_shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
-    for role in shapes_of(written.config):
-        there = written.tensors[role.name]
-        expected = original.tensors.get(role.name)
-        names[role.name] = f"{role.name} ({role.names[layout]})"
-        if role.name not in expected_shapes or there.shape != expected_shapes[role.name]:
-            wrong[role.name] = f"is {list(there.shape)}, which the file has not"
-            continue
-        expected = expected or FilledTensor(expected_shapes[role.name])
-        if not isinstance(there, StoredWeight):
-            if not np.array_equal(read_floats(there), read_floats(expected)):
-                wrong[role.name] = "is missing, and is not 1 in the file"
-            continue
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is there.dtype)
-        types.add(there.dtype.safetensors)
-        planned.setdefault(there.path, []).append(plan_floats(role.name, role.name, expected, dtype))
-        if not all(bool(np.isfinite(chunk).all()) for chunk in there.floats()):
-            wrong[role.name] = "holds numbers that are not finite"
-    for path, tensors in planned.items():
-        stored = {t.name: w.stored for t in tensors if isinstance(w := written.tensors[t.name], StoredWeight)}
-        wrong = {**dict.fromkeys(differing(path, stored, tensors), "has other values than the file's"), **wrong}
-    if missing := [name for name in expected_shapes if name not in names]:
-        return _check("tensors", False, f"the file has more: {', '.join(missing)}"), tuple(wrong)
     # The table of roles is in the order of execution.
-    ordered = tuple(role for role in names if role in wrong)
+    for role in names:
+        there = written.tensors[role]
+        if role not in expected_shapes or there.shape != expected_shapes[role]:
+            wrong[role] = f"is {list(there.shape)}, which the file has not"
+            continue
+        expected = original.tensors.get(role) or FilledTensor(expected_shapes[role])
+        found = _codes_compared(there, expected) if there.scheme is not None else _floats_compared(there, expected)
+        if isinstance(found, str):
+            wrong[role] = found
+        elif found:
+            steps[role] = found
+        types[CODES if there.scheme is not None else _type(there)] += 1
+    ordered, rounded = tuple(wrong), frozenset(steps)
+    if missing := [name for name in expected_shapes if name not in names]:
+        return _Compared(_check("tensors", False, f"the file has more: {', '.join(missing)}"), ordered, rounded)
     if ordered:
-        return _check("tensors", False, "; ".join(f"{names[role]} {wrong[role]}" for role in ordered)), ordered
-    return _check("tensors", True, f"{len(names)} tensors in {' and '.join(sorted(types))}, every bit"), ()
+        evidence = "; ".join(f"{names[role]} {wrong[role]}" for role in ordered)
+        return _Compared(_check("tensors", False, evidence), ordered, rounded)
+    return _Compared(_check("tensors", True, _told(types, steps.values())), (), rounded)
 
 
-def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint, different: Sequence[str]) -> Check:
-    """Run both. A tensor that is the rounding of the file's, to the bit, counts as the file's; any other as it is."""
+def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:
+    """What was done to the scales of ``there``, or what is wrong with it."""
+    mine, theirs = row_codes(expected), row_codes(there)
+    if isinstance(mine, str):
+        return f"holds codes, and in the file {mine}"
+    if isinstance(theirs, str):
+        return f"holds codes that are not the file's: {theirs}"
+    if not same_codes(mine, theirs):
+        return "holds other codes than the file's"
+    common = math.gcd(mine.block, theirs.block)
+    one, other = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (mine, theirs))
+    if np.array_equal(one, other):
+        return () if mine.exact else ("F32 scales",)
+    with np.errstate(over="ignore"):
+        half = one.astype(np.float16).astype(np.float32)
+    return ("FP16 scales",) if np.array_equal(half, other) else "has other scales than the file's"
+
+
+def _floats_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:
+    """What was done to the numbers of ``there``, or what is wrong with it."""
+    steps = how_rounded(expected, there)
+    if steps is not None:
+        return steps
+    if not isinstance(there, StoredWeight):
+        return "is missing, and is not 1 in the file"
+    if not all(bool(np.isfinite(chunk).all()) for chunk in there.floats()):
+        return "holds numbers that are not finite"
+    return "has other values than the file's"
+
+
+def _type(tensor: LazyTensor) -> str:
+    return tensor.stored.dtype if isinstance(tensor, StoredWeight) else ""
+
+
+def _told(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
+    """What all tensors are: how many codes, in what the others are, and what was rounded."""
+    codes, count = types.get(CODES, 0), sum(types.values())
+    floats = " and ".join(sorted(name for name in types if name not in (CODES, "")))
+    done = Counter(step for each in steps for step in each)
+    # What is stored in a type has been rounded to it.
+    told = [
+        f"the scales of {n} rounded to {step.removesuffix(SCALES)}"
+        if step.endswith(SCALES)
+        else f"{n} rounded to {step}"
+        for step, n in sorted(done.items())
+        if step.replace("FP16", "F16") not in types
+    ]
+    parts = [f"{count} tensors" + (f" in {floats}" if not codes else "")]
+    if codes:
+        parts = [f"{codes} of {count} tensors are the file's codes", f"the others in {floats}"]
+    return ", ".join([*parts, *told, "every bit"])
+
+
+def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint, compared: _Compared) -> Check:
+    """Run both. A tensor that is a rounding of the file's, to the bit, counts as the file's; any other as it is."""
 
     def read(role: str) -> Iterator[Any]:
         there: LazyTensor = written.tensors[role]
-        rounded = isinstance(there, StoredWeight) and there.dtype is not DTYPES["f32"] and role not in different
-        return (original.tensors.get(role, there) if rounded else there).floats()
+        return (original.tensors.get(role, there) if role in compared.rounded else there).floats()
 
     try:
         with np.errstate(all="ignore"):
@@ -230,7 +301,7 @@ def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint,
     except (ProofError, CheckpointError) as error:
         return _check("execution", False, str(error).split(". ")[0])
     except (ValueError, ArithmeticError):
-        if not different:
+        if not compared.different:
             raise
         return _check("execution", None, "its numbers cannot be computed with")
     figures = ", ".join(

@@ -76,6 +76,7 @@ def test_json(sample: Path, tmp_path: Path) -> None:
         [],
         ["a", "--sample"],
         ["a", "--format", "onnx"],
+        ["a", "--format", "litert", "--tokenizer", "b"],
         ["a", "--format", "litert", "--dtype", "bf16"],
         ["a", "--dtype", "q4"],
     ],
@@ -142,7 +143,7 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--graph", "--tensors", "--section", "2"], "--tensors, --graph, --section"),
+        (["--graph", "--tensors", "--section", "2"], "--graph, --section"),
         (["--section", "0"], "--section"),
         (["--sliding-window", "16"], "--sliding-window"),
     ],

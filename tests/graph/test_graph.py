@@ -174,3 +174,9 @@ def test_other_rope_tables_are_refused(damage: str) -> None:
         table[10] *= 1.001
     with pytest.raises(UnsupportedError, match="RoPE"):
         read_rope("layers.0", table, 1e-6 * table, 128)
+
+
+def test_a_drafter_shown_fits_a_screen_or_a_few(sample: Path) -> None:
+    """Values name their producers, which name their inputs: shown in full, a graph is gigabytes of text."""
+    with open_bundle(sample) as opened:
+        assert len(repr(opened.drafter())) < 200_000

@@ -32,12 +32,12 @@ LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler
 SLOW = """
 import os
 from mtp_extract.checkpoint import tensor_file
-write = tensor_file._write_all
+write = tensor_file.write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
     os.read(0, 1)
-tensor_file._write_all = slow
+tensor_file.write_all = slow
 """
 
 
@@ -127,7 +127,7 @@ def test_inspect_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["a", "b"], ["a", "--sample"], ["a", "--dtype", "f64"], ["a", "--no"], ["a", "--format", "gguf"]]
+    "arguments", [[], ["a", "b"], ["a", "--sample"], ["a", "--dtype", "f64"], ["a", "--no"], ["a", "--format", "onnx"]]
 )
 def test_wrong_usage(tmp_path: Path, arguments: list[str]) -> None:
     done = command(EXTRACT, *arguments, cwd=tmp_path)

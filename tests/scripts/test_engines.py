@@ -123,3 +123,11 @@ def test_an_engine_that_is_not_there_is_said_to_be_absent(tmp_path: Path) -> Non
     assert {row["engine"] for row in rows} == set(engines.ENGINES)
     assert all(row["loads"] is None for row in rows)
     assert done.stdout.count("not installed") == len(engines.ENGINES) - 1
+
+
+@pytest.mark.parametrize("words", ["mlx=python", "mlx-vlm", "mlx-vlm=nowhere/python"])
+def test_an_interpreter_that_is_none_is_wrong_usage(words: str) -> None:
+    command = [sys.executable, engines.__file__, "--python", words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected one of transformers, mlx-vlm" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.checkpoint.formats import FORMATS, format_of
+from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.conversion import convert
+from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.validate.identity import NEEDED, Check, check_identity, drafter_for
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
@@ -168,3 +171,80 @@ def test_another_file(stored: Path) -> None:
         checks, comparable = check_identity(stored, opened.drafter())
     assert comparable
     assert [check.passed for check in checks[:3]] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name: str, sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+    """Codes are told to be the file's, and scales to be rounded where they are."""
+    mtp_extract.extract(sample, tmp_path / "d", format=name)
+    found = checked(tmp_path / "d", source)
+    assert [check.passed for check in found.values()] == [True] * 4, found
+    if "codes" in FORMATS[name].dtypes:
+        kept = 23 - name.endswith("sglang")
+        assert found["tensors"].evidence.startswith(f"{kept} of 48 tensors are the file's codes, the others in F32")
+    assert ("the scales of 23 rounded to FP16" in found["tensors"].evidence) == (name == "gguf")
+
+
+@pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_a_fault_in_codes(name: str, part: str, sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+    """One bit of a code, or of a scale, with the record forged to match."""
+    mtp_extract.extract(sample, tmp_path / "d", format=name)
+    record = json.loads((tmp_path / "d" / "extraction.json").read_text())
+    weights = tmp_path / "d" / format_of(tmp_path / "d").weights_file
+    role = "layers.1.gate_proj"
+    entries = [n for n, entry in record["tensors"].items() if entry["role"] == role]
+    stored = read_header(weights)[entries[0] if part == "codes" or len(entries) == 1 else entries[1]]
+    # Of a block of GGUF the first two bytes are the scale.
+    at = stored.offset + (5 if part == "codes" else 1 if name == "gguf" else 2)
+    data = bytearray(weights.read_bytes())
+    data[at] ^= 1 if name != "gguf" or part == "codes" else 4
+    weights.write_bytes(data)
+    (tmp_path / "d" / "extraction.json").unlink()
+    found = checked(tmp_path / "d", source)["tensors"]
+    assert found.passed is False
+    assert "gate_proj" in found.evidence
+    assert part in found.evidence
+    assert ";" not in found.evidence
+
+
+def test_numbers_rounded_on_the_way(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+    """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
+    mtp_extract.extract(sample, tmp_path / "bf16")
+    convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
+    found = checked(tmp_path / "f32", source)
+    assert [check.passed for check in found.values()] == [True] * 4, found
+    assert found["tensors"].evidence == "48 tensors in F32, 47 rounded to BF16, every bit"
+    convert(tmp_path / "bf16", tmp_path / "int8", format="compressed-tensors", quantize="int8")
+    found = checked(tmp_path / "int8", source)
+    assert found["tensors"].passed is False
+    assert "other codes than the file's" in found["tensors"].evidence
+
+
+def test_exact_gelu(tmp_path: Path) -> None:
+    """What is written of a graph with the exact function is read again, whatever the format, and computes the same."""
+    from helpers.surgery import sound
+
+    from mtp_extract.checkpoint.formats import read_checkpoint
+    from mtp_extract.drafter import load_drafter
+
+    graph = sound("torch")
+    for index in range(graph.layers):
+        layer = graph.layer(index)
+        graph.rewire(layer.activated, graph.call("GELU", layer.gate, approximate=False))
+    path = tmp_path / "exact.tflite"
+    path.write_bytes(graph.data())
+    with open_bundle(path) as opened:
+        drafter = opened.drafter()
+        assert drafter.config.hidden_activation == "gelu"
+        for name in FORMATS:
+            try:
+                mtp_extract.extract(opened, tmp_path / name, format=name)
+            except UnsupportedError as error:
+                assert "GELU" in str(error) or "gelu" in str(error)
+                continue
+            assert read_checkpoint(tmp_path / name).config.hidden_activation == "gelu"
+            assert all(check.passed for check in checked(tmp_path / name, drafter).values()), name
+            assert load_drafter(tmp_path / name).config.hidden_activation == "gelu"
+        assert (tmp_path / "transformers").is_dir()
+        convert(tmp_path / "transformers", tmp_path / "back", format="litert")

@@ -81,7 +81,10 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("/absent", "--source", str(sample_bundle())), "expected config.json or mtp_drafter_config.json in /absent"),
+        (
+            ("/absent", "--source", str(sample_bundle())),
+            "expected config.json or mtp_drafter_config.json or drafter.gguf in /absent",
+        ),
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
         (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),

@@ -26,7 +26,9 @@ class Listed:
         about: one line for users.
         engines: those of :data:`ENGINES` that load it.
         library: what the Hub calls the library it is for.
+        rules: those of :data:`mtp_extract.checkpoint.rounding.RULES` whose codes it holds, the usual one first.
         provenance_inside: whether the weights file has room for where it came from.
+        tokenizer_inside: whether it has room for the base's tokenizer.
         activations: whether it holds the static quantization of activations.
         instance: what it is called in its module.
         otherwise: engine that wants it otherwise → the name under which it is so written.
@@ -38,7 +40,9 @@ class Listed:
     about: str
     engines: tuple[str, ...] = ()
     library: str = ""
+    rules: tuple[str, ...] = ()
     provenance_inside: bool = False
+    tokenizer_inside: bool = False
     activations: bool = False
     instance: str = "FORMAT"
     otherwise: Mapping[str, str] = field(default_factory=dict)
@@ -47,6 +51,9 @@ class Listed:
 
 ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
 """What loads a drafter, by the name of its section in a model card."""
+
+# Those whose scales are never negative.
+_POSITIVE = ("q8_0", "int8", "int4")
 
 FORMATS = {
     "transformers": Listed(
@@ -57,13 +64,21 @@ FORMATS = {
         library="transformers",
     ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed(f"{__name__}.mlx", ("codes",), "integers for mlx-vlm", engines=("mlx_vlm",), library="mlx"),
+    "mlx": Listed(
+        f"{__name__}.mlx",
+        ("codes",),
+        "integers for mlx-vlm",
+        engines=("mlx_vlm",),
+        library="mlx",
+        rules=_POSITIVE,
+    ),
     "compressed-tensors": Listed(
         f"{__name__}.compressed_tensors",
         ("codes",),
         "integers for vLLM and transformers",
         engines=("transformers", "vllm"),
         library="transformers",
+        rules=_POSITIVE,
         otherwise={"sglang": "compressed-tensors-sglang"},
     ),
     "compressed-tensors-sglang": Listed(
@@ -72,6 +87,7 @@ FORMATS = {
         "the same with a head of floats",
         engines=("transformers", "vllm", "sglang"),
         library="transformers",
+        rules=_POSITIVE,
         instance="SGLANG",
         variant=True,
     ),
@@ -81,7 +97,9 @@ FORMATS = {
         "one file for llama.cpp, with the stored integers",
         engines=("llama_cpp",),
         library="gguf",
+        rules=("q8_0", "q4_0"),
         provenance_inside=True,
+        tokenizer_inside=True,
     ),
     "gemma": Listed(
         f"{__name__}.gemma",
@@ -89,6 +107,7 @@ FORMATS = {
         "integers for transformers, with static scales of activations",
         engines=("transformers",),
         library="transformers",
+        rules=("int8", "int4"),
         activations=True,
     ),
 }

@@ -77,7 +77,7 @@ class GemmaFormat(PackedFormat):
             "num_bits": next(iter(packed.values())).bits,
             "quantize_embeddings": HEAD in packed,
             "module_quant_configs": bits,
-            "modules_to_not_convert": list(floats),
+            "modules_to_not_convert": _skipped(floats),
         }
 
     def packed_modules(
@@ -97,6 +97,7 @@ class GemmaFormat(PackedFormat):
                     f"{escape(pattern)}: {escape(how)}; extract the drafter anew"
                 )
         others = [module for module in modules if module not in found]
+        others = _skipped(others)
         if sorted(others) != sorted(map(str, skipped)):
             raise DrafterError(
                 f"expected {', '.join(others) or 'nothing'} under modules_to_not_convert, found "
@@ -106,6 +107,11 @@ class GemmaFormat(PackedFormat):
 
 
 FORMAT = GemmaFormat()
+
+
+def _skipped(floats: Sequence[str]) -> list[str]:
+    """Modules that stay as they are: a head that is tied to an embedding of floats is one in name too."""
+    return [*floats, *([HEAD] if _EMBEDDING in floats else [])]
 
 
 def _pattern(module: str) -> str:

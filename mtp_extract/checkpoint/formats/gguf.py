@@ -16,7 +16,7 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, SCALAR, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.gguf_metadata import (
@@ -27,6 +27,7 @@ from mtp_extract.checkpoint.formats.gguf_metadata import (
     notes_of_config,
     rope_frequency_factors,
 )
+from mtp_extract.checkpoint.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.checkpoint.formats.holding import UNIT_ROUNDOFF, hold_floats
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
@@ -43,7 +44,6 @@ _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()}
 # llama_ftype, of the type that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
 _QUANTIZATION_VERSION = 2
-_TOKENIZER, _NO_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "no_vocab", "tokenizer.ggml.tokens"
 _VERSION_KEY = f"{OWN}version"
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
 # A row's step: read this many bytes of rows at a time to find them.
@@ -51,18 +51,18 @@ _READ = 1 << 20
 
 
 class GgufFormat:
-    """``drafter.gguf``."""
+    """``drafter.gguf``; what is read may also be a single file of any name."""
 
     name = "gguf"
     marker = "drafter.gguf"
     weights_file = marker
 
     def recognizes(self, directory: Path) -> bool:
-        return (directory / self.marker).is_file()
+        return _file_in(directory).is_file()
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
         if self.name not in role.names:
-            return Holding("nothing", why=_DROPPED)
+            return Holding(NOTHING, why=_DROPPED)
         if role.kind != MATRIX:
             return hold_floats(tensor, "f32", "llama.cpp multiplies by vectors of F32")
         if dtype != CODES:
@@ -71,7 +71,7 @@ class GgufFormat:
         if isinstance(codes, str):
             return hold_floats(tensor, "f32", codes)
         if (codes.steps == codes.steps.astype(np.float16)).all():
-            return Holding(CODES) if codes.exact else Holding(CODES, "FP32", 2.0**-24)
+            return Holding(CODES) if codes.exact else Holding(CODES, "F32", 2.0**-24)
         return Holding(CODES, "FP16", UNIT_ROUNDOFF["f16"])
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
@@ -96,14 +96,17 @@ class GgufFormat:
         }
         own = {_VERSION_KEY: __version__, **{OWN + key: text for key, text in checkpoint.provenance.items()}}
         notes = notes_of_config(config)
-        everything = {**general, **metadata, **own, _TOKENIZER: _NO_TOKENIZER}
+        tokenizer = {MODEL: NO_TOKENIZER}
+        if checkpoint.tokenizer is not None:
+            tokenizer = tokenizer_metadata(checkpoint.tokenizer, config.vocab_size)
+        everything = {**general, **metadata, **own, **tokenizer}
         return [OutputFile(self.weights_file, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return _config(directory / self.weights_file)[1]
+        return _config(_file_in(directory))[1]
 
     def read(self, directory: Path) -> Checkpoint:
-        path = directory / self.weights_file
+        path = _file_in(directory)
         header, config = _config(path)
         names = {role: role.names[self.name] for role in shapes_of(config)}
         reading.check_tensors(
@@ -125,21 +128,31 @@ class GgufFormat:
 FORMAT = GgufFormat()
 
 
+def _file_in(place: Path) -> Path:
+    return place if place.suffix == Path(FORMAT.marker).suffix and place.is_file() else place / FORMAT.marker
+
+
 def _codes(tensor: LazyTensor) -> RowCodes | str:
     """``tensor`` as Q4_0 or Q8_0 hold it, or why they cannot."""
     codes = row_codes(tensor)
     if isinstance(codes, str):
-        return f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point"
+        return (
+            f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
+            "can be kept beside the floats)"
+        )
     if codes.shape[1] % BLOCK or codes.block % BLOCK:
         what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
-        return f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (mlx may hold it)"
+        return (
+            f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
+            "format keeps rows of any length)"
+        )
     with np.errstate(over="ignore", under="ignore"):
         rounded = codes.steps.astype(np.float16).astype(np.float32)
     unlike = np.abs(rounded - codes.steps) > UNIT_ROUNDOFF["f16"] * np.abs(codes.steps)
     if unlike.any() or not np.isfinite(rounded).all():
         return (
             f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
-            "in Q4_0 and Q8_0 (mlx and compressed-tensors have F32)"
+            "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
         )
     return codes
 
@@ -172,7 +185,7 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
     """What the file at ``path`` says before its data, and the shape it says."""
     header = read_gguf(path)
     head = header.tensors.get(_head_name())
-    tokens = header.metadata.get(_TOKENS)
+    tokens = header.metadata.get(TOKENS)
     rows = head.shape[0] if head is not None else 0
     if isinstance(tokens, Texts) and head is not None and tokens.count != rows:
         raise DrafterError(

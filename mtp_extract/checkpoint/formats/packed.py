@@ -13,7 +13,7 @@ import numpy as np
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.parts import Activations, Matrix, Packed, Part, plan_parts
@@ -90,6 +90,8 @@ class PackedFormat(ABC):
         return reading.quantization_of(directory / self.marker) == self.name
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        if role.kind == INDEX:
+            return Holding(INDICES)
         found = self._packed(role, tensor)
         if isinstance(found, str):
             return hold_floats(tensor, "f32", found)
@@ -103,6 +105,8 @@ class PackedFormat(ABC):
             return codes
         if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
             return "its scales, less the factor folded into them, are too small for F32"
+        if (codes.steps < 0).any():
+            return "it has negative scales (gguf holds them)"
         packed = self.fit(role, codes)
         return packed if isinstance(packed, str) else (codes, packed)
 
@@ -169,6 +173,8 @@ class PackedFormat(ABC):
                 f"expected tie_word_embeddings to be the same in config.json and its text_config, found "
                 f"{escape(tied[0])} and {escape(tied[1])}; extract the drafter anew"
             )
+        if not (tied[0] or self.unties):
+            raise DrafterError("expected tie_word_embeddings to be true, found false; check the config")
         plain = {key: value for key, value in document.items() if key not in (self.key, "tie_word_embeddings")}
         plain["text_config"] = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
         return parse_config(plain), reading.table(document, self.key), tied[0]
@@ -190,9 +196,9 @@ class PackedFormat(ABC):
         for role, shape in shapes_of(config).items():
             module = names[role].removesuffix(_WEIGHT)
             parts = self.parts(packed[module]) if module in packed else ()
-            if role.name == HEAD and parts and tied == self.unties:
+            if role.name == HEAD and parts and tied and self.unties:
                 raise DrafterError(
-                    f"expected tie_word_embeddings to be {not tied} where {module} is packed; extract the drafter anew"
+                    f"expected tie_word_embeddings to be false where {module} is packed, found true; check the config"
                 )
             floats = Part("", "floats", "I64" if role.kind == INDEX else "F32", shape)
             for name, part in [(module + part.suffix, part) for part in parts] or [(names[role], floats)]:

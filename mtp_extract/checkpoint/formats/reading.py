@@ -22,6 +22,7 @@ __all__ = [
     "positive_integer",
     "quantization_of",
     "read_json",
+    "read_shards",
     "read_tensors",
     "require",
     "sequence",
@@ -31,14 +32,14 @@ __all__ = [
 _LARGEST_JSON = 1 << 24
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at ``path``.
+def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in the file at ``path``, of at most ``largest`` bytes.
 
     Raises:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        if path.stat().st_size > _LARGEST_JSON:
+        if path.stat().st_size > largest:
             raise DrafterError(f"{escape(path)}: expected a configuration, found {path.stat().st_size} bytes")
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -86,6 +87,30 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         raise DrafterError(
             f"expected safetensors in {escape(path)}, found: {error} Extract the drafter anew"
         ) from error
+
+
+def read_shards(directory: Path, name: str) -> dict[str, tuple[Path, StoredTensor]]:
+    """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
+
+    Raises:
+        DrafterError: it is not there, is none, or the index contradicts its files.
+    """
+    index = directory / f"{name}.index.json"
+    if (directory / name).is_file() or not index.is_file():
+        return {tensor: (directory / name, stored) for tensor, stored in read_tensors(directory / name).items()}
+    places = table(read_json(index), "weight_map")
+    files = dict.fromkeys(str(file) for file in places.values())
+    if wrong := [file for file in files if Path(file).name != file]:
+        raise DrafterError(
+            f"expected files beside {escape(index)} in it, found {escape(wrong[0])}; check the directory"
+        )
+    found: dict[str, tuple[Path, StoredTensor]] = {}
+    for file in files:
+        found |= {tensor: (directory / file, stored) for tensor, stored in read_tensors(directory / file).items()}
+    there = {tensor: path.name for tensor, (path, _) in found.items()}
+    if odd := [tensor for tensor in {**places, **there} if places.get(tensor) != there.get(tensor)]:
+        raise DrafterError(f"expected {escape(odd[0])} where {escape(index)} says it is, found it elsewhere or nowhere")
+    return found
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:

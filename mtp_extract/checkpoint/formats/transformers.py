@@ -8,13 +8,14 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
@@ -72,7 +73,7 @@ class TransformersFormat:
         return reading.quantization_of(directory / self.marker) == ""
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
-        return hold_floats(tensor, dtype)
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
@@ -91,19 +92,17 @@ class TransformersFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         config = self.read_config(directory)
-        path = directory / self.weights_file
-        stored = reading.read_tensors(path)
+        stored = reading.read_shards(directory, self.weights_file)
         shapes = shapes_of(config)
         reading.check_tensors(
             {role.names[self.name]: (role.path, shape) for role, shape in shapes.items()},
-            {name: tensor.shape for name, tensor in stored.items()},
+            {name: tensor.shape for name, (_, tensor) in stored.items()},
             more=(_LM_HEAD,),
         )
-        tensors = {
-            role.name: StoredWeight(path, stored[role.names[self.name]], role.names[self.name]) for role in shapes
-        }
+        names = {role.name: role.names[self.name] for role in shapes}
+        tensors = {role: StoredWeight(*stored[name], name) for role, name in names.items()}
         if _LM_HEAD in stored:
-            _check_tied(StoredWeight(path, stored[_LM_HEAD]), tensors["lm_head"])
+            _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = next(
             (name for name, dtype in DTYPES.items() if dtype is tensors["pre_projection"].dtype),
         )
@@ -121,7 +120,7 @@ def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name
     """
     tensor = checkpoint.tensors.get(role.name)
     if isinstance(tensor, StoredWeight) and role.kind == INDEX:
-        return plan_array(name, tensor.indices())
+        return replace(plan_array(name, tensor.indices()), role=role.name)
     if tensor is None and role.kind == SCALAR:
         # A layer without a factor is one with a factor of 1.
         tensor = FilledTensor(shape)

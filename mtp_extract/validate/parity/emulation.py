@@ -23,20 +23,23 @@ Rounding is to nearest, ties to even.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
+from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter import MtpDrafter
 from mtp_extract.drafter.mtp import Layer, rotate
 from mtp_extract.drafter.protocol import KV
 from mtp_extract.errors import PairError, UnsupportedError
+from mtp_extract.extraction import checkpoint_of
 from mtp_extract.graph import Activation, FoundRole
-from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.validate.parity.interface import codes_of
 from mtp_extract.validate.parity.oracle import Kernels, Reading, attention_products, readings
@@ -58,7 +61,6 @@ __all__ = [
 _BITS = {"int8": 8, "int16": 16}
 # How near a value must lie to the interpreter's rounding, in steps, for that rounding to be followed.
 _NEAR = 1 / 200
-_ROUNDED = (torch.bfloat16, torch.float16)
 _FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
 
 
@@ -154,13 +156,24 @@ class Restored:
 
     Attributes:
         exact: equal.
-        rounded: equal once rounded to BF16 or F16.
+        rounded: equal once rounded to BF16 or F16, or with its scales rounded.
         different: neither.
     """
 
     exact: tuple[str, ...]
     rounded: tuple[str, ...]
     different: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _InMemory(FloatsOnly):
+    """A tensor that is all there."""
+
+    shape: tuple[int, ...]
+    values: npt.NDArray[np.float32]
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
+        yield (self.values[first:last] if len(self.shape) > 1 else self.values).reshape(-1)
 
 
 def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Restored]:
@@ -175,6 +188,7 @@ def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Res
     state = {path: tensor.float() for path, tensor in drafter.state_dict().items()}
     paths = {path.removesuffix(".weight"): path for path in state}
     found: dict[str, list[str]] = {"exact": [], "rounded": [], "different": []}
+    original = checkpoint_of(source).tensors
     for role in source.walk.roles:
         path = paths.get(role.role)
         if path is None or tuple(state[path].shape) != role.shape:
@@ -183,19 +197,13 @@ def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Res
                 f"{role.role}: expected {list(role.shape)}, as in {source.model.region.source.name}, found {have} in "
                 "the checkpoint; give the file that the checkpoint was extracted from"
             )
-        if role.tensor is None:
-            stored = torch.ones(role.shape)
-        else:
-            values = QuantizedTensor.of(source.model, role.tensor).dequantize()
-            # A vector of equal numbers may be stored as one.
-            filled = np.broadcast_to(values.reshape(-1 if values.size == 1 else role.shape), role.shape)
-            stored = torch.from_numpy(np.array(filled)) / role.factor
+        expected = original[role.role]
         ours = state[path].cpu()
-        if torch.equal(ours, stored):
+        if torch.equal(ours, torch.from_numpy(read_floats(expected))):
             kind = "exact"
-        elif any(torch.equal(ours, stored.to(dtype).float()) for dtype in _ROUNDED):
+        elif how_rounded(expected, _InMemory(role.shape, ours.numpy())) is not None:
             kind = "rounded"
-            state[path] = stored
+            state[path] = torch.from_numpy(read_floats(expected))
         else:
             kind = "different"
         found[kind].append(role.role)

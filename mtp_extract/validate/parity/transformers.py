@@ -29,7 +29,7 @@ _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check:
     """Load ``directory`` with transformers and hold it against ``drafter``, float32, on random inputs."""
     if format_of(directory).name != "transformers":
-        return Check("transformers", _WHAT, None, "it is in a layout that transformers does not load")
+        return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
     try:
         from transformers import Gemma4AssistantForCausalLM  # noqa: F401 - a release that knows it
     except ImportError:

@@ -1,0 +1,145 @@
+"""Rules that make codes: bit for bit those of the packages they are from; and roundings done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from helpers.variant_files import variant
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.checkpoint.integers import row_codes
+from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
+from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, how_rounded, round_matrices, rounded_again
+from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.extraction import checkpoint_of
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Array(FloatsOnly):
+    """A tensor in memory, handed out in chunks that are no whole rows, in one buffer."""
+
+    values: Floats
+    chunk: int = 1000
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        flat = self.values[first:last].reshape(-1)
+        buffer = np.empty(self.chunk, np.float32)
+        for at in range(0, flat.size, self.chunk):
+            piece = flat[at : at + self.chunk]
+            buffer[: piece.size] = piece
+            yield buffer[: piece.size]
+
+
+def matrix(rows: int = 37, columns: int = 96) -> Floats:
+    random = np.random.default_rng(5)
+    values = random.standard_normal((rows, columns)) * random.uniform(1e-6, 4, (rows, 1))
+    values[3] = 0
+    values[4, :32] = np.repeat(0.25, 32)
+    values[5] = np.arange(columns) / 8 - 6
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize("rule", ["q4_0", "q8_0"])
+def test_ggmls_rules_are_ggmls(rule: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    from gguf.quants import dequantize, quantize
+
+    values = matrix()
+    kind = gguf.GGMLQuantizationType[rule.upper()]
+    rounded = RoundedTensor.of(Array(values), rule)
+    theirs = dequantize(quantize(values, kind), kind)
+    np.testing.assert_array_equal(read_floats(rounded).view(np.uint32), theirs.view(np.uint32))
+    assert rounded.scheme is not None
+    assert (rounded.scheme.bits, rounded.scheme.block_size) == (RULES[rule].bits, 32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "codes", "scale"),
+    [
+        # As ai_edge_quantizer's uniform_quantize_tensor makes them: scale = bound / qmax, halves to even.
+        ("int4", [[7, -7, 4, 0], [0, 0, 0, 0], [7, 2, -2, 3]], [0.5, 1e-9 / 7, 1.0]),
+        ("int8", [[127, -127, 64, 5], [0, 0, 0, 0], [127, 45, -27, 63]], [3.5 / 127, 1e-9 / 127, 7 / 127]),
+    ],
+)
+def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) -> None:
+    values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
+    rounded = RoundedTensor.of(Array(values, 3), rule)
+    np.testing.assert_allclose(rounded.scale, np.array(scale, np.float32), rtol=1e-6)
+    found = np.concatenate(list(rounded.integers())).reshape(values.shape)
+    np.testing.assert_array_equal(found, codes)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_any_rows_are_those_of_the_whole(rule: str) -> None:
+    rounded = RoundedTensor.of(Array(matrix()), rule)
+    whole = read_floats(rounded)
+    np.testing.assert_array_equal(np.concatenate(list(rounded.floats(8, 24))).reshape(16, -1), whole[8:24])
+    found = row_codes(rounded)
+    assert not isinstance(found, str)
+    assert found.bits == RULES[rule].bits
+    made = np.concatenate([codes for _, codes in found.blocks()]).reshape(*found.steps.shape, -1)
+    np.testing.assert_array_equal((made * found.steps[..., None]).reshape(whole.shape), whole)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_error_that_is_told(rule: str) -> None:
+    values = matrix()
+    rounded = RoundedTensor.of(Array(values), rule)
+    apart = np.abs(read_floats(rounded).astype(np.float64) - values) / (float(values.max()) - float(values.min()))
+    assert rounded.error["rule"] == rule
+    assert rounded.error["rms"] == pytest.approx(np.sqrt((apart**2).mean()), rel=6e-3)
+    assert rounded.error["largest"] == pytest.approx(apart.max(), rel=6e-3)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_numbers_that_are_none(value: float) -> None:
+    values = matrix()
+    values[7, 7] = value
+    with pytest.raises(UnsupportedError, match="not finite"):
+        list(RoundedTensor.of(Array(values), "q8_0").floats())
+
+
+def test_steps_beyond_half_precision() -> None:
+    with pytest.raises(UnsupportedError, match="FP16"):
+        list(RoundedTensor.of(Array(matrix() * np.float32(1e7)), "q4_0").floats())
+
+
+def test_only_matrices_without_codes_are_rounded() -> None:
+    with open_bundle(variant("torch_plain_norm")) as opened:
+        checkpoint = checkpoint_of(opened.drafter())
+        coded = {role for role, tensor in checkpoint.tensors.items() if tensor.scheme is not None}
+        assert coded
+        with pytest.raises(UnsupportedError, match="every matrix has its codes"):
+            round_matrices(checkpoint, "int8")
+
+
+def test_roundings_are_told_and_done_again() -> None:
+    original = Array(matrix())
+    assert how_rounded(original, original) == ()
+    for step in ("BF16", "FP16"):
+        once = rounded_again(original, [step])
+        assert not np.array_equal(read_floats(once), original.values)
+        assert how_rounded(original, once) == (step,)
+    coded = RoundedTensor.of(original, "int8")
+    scales = rounded_again(coded, ["FP16 scales"])
+    assert how_rounded(coded, scales) == ("FP16 scales",)
+    np.testing.assert_array_equal(read_floats(rounded_again(original, ["int8", "FP16 scales"])), read_floats(scales))
+    assert how_rounded(original, coded) is None
+    for step in ("Q5_K", "FP16 scales"):
+        with pytest.raises(CheckpointError, match="cannot be done again"):
+            rounded_again(original, [step])
+
+
+def test_what_formats_offer_are_rules() -> None:
+    assert {rule for listed in FORMATS.values() for rule in listed.rules} <= set(RULES)

@@ -1,0 +1,107 @@
+"""mtp-convert as a user meets it, and mtp-inspect of what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.cli import convert, inspect
+
+RUNNER = CliRunner()
+
+
+def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    code = f"from mtp_extract.cli.{name} import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
+
+
+def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: Path) -> None:
+    result = run("convert", extracted, "--format", "compressed-tensors", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "from its transformers format" in result.stdout
+    assert "23 of 48 weights as integers, the others in F32" in result.stdout
+    assert "Proven by the extraction: executed at 6 positions" in result.stdout
+    shown = run("inspect", f"{extracted.name}-compressed-tensors", "--against", sample, cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "equal, bit for bit" in shown.stdout
+    assert "compressed-tensors format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
+    again = run("convert", extracted, "--format", "compressed-tensors", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
+
+
+def test_json(extracted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = RUNNER.invoke(convert.app, [str(extracted), "--format", "litert", "-o", str(out), "--json"])
+    document = json.loads(result.stdout)
+    assert document["extraction"] == json.loads((out / "extraction.json").read_text())
+    assert document["directory"] == str(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "--format"),
+        (["--format", "litert", "--dtype", "bf16"], 2, "the litert format is written in f32"),
+        (["--format", "litert", "--quantize", "q3_k"], 2, "--quantize"),
+        (["--format", "mlx", "--for", "sglang"], 2, "not written otherwise for sglang"),
+        (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
+        (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
+        (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
+        (["--format", "gguf", "--exact"], 1, "(--dtype f32, --format)"),
+    ],
+)
+def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
+    result = run("convert", extracted, *arguments, "-o", tmp_path / "out")
+    assert (result.returncode, result.stdout) == (status, "")
+    assert said in " ".join(result.stderr.split())
+    assert status == 2 or result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_variants_are_no_choice_of_their_own() -> None:
+    help_text = RUNNER.invoke(convert.app, ["--help"]).stdout
+    for name, listed in FORMATS.items():
+        assert (f"{name}: {listed.about}" in " ".join(help_text.split())) != listed.variant
+
+
+@pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.variant])
+def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) -> None:
+    """With its record it is checked, without it is shown all the same."""
+    out = tmp_path / "out"
+    assert RUNNER.invoke(convert.app, [str(extracted), "--format", name, "-o", str(out)]).exit_code == 0
+    with_record = json.loads(RUNNER.invoke(inspect.app, [str(out), "--json", "--tensors"]).stdout)
+    for own in ("extraction.json", "README.md"):
+        (out / own).unlink()
+    without = json.loads(RUNNER.invoke(inspect.app, [str(out), "--json", "--tensors"]).stdout)
+    assert without["extraction"] is None
+    assert without["holds"] == with_record["holds"]
+    assert without["holds"]["format"] == name
+    assert without["holds"]["geometry"] == with_record["extraction"]["geometry"]
+    assert len(without["holds"]["tensors"]) == without["holds"]["weights"] == 48
+    shown = RUNNER.invoke(inspect.app, [str(out), "--tensors"])
+    assert "nothing says where it came from" in shown.stdout
+    assert "layers.3.layer_scalar" in shown.stdout
+
+
+def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
+    RUNNER.invoke(convert.app, [str(extracted), "--format", "gguf", "-o", str(tmp_path / "out")])
+    alone = shutil.copy(tmp_path / "out" / "drafter.gguf", tmp_path / "some.gguf")
+    shown = RUNNER.invoke(inspect.app, [str(alone)])
+    assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
