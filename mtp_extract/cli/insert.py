@@ -83,6 +83,8 @@ def command(
 
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
+    if base is not None and not Path(source).is_dir():
+        raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
     wanted = _wanted(types, type_ or [])
 
     from mtp_extract.insertion import check_out, planned_insertion

@@ -75,6 +75,7 @@ def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
         (("-o", "x", "--dry-run"), "--out"),
         (("--dry-run", "--types", "int3"), "int8, int4, int2, float32"),
         (("--dry-run", "--type", "lm_head"), "ROLE=TYPE"),
+        (("--dry-run", "--prompts", "x.txt"), "--base"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], said: str, sample: Path, exact: Path) -> None:

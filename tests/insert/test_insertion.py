@@ -323,6 +323,24 @@ def test_another_geometry(sample: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["other"]
 
 
+def test_a_soft_cap_that_the_checkpoint_has_not(sample: Path, changed: Callable[..., Path]) -> None:
+    """Google's own assistants say none: the graph's stays, and a note says so."""
+    source = changed({})
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"final_logit_softcapping": 30.0', '"final_logit_softcapping": null'))
+    with planned_insertion(source, sample) as plan:
+        assert any("soft cap (of 30) stays" in note for note in plan.notes)
+        assert hows(plan) == {"kept"}
+
+
+def test_an_epsilon_that_is_another(sample: Path, changed: Callable[..., Path]) -> None:
+    source = changed({})
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    with pytest.raises(PairError, match="an epsilon of 1e-06 instead of 1e-05"), planned_insertion(source, sample):
+        pass
+
+
 def test_a_vocabulary_that_is_another(sample: Path, changed: Callable[..., Path], tmp_path: Path) -> None:
     source = changed({HEAD: lambda head: head[:-8]})
     config = source / "config.json"
