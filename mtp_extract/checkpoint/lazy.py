@@ -13,7 +13,17 @@ import numpy.typing as npt
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
 
-__all__ = ["ConstantTensor", "FilledTensor", "FloatsOnly", "LazyTensor", "Scheme", "Steps", "read_floats", "rows_of"]
+__all__ = [
+    "ConstantTensor",
+    "FilledTensor",
+    "FloatsOnly",
+    "LazyTensor",
+    "Scheme",
+    "Steps",
+    "divided",
+    "read_floats",
+    "rows_of",
+]
 
 ROW_STEP = 8
 """Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
@@ -62,7 +72,7 @@ class Steps:
         if self.zero_point[rows].any():
             values -= self.zero_point[rows, :, None].astype(np.float32)
         values *= self.size[rows, :, None]
-        return _divided(values.reshape(-1), self.factor)
+        return divided(values.reshape(-1), self.factor)
 
 
 class LazyTensor(Protocol):
@@ -211,13 +221,13 @@ class ConstantTensor:
         if self.source.tensor.elements != math.prod(self.shape):
             # Converters fold a vector of equal weights into one number.
             value = self.source.dequantize().reshape(-1)[:1]
-            yield _divided(np.repeat(value, math.prod(self.shape)), self.factor)
+            yield divided(np.repeat(value, math.prod(self.shape)), self.factor)
             return
         if self.transposed:
-            yield _divided(self._turned(self.source.dequantize(), first, last), self.factor)
+            yield divided(self._turned(self.source.dequantize(), first, last), self.factor)
             return
         for chunk in self.source.chunks(*self._grid_rows(first, last)):
-            yield _divided(chunk, self.factor)
+            yield divided(chunk, self.factor)
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
         if self.source.tensor.elements != math.prod(self.shape):
@@ -250,7 +260,12 @@ class FilledTensor(FloatsOnly):
         yield np.full(((rows if last is None else last) - first) * columns, self.value, np.float32)
 
 
-def _divided(values: Floats, factor: float) -> Floats:
+def divided(values: Floats, factor: float) -> Floats:
+    """``values`` as stored, without the ``factor`` that was folded into them.
+
+    Raises:
+        FormatError: they leave float32.
+    """
     if factor == 1.0:
         return values
     # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.
