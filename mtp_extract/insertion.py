@@ -20,6 +20,7 @@ from typing import Any
 from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof
@@ -189,8 +190,8 @@ def planned_insertion(
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
-    if Path(source).is_dir():
-        return read_checkpoint(Path(source))
+    if Path(source).is_dir() or Path(source).suffix == ".gguf":
+        return with_codes(Path(source), read_checkpoint(Path(source)))
     opened = stack.enter_context(open_bundle(source))
     opened.prefetch()
     return checkpoint_of(opened.drafter())

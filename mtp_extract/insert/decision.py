@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, Floats, QuantizedTensor
@@ -89,9 +90,22 @@ def decide(
     return Decision(role, REQUANTIZED, here.type, target, *_requantized(role, oriented, target, source))
 
 
+def _rounds_to(stored: LazyTensor, new: LazyTensor) -> bool:
+    """Whether ``new`` has the codes of ``stored``, and its scales less what was folded into them, in F32 or in FP16:
+    what a format that keeps integers makes of it.
+    """
+    mine, theirs = row_codes(stored), row_codes(new)
+    if isinstance(mine, str) or isinstance(theirs, str) or mine.block % theirs.block:
+        return False
+    steps = np.repeat(mine.steps, mine.block // theirs.block, axis=1)
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = steps.astype(np.float16).astype(np.float32)
+    return any(np.array_equal(scales, theirs.steps) for scales in (steps, narrow)) and same_codes(mine, theirs)
+
+
 def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> bool:
-    """Whether ``new`` is ``stored``, exactly or after rounding to ``dtype``, bit for bit."""
-    return _same(stored.floats(), new.floats(), dtype)
+    """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or with scales in FP16."""
+    return _same(stored.floats(), new.floats(), dtype) or _rounds_to(stored, new)
 
 
 def apart(stored: LazyTensor, new: LazyTensor) -> float:

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, load, pack, parts_of
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of
@@ -48,6 +51,39 @@ def test_an_untouched_checkpoint_gives_the_same_bundle(sample: Path, tmp_path: P
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
     assert hows(plan) == {"kept"}
     assert result.proof.positions
+
+
+@pytest.mark.parametrize("layout", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
+@pytest.mark.parametrize("name", ["torch_blockwise32", "torch_folded_softcap", "torch_asymmetric", "torch_int2"])
+def test_integers_come_back_from_every_format(name: str, layout: str, tmp_path: Path) -> None:
+    """Scales that GGUF rounds to FP16 are those of the file, and so are those with a folded factor divided out."""
+    source = extract(variant(name), tmp_path / "out", format=layout).directory
+    insert(source, variant(name), tmp_path / "new.tflite")
+    assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
+
+
+def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
+    """One code is another, as training on the grid leaves it; BF16 floats alone could not say which."""
+    source = extract(sample, tmp_path / "out", dtype="bf16", codes=True).directory
+    codes, floats = source / CODES_FILE, source / "model.safetensors"
+    tensors, weights = load_file(codes), safetensors.torch.load_file(floats)
+    tensors[f"{HEAD}.codes"][3, 5] = 3 if tensors[f"{HEAD}.codes"][3, 5] != 3 else 2
+    changed = int(tensors[f"{HEAD}.codes"][3, 5])
+    weights[HEAD][3, 5] = changed * float(tensors[f"{HEAD}.scale"].reshape(-1)[3])
+    with safetensors.safe_open(codes, "np") as opened:
+        save_file(tensors, codes, opened.metadata())
+    safetensors.torch.save_file(weights, floats, {"format": "pt"})
+    plan, _ = insert(source, sample, tmp_path / "new.litertlm")
+    assert plan.decisions["lm_head"].how == "codes"
+    assert {role for role, decision in plan.decisions.items() if decision.how != "kept"} == {"lm_head"}
+    with open_bundle(sample) as old, open_bundle(tmp_path / "new.litertlm") as new:
+        before, after = (
+            np.concatenate([c.copy() for c in checkpoint_of(o.drafter()).tensors["lm_head"].integers()])
+            for o in (old, new)
+        )
+    width = load_file(codes)[f"{HEAD}.codes"].shape[1]
+    assert np.flatnonzero(before != after).tolist() == [3 * width + 5]
+    assert after[3 * width + 5] == changed
 
 
 @pytest.mark.parametrize("options", [EXACT, {"dtype": "bf16"}], ids=["f32+codes", "bf16"])
