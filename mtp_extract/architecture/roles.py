@@ -78,9 +78,7 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     )
 
 
-def roles_of(
-    num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP
-) -> tuple[Role, ...]:
+def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Every role of a model with ``num_layers`` layers, in the order in which tensors are written."""
     table = [role for role in role_table(architecture) if ordered_head or not role.name.startswith(_ORDERED_HEAD)]
     first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))

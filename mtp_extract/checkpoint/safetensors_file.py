@@ -31,6 +31,7 @@ from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.litertlm.quantized import Floats
 
 __all__ = [
+    "StoredColumns",
     "StoredTensor",
     "StoredWeight",
     "check_safetensors",
@@ -108,6 +109,33 @@ class StoredWeight(FloatsOnly):
         with open(self.path, "rb", buffering=0) as file:
             stored = b"".join(_pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
         return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredColumns(FloatsOnly):
+    """Columns ``[begin, end)`` of a weight in a file; no others are read."""
+
+    whole: StoredWeight
+    begin: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[0], self.end - self.begin
+
+    @property
+    def dtype(self) -> Dtype:
+        """As the whole's."""
+        return self.whole.dtype
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = rows_of(self.whole.shape)
+        size, dtype = self.dtype.size, self.dtype
+        with open(self.whole.path, "rb", buffering=0) as file:
+            for row in range(first, rows if last is None else last):
+                at = self.whole.stored.offset + (row * columns + self.begin) * size
+                length = (self.end - self.begin) * size
+                yield dtype.widen(b"".join(_pieces(self.whole.path, file.fileno(), at, length)))
 
 
 def workers() -> int:
