@@ -19,7 +19,7 @@ from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.base import BaseCheckpoint, read_base
 from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP, Distance, measure_distance
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.safetensors_file import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import PairError, escape
 from mtp_extract.litertlm.quantized import QuantizedTensor
 

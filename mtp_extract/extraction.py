@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from xxhash import xxh3_128_hexdigest
-
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import Verification, read_record, verify_against
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+from mtp_extract.checkpoint.check import Verification, files_in, read_record, verify_against
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
-from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_codes
-from mtp_extract.checkpoint.proof import Proof, prove
-from mtp_extract.checkpoint.safetensors_file import output_error, write_safetensors
-from mtp_extract.checkpoint.staging import RECORD, staged_directory
+from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.proof import Proof, Rounding, prove
+from mtp_extract.checkpoint.staging import RECORD, staged_directory, write_file
 from mtp_extract.hub.card import CARD, model_card
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
 
 __all__ = [
-    "CODES_FILE",
     "ExtractionResult",
     "checkpoint_of",
     "default_directory",
@@ -36,8 +34,6 @@ __all__ = [
     "prove_checkpoint",
     "verify_against_source",
 ]
-
-CODES_FILE = "codes.safetensors"
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,10 @@ def checkpoint_of(drafter: Drafter) -> Checkpoint:
         else:
             source = QuantizedTensor.of(drafter.model, found.tensor)
             tensors[found.role] = ConstantTensor(found.shape, source, found.factor, found.transposed)
-    return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
+    activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
+    return Checkpoint(
+        GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
+    )
 
 
 def extract(
@@ -88,6 +87,7 @@ def extract(
     format: str = "transformers",  # noqa: A002 - the command's word for it
     dtype: str | None = None,
     codes: bool = False,
+    exact: bool = False,
     overwrite: bool = False,
     sliding_window: int | None = None,
     progress: Progress = lambda done, total: None,
@@ -99,7 +99,8 @@ def extract(
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.checkpoint.formats.FORMATS`.
         dtype: "bf16", "f16" or "f32"; by default the format's own choice.
-        codes: write the integers, scales and zero points as stored, too (``codes.safetensors``).
+        codes: write the integers, scales and zero points as stored, too (``codes/codes.safetensors``).
+        exact: refuse to write anything rounded.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
         progress: called with bytes done and bytes in all, from worker threads.
@@ -115,9 +116,9 @@ def extract(
     if dtype not in dtypes:
         raise ValueError(f"dtype {dtype!r}: the {format} layout is written in {' or '.join(dtypes)}.")
     if isinstance(source, Opened):
-        return _extract(source, out, chosen, dtype, codes, overwrite, sliding_window, progress)
+        return _extract(source, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
     with open_bundle(source) as opened:
-        return _extract(opened, out, chosen, dtype, codes, overwrite, sliding_window, progress)
+        return _extract(opened, out, chosen, dtype, codes, exact, overwrite, sliding_window, progress)
 
 
 def _extract(
@@ -126,6 +127,7 @@ def _extract(
     format_: Format,
     dtype: str,
     codes: bool,
+    exact: bool,
     overwrite: bool,
     sliding_window: int | None,
     progress: Progress,
@@ -133,21 +135,29 @@ def _extract(
     opened.prefetch()
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
+    hashes = _Hashes(drafter, checkpoint)
+    if FORMATS[format_.name].provenance_inside:
+        hashes.hash_section()
+        checkpoint = replace(checkpoint, provenance=record.provenance(drafter, hashes.section))
+    holdings = holdings_of(format_, checkpoint, dtype)
+    if exact:
+        require_exact(holdings, format_.name)
     weights, *documents = format_.plan(checkpoint, dtype)
-    files = [weights, *_codes_of(weights, codes), *documents]
+    files = [weights, *(plan_codes(weights) if codes else ()), *documents]
     target = Path(out) if out is not None else default_directory(opened.source.name)
     with staged_directory(target, overwrite) as stage:
-        hashes = _Hashes(drafter, checkpoint)
         tick = _counter(progress, sum(t.length for file in files for t in file.tensors))
         written: dict[str, dict[str, Any]] = {}
         for file in files:
-            written[file.name] = _write(stage, file, tick, hashes.jobs() if file is weights else ())
-        proof = _prove(drafter, checkpoint, format_, stage, dtype)
-        made = _record(drafter, opened, checkpoint, format_, dtype, weights, written, hashes, proof)
-        written[CARD] = _write(stage, OutputFile(CARD, text=model_card(made)), tick)
-        _write(stage, OutputFile(RECORD, text=json_text(made)), tick)
-        sizes = {path.name: path.stat().st_size for path in sorted(stage.iterdir())}
-    return ExtractionResult(directory=target, files=sizes, record=made, notes=_notes(drafter, checkpoint))
+            written[file.name] = write_file(stage, file, tick, hashes.jobs() if file is weights else ())
+        proof = _prove(drafter, checkpoint, format_.read(stage), holdings)
+        made = _record(drafter, opened, holdings, format_, dtype, weights, written, hashes, proof)
+        written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(made)), tick)
+        write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
+        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+    return ExtractionResult(
+        directory=target, files=sizes, record=made, notes=(*_notes(drafter, checkpoint), *notes_of(holdings))
+    )
 
 
 def verify_against_source(
@@ -165,45 +175,49 @@ def verify_against_source(
     return verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
 
 
-def _prove(drafter: Drafter, checkpoint: Checkpoint, format_: Format, stage: Path, dtype: str) -> Proof:
+def _prove(drafter: Drafter, checkpoint: Checkpoint, written: Checkpoint, holdings: Mapping[str, Holding]) -> Proof:
     """Execute the graph and what was written side by side.
 
     Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
-    bit, is what reading it back has shown.
+    bit, is what reading it back has shown. Where codes are kept and their scales rounded, what was written is executed
+    as well, and may part from them by what such a rounding does and no more.
     """
-    written = format_.read(stage)
-    exact = written if dtype == "f32" else checkpoint
-    return prove_checkpoint(drafter, replace(exact, config=written.config))
+    config = written.config
+    if not any(holding.rounded_to for holding in holdings.values()):
+        return prove_checkpoint(drafter, written)
+    exact = replace(checkpoint, config=config)
+    if not any(holding.kept == CODES for holding in holdings.values()):
+        return prove_checkpoint(drafter, exact)
+    check_codes(written, checkpoint, holdings)
+    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in holdings.items()})
 
 
-def prove_checkpoint(drafter: Drafter, checkpoint: Checkpoint) -> Proof:
+def prove_checkpoint(
+    drafter: Drafter,
+    checkpoint: Checkpoint,
+    rounded: Checkpoint | None = None,
+    bounds: Mapping[str, float] | None = None,
+) -> Proof:
     """Execute the graph of ``drafter`` and what ``checkpoint`` holds side by side.
+
+    Args:
+        rounded: the same with numbers that differ by the share that ``bounds`` (role → share) says at most.
 
     Raises:
         ProofError: they do not compute the same.
         UnsupportedError: the graph holds an operator that cannot be executed here.
     """
+    rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
+    return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
+
+
+def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
+    """Role → its numbers; an optional role that is absent is one of ones."""
     tensors: dict[str, LazyTensor] = {
         role.name: FilledTensor(shape) for role, shape in shapes_of(checkpoint.config).items() if role.optional
     }
     tensors.update(checkpoint.tensors)
-    return prove(drafter.graph, drafter.walk, checkpoint.config, lambda role: tensors[role].floats())
-
-
-def _codes_of(weights: OutputFile, wanted: bool) -> list[OutputFile]:
-    tensors = tuple(planned for weight in weights.tensors for planned in plan_codes(weight)) if wanted else ()
-    return [OutputFile(CODES_FILE, tensors=tensors)] if tensors else []
-
-
-def _write(
-    stage: Path, file: OutputFile, tick: Callable[[int], None], beside: Sequence[Callable[[], object]] = ()
-) -> dict[str, Any]:
-    """Write one file; what the record says of it."""
-    path = stage / file.name
-    if not file.tensors:
-        return _write_text(path, file.text)
-    sums = write_safetensors(path, file.tensors, {"format": "pt", "mtp_extract": __version__}, tick, beside)
-    return {"size": path.stat().st_size, "tensors": sums}
+    return lambda role: tensors[role].floats()
 
 
 class _Hashes:
@@ -219,11 +233,12 @@ class _Hashes:
 
     def jobs(self) -> list[Callable[[], object]]:
         jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
-        # A model found by scanning has no end of its own to hash up to.
-        return jobs if self._drafter.found_by == "scan" else [self._hash_section, *jobs]
+        return jobs if self.section else [self.hash_section, *jobs]
 
-    def _hash_section(self) -> None:
-        self.section = record.sha256_of_region(self._drafter.model.region)
+    def hash_section(self) -> None:
+        # A model found by scanning has no end of its own to hash up to.
+        if self._drafter.found_by != "scan":
+            self.section = record.sha256_of_region(self._drafter.model.region)
 
     def _hashing(self, role: str, source: QuantizedTensor) -> Callable[[], object]:
         def job() -> None:
@@ -235,7 +250,7 @@ class _Hashes:
 def _record(
     drafter: Drafter,
     opened: Opened,
-    checkpoint: Checkpoint,
+    holdings: Mapping[str, Holding],
     format_: Format,
     dtype: str,
     weights: OutputFile,
@@ -262,7 +277,10 @@ def _record(
                 sha256=hashes.roles.get(planned.role),
                 confirmed=planned.role in confirmed,
                 xxh3=sums[planned.name],
+                holding=holdings[planned.role],
             )
+            if not planned.part
+            else record.part_record(planned, sums[planned.name])
             for planned in weights.tensors
         },
         "set_aside": record.set_aside(drafter),
@@ -303,15 +321,3 @@ def _counter(progress: Progress, total: int) -> Callable[[int], None]:
         progress(done, total)
 
     return tick
-
-
-def _write_text(path: Path, text: str) -> dict[str, Any]:
-    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-    data = text.encode("utf-8", "backslashreplace")
-    try:
-        path.write_bytes(data)
-        if path.read_bytes() != data:
-            raise OSError("it reads back differently")
-    except OSError as error:
-        raise output_error(path, error) from error
-    return {"size": len(data), "xxh3": xxh3_128_hexdigest(data)}

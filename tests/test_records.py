@@ -14,6 +14,7 @@ from helpers.schemas import documented, fields, schema, validator
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
+from mtp_extract.checkpoint.check import files_in
 
 
 @pytest.mark.parametrize("name", ["extraction", "report"])
@@ -40,7 +41,7 @@ def test_the_version_is_the_codes() -> None:
 def test_the_sample(extracted: Path) -> None:
     record = json.loads((extracted / "extraction.json").read_text(encoding="utf-8"))
     validator("extraction")(record)
-    assert record["files"].keys() == {path.name for path in extracted.iterdir()} - {"extraction.json"}
+    assert record["files"].keys() == {*files_in(extracted)} - {"extraction.json"}
 
 
 @pytest.mark.parametrize("name", sorted(set(VARIANTS) - REFUSED))

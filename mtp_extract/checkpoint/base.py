@@ -16,8 +16,9 @@ from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.dtypes import Dtype
-from mtp_extract.checkpoint.safetensors_file import StoredTensor, StoredWeight, read_header
 from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 
 __all__ = ["BaseCheckpoint", "holds_drafter", "read_base"]

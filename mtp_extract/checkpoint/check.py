@@ -16,8 +16,9 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
-from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, differing, read_header
 from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.tensor_file import differing, read_header, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
@@ -165,7 +166,7 @@ def _misdescribed(stored: Mapping[str, StoredTensor], expected: Mapping[str, Any
 
 
 def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
-    sums = check_safetensors(path, stored)
+    sums = sums_of(path, stored)
     wrong = [f"tensor {escape(name)} is missing" for name in expected if name not in sums]
     wrong += [f"tensor {escape(name)} is not in the record" for name in sums if name not in expected]
     wrong += [f"tensor {escape(n)} has other values" for n, found in sums.items() if expected.get(n, found) != found]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.checkpoint.lazy import LazyTensor, Scheme
+from mtp_extract.architecture.roles import Role
+from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.graph.drafter import Activation
 
-__all__ = ["Checkpoint", "Format"]
+__all__ = ["CODES", "Checkpoint", "Format", "Holding"]
+
+CODES = "codes"
+"""The output type that keeps the stored integers; what has none is written in F32."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +28,44 @@ class Checkpoint:
         architecture: a key of the role table, "gemma4-mtp".
         tensors: role → weight. Optional roles may be absent.
         dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
+        provenance: where it came from, as text by name, for formats with room for it inside the weights file.
+        activations: role of a matrix → the static quantization of what goes into it and what comes out, where a graph
+            has one.
     """
 
     architecture: str
     config: DrafterConfig
     tensors: Mapping[str, LazyTensor]
     dtype: str
+    provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    activations: Mapping[str, tuple[Activation | None, Activation | None]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a format holds a weight.
+
+    Attributes:
+        kept: "codes" or "floats".
+        rounded_to: what its numbers, or the scales of its codes, are rounded to ("BF16", "FP16"); empty if nothing is.
+        bound: the most by which that changes a number, as a share of it; 0 if nothing is rounded.
+        why: why its codes are not kept, and what keeps them; empty where they are, or where it has none.
+    """
+
+    kept: str
+    rounded_to: str = ""
+    bound: float = 0.0
+    why: str = ""
 
 
 class Format(Protocol):
     """A directory layout that engines load. One module in :mod:`mtp_extract.checkpoint.formats` each.
 
     Attributes:
-        name: as users call it, and as the role table's column is called.
-        marker: the file by which a directory of this format is known.
+        name: as users call it.
+        marker: the file with the configuration.
         weights_file: the file with the weights.
     """
 
@@ -43,11 +73,14 @@ class Format(Protocol):
     marker: str
     weights_file: str
 
-    def refuses(self, scheme: Scheme | None) -> str | None:
-        """Why a weight stored so cannot be held exactly; None where it can."""
+    def recognizes(self, directory: Path) -> bool:
+        """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        """How a weight will be held, before a byte is written."""
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        """The files to write, the weights first.
+        """The files to write, the weights first, each weight as :meth:`hold` says.
 
         Raises:
             UnsupportedError: something of ``checkpoint`` that the format cannot express.

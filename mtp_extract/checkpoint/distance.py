@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
-from mtp_extract.checkpoint.safetensors_file import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.litertlm.quantized import CHUNK_ELEMENTS, Floats
 from mtp_extract.litertlm.requantize import Storage
 

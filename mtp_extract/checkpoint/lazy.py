@@ -13,7 +13,17 @@ import numpy.typing as npt
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
 
-__all__ = ["ConstantTensor", "FilledTensor", "FloatsOnly", "LazyTensor", "Scheme", "read_floats", "rows_of"]
+__all__ = [
+    "ConstantTensor",
+    "FilledTensor",
+    "FloatsOnly",
+    "LazyTensor",
+    "Scheme",
+    "Steps",
+    "divided",
+    "read_floats",
+    "rows_of",
+]
 
 ROW_STEP = 8
 """Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
@@ -39,6 +49,32 @@ class Scheme:
     block_size: int = 0
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What a code is worth, by place: ``(code − zero point) · size / factor``.
+
+    Attributes:
+        block: neighbouring elements of a row that share a step.
+        size: float32 ``[rows, columns / block]``, as stored.
+        zero_point: int64, shaped like ``size``.
+        factor: what a converter folded into the stored numbers; 1 where nothing is.
+    """
+
+    block: int
+    size: Floats
+    zero_point: npt.NDArray[np.int64]
+    factor: float = 1.0
+
+    def floats(self, codes: Integers, first: int = 0) -> Floats:
+        """The real numbers of rows ``[first, first + len(codes))``, flat."""
+        rows = slice(first, first + len(codes))
+        values = codes.reshape(len(codes), -1, self.block).astype(np.float32)
+        if self.zero_point[rows].any():
+            values -= self.zero_point[rows, :, None].astype(np.float32)
+        values *= self.size[rows, :, None]
+        return divided(values.reshape(-1), self.factor)
+
+
 class LazyTensor(Protocol):
     """A weight of a role, read when asked for.
 
@@ -61,6 +97,10 @@ class LazyTensor(Protocol):
     @property
     def zero_point(self) -> npt.NDArray[np.int64]:
         """int64, shaped like ``scale``."""
+
+    @property
+    def steps(self) -> Steps | None:
+        """What its codes are worth; None where it has none, or where that is no matter of rows and blocks of them."""
 
     @property
     def origin(self) -> object:
@@ -93,6 +133,7 @@ class FloatsOnly:
     """What a tensor without integers answers."""
 
     scheme = None
+    steps = None
 
     @property
     def origin(self) -> object:
@@ -145,6 +186,34 @@ class ConstantTensor:
         return self.source.zero_point
 
     @property
+    def steps(self) -> Steps | None:
+        if self.scheme is None:
+            return None
+        (rows, columns), grid = rows_of(self.shape), self.source.grid
+        sizes, zeros = self.source.scale.reshape(-1), self.source.zero_point.reshape(-1)
+        block = columns
+        places: npt.NDArray[np.int64] | None = None
+        if sizes.size == 1:
+            places = np.zeros((rows, 1), np.int64)
+        elif self.transposed or grid.columns == 1:
+            # Channels along one of the two axes.
+            if sizes.size == (rows if self.transposed == (grid.columns == 1) else -1):
+                places = np.arange(rows)[:, None]
+            elif sizes.size == columns:
+                return Steps(
+                    1,
+                    np.broadcast_to(sizes, self.shape),
+                    np.broadcast_to(zeros, self.shape),
+                    self.factor,
+                )
+        elif columns % grid.columns == 0:
+            block = grid.columns
+            places = np.arange(rows * (columns // block)).reshape(rows, -1) % grid.period
+        elif grid.columns % columns == 0:
+            places = (np.arange(rows) // (grid.columns // columns) % grid.period)[:, None]
+        return None if places is None else Steps(block, sizes[places], zeros[places], self.factor)
+
+    @property
     def origin(self) -> object:
         return self.source.tensor.subgraph, self.source.tensor.index
 
@@ -152,13 +221,13 @@ class ConstantTensor:
         if self.source.tensor.elements != math.prod(self.shape):
             # Converters fold a vector of equal weights into one number.
             value = self.source.dequantize().reshape(-1)[:1]
-            yield _divided(np.repeat(value, math.prod(self.shape)), self.factor)
+            yield divided(np.repeat(value, math.prod(self.shape)), self.factor)
             return
         if self.transposed:
-            yield _divided(self._turned(self.source.dequantize(), first, last), self.factor)
+            yield divided(self._turned(self.source.dequantize(), first, last), self.factor)
             return
         for chunk in self.source.chunks(*self._grid_rows(first, last)):
-            yield _divided(chunk, self.factor)
+            yield divided(chunk, self.factor)
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
         if self.source.tensor.elements != math.prod(self.shape):
@@ -175,8 +244,8 @@ class ConstantTensor:
     def _grid_rows(self, first: int, last: int | None) -> tuple[int, int]:
         """The source's own rows, which share a scale and may be shorter than these."""
         rows, columns = rows_of(self.shape)
-        per_row = columns // max(self.source.grid.columns, 1)
-        return first * per_row, (rows if last is None else last) * per_row
+        shared = max(self.source.grid.columns, 1)
+        return first * columns // shared, (rows if last is None else last) * columns // shared
 
 
 @dataclass(frozen=True)
@@ -191,7 +260,12 @@ class FilledTensor(FloatsOnly):
         yield np.full(((rows if last is None else last) - first) * columns, self.value, np.float32)
 
 
-def _divided(values: Floats, factor: float) -> Floats:
+def divided(values: Floats, factor: float) -> Floats:
+    """``values`` as stored, without the ``factor`` that was folded into them.
+
+    Raises:
+        FormatError: they leave float32.
+    """
     if factor == 1.0:
         return values
     # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.

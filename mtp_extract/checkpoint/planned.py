@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import LazyTensor
 
-__all__ = ["DTYPE_SIZES", "OutputFile", "PlannedTensor", "json_text", "plan_array", "plan_codes", "plan_floats"]
+if TYPE_CHECKING:
+    from mtp_extract.checkpoint.stored import StoredTensor
+
+__all__ = [
+    "BLOCKS",
+    "DTYPE_SIZES",
+    "Container",
+    "Layout",
+    "OutputFile",
+    "PlannedTensor",
+    "json_text",
+    "plan_array",
+    "plan_floats",
+]
 
 Chunks = Iterator["npt.NDArray[np.generic]"]
 
 DTYPE_SIZES = MappingProxyType(
-    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 )
 """Bytes of an element, by the safetensors name of its type."""
+
+BLOCKS = MappingProxyType(
+    {**{name: (1, size) for name, size in DTYPE_SIZES.items()}, "Q4_0": (32, 18), "Q8_0": (32, 34)}
+)
+"""Elements and bytes of the least piece of every type; the types of GGUF beside those of safetensors."""
 
 _ARRAY_DTYPES = MappingProxyType({"float32": "F32", "int64": "I64"})
 
@@ -32,9 +52,11 @@ class PlannedTensor:
     """A tensor to be written.
 
     Attributes:
-        dtype: by its safetensors name.
-        produce: yields the data in order, as arrays of that type.
+        dtype: a name in :data:`BLOCKS`.
+        shape: of the array, not of its bytes.
+        produce: yields the data in order, as arrays whose bytes they are.
         role, tensor: what it is made of; empty and None for what is no weight.
+        part: what of its role it holds beside the main thing: "scale", "bias", …; empty for that.
     """
 
     name: str
@@ -43,20 +65,56 @@ class PlannedTensor:
     produce: Callable[[], Chunks] = field(repr=False)
     role: str = ""
     tensor: LazyTensor | None = field(default=None, repr=False)
+    part: str = ""
 
     @property
     def length(self) -> int:
         """Bytes of data."""
-        return math.prod(self.shape) * DTYPE_SIZES[self.dtype]
+        elements, size = BLOCKS[self.dtype]
+        return math.prod(self.shape) // elements * size
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file of a checkpoint: a safetensors file of ``tensors``, or, where there are none, ``text``."""
+    """One file of a checkpoint: ``tensors``, in the container its ending names, or, where there are none, ``text``.
+
+    Attributes:
+        metadata: what the header says beside the tensors, in the container's terms.
+    """
 
     name: str
     tensors: tuple[PlannedTensor, ...] = ()
     text: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything in a file of tensors lies.
+
+    Attributes:
+        header: what the file begins with.
+        offsets: of each tensor's data, from the start of the file.
+        size: of the file, in bytes.
+    """
+
+    header: bytes
+    offsets: Mapping[str, int]
+    size: int
+
+
+class Container(Protocol):
+    """A kind of file that holds tensors; one module in :mod:`mtp_extract.checkpoint` each."""
+
+    def lay_out(self, tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
+        """The file that is to hold ``tensors``, in this order."""
+
+    def read_header(self, path: Path) -> dict[str, StoredTensor]:
+        """The tensors of the file at ``path``, checked against its size.
+
+        Raises:
+            CheckpointError: not such a file, or one whose header contradicts its size.
+        """
 
 
 def json_text(document: Mapping[str, Any]) -> str:
@@ -75,24 +133,6 @@ def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> Planned
         role=role,
         tensor=tensor,
     )
-
-
-def plan_codes(weight: PlannedTensor) -> list[PlannedTensor]:
-    """The integers, scales and zero points behind ``weight``, as stored; nothing for a weight of floats."""
-    tensor = weight.tensor
-    if tensor is None or tensor.scheme is None:
-        return []
-    return [
-        PlannedTensor(
-            name=f"{weight.name}.codes",
-            dtype="I8" if tensor.scheme.signed else "U8",
-            shape=tensor.shape,
-            produce=tensor.integers,
-            role=weight.role,
-        ),
-        plan_array(f"{weight.name}.scale", tensor.scale),
-        plan_array(f"{weight.name}.zero_point", tensor.zero_point),
-    ]
 
 
 def plan_array(name: str, array: npt.NDArray[np.generic]) -> PlannedTensor:

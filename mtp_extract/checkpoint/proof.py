@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.forward import Read, Written, forward, logits
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.checkpoint.forward import Read, Step, Written, forward, logits
 from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
+from mtp_extract.graph.arrays import row_blocks
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.fill import MASK, MASK_LOCAL
@@ -27,17 +29,33 @@ from mtp_extract.litertlm.tflite import TensorType
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig
 
-__all__ = ["SEED", "TOLERANCE", "Proof", "prove"]
+__all__ = ["SEED", "TOLERANCE", "Proof", "Rounding", "prove"]
 
 SEED = 20260101
 TOLERANCE = 1e-5
 """Of the range of an output: what two orders of summation in float32 leave, and no more."""
+
+_SPREAD = 8.0
+"""How many times what a random rounding does, the rounding that was written may do: it is one draw of such."""
 
 _TINY = 1e-3
 _FAR_BELOW = 1e-2
 _MOST_EXPLAINED = 4
 
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A second checkpoint, of the same config, whose numbers differ from the first one's by rounding.
+
+    Attributes:
+        read: role → its tensor, as for :func:`prove`.
+        bounds: role → the most by which a number may differ, as a share of it.
+    """
+
+    read: Read
+    bounds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,9 @@ class Proof:
         sliding_masked: whether sliding layers see the mask input too; the window alone if not.
         logits, projected: largest difference, per sample, as a share of the output's range.
         tolerance: largest share that is accepted.
+        rounded: largest difference of logits or state between what was rounded and the numbers before, as a share of
+            the range; None where nothing was.
+        rounded_tolerance: what is accepted there: a few times what random rounding of the same size does.
     """
 
     seed: int
@@ -62,6 +83,8 @@ class Proof:
     logits: tuple[float, ...]
     projected: tuple[float, ...]
     tolerance: float
+    rounded: float | None = None
+    rounded_tolerance: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json``; ``differences_below`` are shares of the range of each output."""
@@ -73,6 +96,9 @@ class Proof:
             "sliding_layers_read_mask": self.sliding_masked,
             "differences_below": {"logits": _decade(self.logits), "projected_activations": _decade(self.projected)},
             "tolerance": self.tolerance,
+            "rounding": None
+            if self.rounded is None or self.rounded_tolerance is None
+            else {"difference_below": _decade([self.rounded]), "tolerance": _decade([self.rounded_tolerance])},
         }
 
 
@@ -82,7 +108,14 @@ def _decade(shares: Sequence[float]) -> float:
     return float(f"1e{math.ceil(math.log10(largest))}") if largest > 0 else 0.0
 
 
-def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed: int = SEED) -> Proof:
+def prove(
+    graph: FlatGraph,
+    walk: Walk,
+    config: DrafterConfig,
+    read: Read,
+    seed: int = SEED,
+    rounding: Rounding | None = None,
+) -> Proof:
     """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
 
     Args:
@@ -91,6 +124,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed:
         config: as written.
         read: role → the tensor as written (before it is rounded to the stored type), in flat chunks of float32.
         seed: of the inputs.
+        rounding: executed too, and held against the checkpoint.
 
     Raises:
         ProofError: they part; the message names the first role at which they do.
@@ -107,7 +141,9 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, seed:
             state, mine = forward(checkpoint, inputs.step(reading))
             apart = _apart(projected, mine)
             if max(apart) <= TOLERANCE:
-                return _judge(graph, walk, checkpoint, inputs, reading, (found, logits(checkpoint, state)), apart)
+                mine_too = logits(checkpoint, state)
+                proof = _judge(graph, walk, checkpoint, inputs, reading, (found, mine_too), apart)
+                return _rounded(proof, checkpoint, inputs.step(reading), (mine, mine_too), rounding)
             tried.append((max(apart), inputs, reading))
     # Of several ways to read the inputs, the one that goes well the longest is meant.
     nearest = sorted(tried, key=lambda way: way[0])[:_MOST_EXPLAINED]
@@ -136,6 +172,39 @@ def _judge(
         projected,
         TOLERANCE,
     )
+
+
+def _rounded(
+    proof: Proof, checkpoint: Written, step: Step, exact: tuple[Floats, Floats], rounding: Rounding | None
+) -> Proof:
+    """``proof`` with what ``rounding`` does to ``exact``, the projected state and the logits of ``checkpoint``.
+
+    Raises:
+        ProofError: more than random rounding of the same size could.
+    """
+    if rounding is None:
+        return proof
+    shapes = {role.name: shape for role, shape in shapes_of(checkpoint.config).items()}
+
+    def perturbed(role: str) -> Iterator[Floats]:
+        columns = shapes[role][-1]
+        signs = np.random.default_rng(proof.seed)
+        for block in row_blocks(checkpoint.read(role), columns):
+            up = signs.choice([-1.0, 1.0], (len(block), 1)).astype(np.float32)
+            yield (block * (1 + up * np.float32(rounding.bounds.get(role, 0.0)))).reshape(-1)
+
+    moved = []
+    for read in (rounding.read, perturbed):
+        other = replace(checkpoint, read=read)
+        state, projected = forward(other, step)
+        moved.append(max(_apart([*projected], exact[0]) + _apart([*logits(other, state)], exact[1])))
+    found, allowed = moved[0], TOLERANCE + _SPREAD * moved[1]
+    if not found <= allowed:
+        raise ProofError(
+            f"Rounded as it would be written, the drafter's outputs move by {found:.2g} of their range, where rounding "
+            f"of that size explains {allowed:.2g}. Nothing is written. Please report the file."
+        )
+    return replace(proof, rounded=found, rounded_tolerance=allowed)
 
 
 def _drawings(graph: FlatGraph, walk: Walk, checkpoint: Written, needed: frozenset[str], seed: int) -> Iterator[Inputs]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 from mtp_extract.bundle import Drafter
+from mtp_extract.checkpoint.checkpoint import Holding
 from mtp_extract.checkpoint.lazy import ConstantTensor
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.errors import FormatError
@@ -21,6 +23,8 @@ from mtp_extract.litertlm.tflite import BufferLocation
 __all__ = [
     "FORMAT_VERSION",
     "caches",
+    "part_record",
+    "provenance",
     "set_aside",
     "sha256_of_location",
     "sha256_of_region",
@@ -74,8 +78,39 @@ def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> di
     }
 
 
+def provenance(drafter: Drafter, section_sha256: str | None) -> dict[str, str]:
+    """The same as text by name, for formats that keep it inside the weights file."""
+    full = source_record(drafter, Path(drafter.opened.source.name).name, section_sha256)
+    section = full["section"]
+    return {
+        "source.name": full["name"],
+        "source.size": str(full["size"]),
+        **{f"source.{key}": str(value) for key, value in full["provenance"].items()},
+        "section.begin": str(section["begin"]),
+        "section.end": str(section["end"]),
+        **({"section.sha256": section_sha256} if section_sha256 else {}),
+    }
+
+
+def part_record(planned: PlannedTensor, xxh3: str) -> dict[str, Any]:
+    """An output tensor that holds scales or the like, beside the one that its role's record stands under."""
+    return {
+        "role": planned.role,
+        "part": planned.part,
+        "shape": list(planned.shape),
+        "dtype": planned.dtype,
+        "xxh3": xxh3,
+    }
+
+
 def tensor_record(
-    *, planned: PlannedTensor, found: FoundRole | None, sha256: str | None, confirmed: bool, xxh3: str
+    *,
+    planned: PlannedTensor,
+    found: FoundRole | None,
+    sha256: str | None,
+    confirmed: bool,
+    xxh3: str,
+    holding: Holding,
 ) -> dict[str, Any]:
     """One output tensor: role, evidence, stored bytes, quantization.
 
@@ -84,6 +119,7 @@ def tensor_record(
         sha256: of the stored bytes.
         confirmed: whether a published name says the same.
         xxh3: XXH3-128 of the data written.
+        holding: how its numbers are held.
     """
     source = planned.tensor.source if isinstance(planned.tensor, ConstantTensor) else None
     return {
@@ -92,6 +128,8 @@ def tensor_record(
         "shape": list(planned.shape),
         "dtype": planned.dtype,
         "xxh3": xxh3,
+        "kept": holding.kept,
+        "rounded_to": holding.rounded_to or None,
         "factor": found.factor if found else 1.0,
         "name_confirms": confirmed,
         "source": _stored(source, sha256) if source else None,

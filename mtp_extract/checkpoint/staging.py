@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
+from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.tensor_file import write_tensors
 from mtp_extract.errors import OutputError
+from mtp_extract.io.output import output_error
 
-__all__ = ["RECORD", "check_target", "staged_directory"]
+__all__ = ["RECORD", "check_target", "staged_directory", "write_file"]
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. It is what ``overwrite`` looks for before it replaces one."""
@@ -84,3 +90,30 @@ def _put_in_place(stage: Path, target: Path, overwrite: bool, record: str) -> No
         os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_file(
+    stage: Path, file: OutputFile, tick: Callable[[int], None], beside: Sequence[Callable[[], object]] = ()
+) -> dict[str, Any]:
+    """Write ``file`` into the directory ``stage`` and read it back; what a record says of it.
+
+    Args:
+        tick: called with the number of bytes of tensors written since the last call.
+        beside: as for :func:`~mtp_extract.checkpoint.tensor_file.write_tensors`.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently.
+    """
+    path = stage / file.name
+    if file.tensors:
+        sums = write_tensors(stage, file, tick, beside)
+        return {"size": path.stat().st_size, "tensors": sums}
+    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+    data = file.text.encode("utf-8", "backslashreplace")
+    try:
+        path.write_bytes(data)
+        if path.read_bytes() != data:
+            raise OSError("it reads back differently")
+    except OSError as error:
+        raise output_error(path, error) from error
+    return {"size": len(data), "xxh3": xxh3_128_hexdigest(data)}

@@ -55,6 +55,7 @@ def command(
     codes: Annotated[
         bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")
     ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
     sliding_window: SlidingWindow = None,
     section: Annotated[
@@ -91,6 +92,7 @@ def command(
             format=format.value,
             dtype=dtype.value if dtype else None,
             codes=codes,
+            exact=exact,
             overwrite=overwrite,
             sliding_window=sliding_window,
             progress=tick,
@@ -110,7 +112,7 @@ def command(
 
 def _show(result: ExtractionResult) -> None:
     record = result.record
-    tensors = record["tensors"].values()
+    tensors = [entry for entry in record["tensors"].values() if "part" not in entry]
     source, section = record["source"], record["source"]["section"]
     name = record["known_as"] or "MTP"
     say(f"{name} drafter of {escape(source['name'])} ({found_in(section['index'], section['found_by'])})")

@@ -14,7 +14,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import read_checkpoint, reading
 from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.checkpoint.safetensors_file import StoredWeight
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 

@@ -25,8 +25,9 @@ from mtp_extract.checkpoint.formats import format_of, reading
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.planned import PlannedTensor, plan_floats
 from mtp_extract.checkpoint.proof import prove
-from mtp_extract.checkpoint.safetensors_file import StoredWeight, differing
 from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, DrafterError, ProofError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of
 from mtp_extract.validate.report.tables import REPORT_FILES

@@ -16,11 +16,13 @@ from mtp_extract.architecture import roles
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme, read_floats
+from mtp_extract.checkpoint.formats.holding import hold_floats
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
-from mtp_extract.checkpoint.safetensors_file import StoredWeight, read_header, write_safetensors
+from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
 
 
 class ToyFormat:
@@ -30,8 +32,11 @@ class ToyFormat:
     marker = "toy.json"
     weights_file = "toy.safetensors"
 
-    def refuses(self, scheme: Scheme | None) -> str | None:
-        return None if scheme is None else "it holds floats"
+    def recognizes(self, directory: Path) -> bool:
+        return (directory / self.marker).is_file()
+
+    def hold(self, role: roles.Role, tensor: LazyTensor, dtype: str) -> Holding:
+        return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         tensors = tuple(plan_floats(role, role, tensor, dtype) for role, tensor in checkpoint.tensors.items())
@@ -70,7 +75,13 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
     result = extract(sample, directory, format="toy", dtype=dtype, codes=True)
     assert result.record["layout"] == "toy"
     assert result.record["proof"]["differences_below"]["logits"] <= result.record["proof"]["tolerance"]
-    assert set(result.files) == {"toy.safetensors", "toy.json", "codes.safetensors", "extraction.json", "README.md"}
+    assert set(result.files) == {
+        "toy.safetensors",
+        "toy.json",
+        "codes/codes.safetensors",
+        "extraction.json",
+        "README.md",
+    }
     assert verify(directory).files == 4
     assert format_of(directory) is FORMAT
     found = read_checkpoint(directory)
@@ -116,7 +127,7 @@ def test_tensor_names_come_from_the_role_table(
         )
 
     ordering = tmp_path / "ordering.safetensors"
-    write_safetensors(ordering, [plan_array("order", np.arange(config.vocab_size))], {})
+    write_tensors(tmp_path, OutputFile(ordering.name, (plan_array("order", np.arange(config.vocab_size)),)))
 
     def planned() -> list[str]:
         tensors: dict[str, LazyTensor] = {role.name: FilledTensor(shape) for role, shape in shapes_of(config).items()}

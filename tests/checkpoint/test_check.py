@@ -12,7 +12,7 @@ from helpers.variant_files import variant
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.safetensors_file import read_header
+from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError
 from mtp_extract.extraction import verify_against_source
 
@@ -55,9 +55,9 @@ def test_a_forged_record_does_not_fool_against(checkpoint: Path, sample: Path) -
     name, tensor = next((n, t) for n, t in read_header(weights).items() if n.endswith("q_norm.weight"))
     flip(weights, tensor.offset, 0)
     record = json.loads((checkpoint / "extraction.json").read_text())
-    from mtp_extract.checkpoint.safetensors_file import check_safetensors
+    from mtp_extract.checkpoint.tensor_file import sums_of
 
-    record["tensors"][name]["xxh3"] = check_safetensors(weights, read_header(weights))[name]
+    record["tensors"][name]["xxh3"] = sums_of(weights, read_header(weights))[name]
     (checkpoint / "extraction.json").write_text(json.dumps(record))
     verify(checkpoint)
     with open_bundle(sample) as bundle, pytest.raises(CheckpointError, match=name):
@@ -94,7 +94,7 @@ def test_other_files(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         verify(checkpoint)
     config.write_bytes(sound)
-    flip(checkpoint / "codes.safetensors", -1, 3)
+    flip(checkpoint / "codes/codes.safetensors", -1, 3)
     with pytest.raises(CheckpointError, match="other values"):
         verify(checkpoint)
 

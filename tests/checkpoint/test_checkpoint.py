@@ -18,10 +18,11 @@ from safetensors.numpy import load_file
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract import extract
+from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.planned import plan_array
-from mtp_extract.checkpoint.safetensors_file import check_safetensors, read_header, write_safetensors
+from mtp_extract.checkpoint.planned import OutputFile, plan_array
 from mtp_extract.checkpoint.staging import staged_directory
+from mtp_extract.checkpoint.tensor_file import read_header, sums_of, write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 
 
@@ -44,10 +45,11 @@ def test_f16_refuses_what_it_cannot_hold() -> None:
 
 
 def test_golden_file(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "f", [plan_array("a", np.array([1.0, -2.0], np.float32))], {"format": "pt"})
+    tensors = (plan_array("a", np.array([1.0, -2.0], np.float32)),)
+    write_tensors(tmp_path, OutputFile("f.safetensors", tensors, metadata={"format": "pt"}))
     header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     header += b" " * (-len(header) % 8)
-    assert (tmp_path / "f").read_bytes() == len(header).to_bytes(8, "little") + header + bytes.fromhex(
+    assert (tmp_path / "f.safetensors").read_bytes() == len(header).to_bytes(8, "little") + header + bytes.fromhex(
         "0000803f000000c0"
     )
 
@@ -61,22 +63,25 @@ def test_the_safetensors_package_reads_what_was_written(tmp_path: Path) -> None:
         "scalar": np.float32(3).reshape(()),
     }
     path = tmp_path / "model.safetensors"
-    sums = write_safetensors(path, [plan_array(n, a) for n, a in arrays.items()], {"format": "pt", "b": "ü", "a": "1"})
+    metadata = {"format": "pt", "b": "ü", "a": "1"}
+    file = OutputFile(path.name, tuple(plan_array(n, a) for n, a in arrays.items()), metadata=metadata)
+    sums = write_tensors(path.parent, file)
     loaded = load_file(path)
     assert set(loaded) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array)
         assert loaded[name].shape == array.shape
         assert sums[name] == xxh3_128_hexdigest(array.tobytes())
-    with safe_open(path, "np") as file:
-        assert file.metadata() == {"format": "pt", "b": "ü", "a": "1"}
-    assert check_safetensors(path, read_header(path)) == sums
+    with safe_open(path, "np") as opened:
+        assert opened.metadata() == {"format": "pt", "b": "ü", "a": "1"}
+    assert sums_of(path, read_header(path)) == sums
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "header", "offsets", "length"])
 def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "f"
-    write_safetensors(path, [plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32))], {})
+    path = tmp_path / "f.safetensors"
+    tensors = (plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32)))
+    write_tensors(path.parent, OutputFile(path.name, tensors, metadata={}))
     data = path.read_bytes()
     path.write_bytes(
         {
@@ -100,7 +105,7 @@ def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: py
             damaged[0] ^= 1
         return real(fd, damaged, offset)
 
-    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.pwrite", failing_disk)
+    monkeypatch.setattr("mtp_extract.checkpoint.tensor_file.os.pwrite", failing_disk)
     with pytest.raises(OutputError, match="reads back differently"):
         extract(variant("torch_int2"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -111,16 +116,17 @@ def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, forma
     first, second = tmp_path / "a", tmp_path / "elsewhere" / "b"
     for out in (first, second):
         extract(sample, out, format=format_, codes=True)
-    assert {p.name for p in first.iterdir()} == {p.name for p in second.iterdir()}
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+    names = list(files_in(first))
+    assert names == list(files_in(second))
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_chunks_do_not_show_in_the_result(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extract(sample, tmp_path / "whole", dtype="f32", codes=True)
     monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 300)
     extract(sample, tmp_path / "cut", dtype="f32", codes=True)
-    for name in ("model.safetensors", "codes.safetensors", "extraction.json"):
+    for name in ("model.safetensors", "codes/codes.safetensors", "extraction.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()
 
 
@@ -142,7 +148,7 @@ def test_a_file_system_that_cannot_reserve(
         raise OSError(number, os.strerror(number))
 
     extract(sample, tmp_path / "reserved")
-    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", refusing)
+    monkeypatch.setattr("mtp_extract.checkpoint.tensor_file.os.posix_fallocate", refusing)
     extract(sample, tmp_path / "grown")
     first, second = (tmp_path / name / "model.safetensors" for name in ("reserved", "grown"))
     assert first.read_bytes() == second.read_bytes()
@@ -152,7 +158,7 @@ def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monke
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mtp_extract.checkpoint.safetensors_file.os.posix_fallocate", full)
+    monkeypatch.setattr("mtp_extract.checkpoint.tensor_file.os.posix_fallocate", full)
     with pytest.raises(OutputError, match="No space left"):
         extract(sample, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from mtp_extract.checkpoint.formats import format_named, read_checkpoint
-from mtp_extract.checkpoint.safetensors_file import write_safetensors
+from mtp_extract.checkpoint.tensor_file import write_tensors
 from mtp_extract.errors import CheckpointError
 
 pytestmark = pytest.mark.torch
@@ -31,8 +31,8 @@ def saved(folder: Path, name: str) -> Path:
 def test_a_directory_is_planned_as_it_is(tmp_path: Path, name: str) -> None:
     directory = saved(tmp_path, name)
     weights, *_ = format_named("transformers").plan(read_checkpoint(directory), "f32")
-    write_safetensors(tmp_path / "again", weights.tensors, {})
-    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "again")
+    write_tensors(tmp_path, replace(weights, name="again.safetensors"))
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "again.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
 

@@ -20,7 +20,7 @@ def sha256(array: np.ndarray) -> str:
 
 
 def test_sample_codes_are_the_quantizers(extracted: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
-    codes = load_file(extracted / "codes.safetensors")
+    codes = load_file(extracted / "codes/codes.safetensors")
     assert {name.rsplit(".", 1)[0] for name in codes} == set(truth)
     for name, expected in truth.items():
         np.testing.assert_array_equal(codes[f"{name}.codes"], expected["q"])
@@ -41,7 +41,7 @@ def test_sample_floats_are_codes_times_scales(extracted: Path, truth: dict[str, 
 def test_variant(name: str, tmp_path: Path) -> None:
     expected = VARIANTS[name]
     extract(variant(name), tmp_path / "out", dtype="f32", codes=True)
-    codes = load_file(tmp_path / "out" / "codes.safetensors")
+    codes = load_file(tmp_path / "out" / "codes/codes.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert set(weights) == {*expected["matrices"], *expected["vectors"]}
     for tensor, matrix in expected["matrices"].items():

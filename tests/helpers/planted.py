@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.safetensors_file import StoredTensor, check_safetensors, read_header
+from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.tensor_file import read_header, sums_of
 
 __all__ = ["CONFIG_FAULTS", "FILE_FAULTS", "TENSOR_FAULTS", "ConfigFault", "edit_config", "fill", "forge", "tensor"]
 
@@ -201,7 +202,7 @@ def forge(directory: Path) -> None:
 
     path = directory / "extraction.json"
     record = json.loads(path.read_text())
-    for name, digest in check_safetensors(directory / WEIGHTS, read_header(directory / WEIGHTS)).items():
+    for name, digest in sums_of(directory / WEIGHTS, read_header(directory / WEIGHTS)).items():
         record["tensors"][name]["xxh3"] = digest
     for name in ("config.json", "generation_config.json"):
         data = (directory / name).read_bytes()

@@ -31,13 +31,13 @@ LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler
 # Says when writing has begun, and then goes on with no chunk until its input ends: after the signal was sent.
 SLOW = """
 import os
-from mtp_extract.checkpoint import safetensors_file
-write = safetensors_file._write_all
+from mtp_extract.checkpoint import tensor_file
+write = tensor_file._write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
     os.read(0, 1)
-safetensors_file._write_all = slow
+tensor_file._write_all = slow
 """
 
 
@@ -316,7 +316,7 @@ def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: by
 
 @pytest.mark.parametrize("shape", ["[1e400]", "[" * 5000 + "]" * 5000, '"4"', "[-4]", "[1.5]", "null", "[true, 4]"])
 def test_hostile_safetensors_headers(tmp_path: Path, shape: str) -> None:
-    from mtp_extract.checkpoint.safetensors_file import read_header
+    from mtp_extract.checkpoint.tensor_file import read_header
     from mtp_extract.errors import CheckpointError
 
     header = f'{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[0,15]}}}}'.encode()

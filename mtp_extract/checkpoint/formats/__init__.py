@@ -23,11 +23,13 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        provenance_inside: whether the weights file has room for where it came from.
     """
 
     module: str
     dtypes: tuple[str, ...]
     about: str
+    provenance_inside: bool = False
 
 
 FORMATS = {
@@ -50,17 +52,17 @@ def format_named(name: str) -> Format:
 
 
 def format_of(directory: Path) -> Format:
-    """The format of the checkpoint in ``directory``, by the file that marks it.
+    """The format of the checkpoint in ``directory``.
 
     Raises:
         DrafterError: it is of none.
     """
     formats = [format_named(name) for name in FORMATS]
     for found in formats:
-        if (directory / found.marker).is_file():
+        if found.recognizes(directory):
             return found
     raise DrafterError(
-        f"expected {' or '.join(f.marker for f in formats)} in {escape(directory)}, found neither; "
+        f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
 

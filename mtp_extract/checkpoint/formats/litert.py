@@ -13,13 +13,14 @@ from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
+from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
-from mtp_extract.checkpoint.safetensors_file import StoredWeight
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
 __all__ = ["FORMAT"]
@@ -36,8 +37,11 @@ class LitertFormat:
     marker = "mtp_drafter_config.json"
     weights_file = "mtp_drafter.safetensors"
 
-    def refuses(self, scheme: Scheme | None) -> str | None:
-        return "it holds floats only; codes can be kept beside them" if scheme is not None else None
+    def recognizes(self, directory: Path) -> bool:
+        return (directory / self.marker).is_file()
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         if checkpoint.config.ordered_head is not None:
@@ -68,7 +72,9 @@ class LitertFormat:
         )
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors: dict[str, LazyTensor] = {
-            role.name: StoredWeight(path, stored[names[role.name]]) if role.name in names else FilledTensor(shape)
+            role.name: StoredWeight(path, stored[names[role.name]], names[role.name])
+            if role.name in names
+            else FilledTensor(shape)
             for role, shape in shapes.items()
         }
         types = {stored[name].dtype for name in names.values()}

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.safetensors_file import StoredTensor, read_header
+from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "optional_integer",
     "optional_number",
     "positive_integer",
+    "quantization_of",
     "read_json",
     "read_tensors",
     "require",
@@ -46,6 +48,28 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
     return parsed
+
+
+_QUANTIZED = ("compressed-tensors", "gemma")
+
+
+def quantization_of(path: Path) -> str | None:
+    """How the weights beside the ``config.json`` at ``path`` are quantized: "mlx", or a method that a format here has.
+
+    Empty for floats, for a method no format here has, and for a file that cannot be read, which reading it reports;
+    None where there is no file.
+    """
+    if not path.is_file():
+        return None
+    try:
+        config = read_json(path)
+    except DrafterError:
+        return ""
+    if isinstance(config.get("quantization"), dict):
+        return "mlx"
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if method in _QUANTIZED else ""
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -14,12 +14,13 @@ from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Scheme
+from mtp_extract.checkpoint.formats.holding import hold_floats
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
-from mtp_extract.checkpoint.safetensors_file import StoredWeight
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
 
@@ -58,8 +59,11 @@ class TransformersFormat:
     marker = "config.json"
     weights_file = "model.safetensors"
 
-    def refuses(self, scheme: Scheme | None) -> str | None:
-        return "it holds floats only; codes can be kept beside them" if scheme is not None else None
+    def recognizes(self, directory: Path) -> bool:
+        return reading.quantization_of(directory / self.marker) == ""
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
@@ -85,7 +89,9 @@ class TransformersFormat:
             {name: tensor.shape for name, tensor in stored.items()},
             more=(_LM_HEAD,),
         )
-        tensors = {role.name: StoredWeight(path, stored[role.names[self.name]]) for role in shapes}
+        tensors = {
+            role.name: StoredWeight(path, stored[role.names[self.name]], role.names[self.name]) for role in shapes
+        }
         if _LM_HEAD in stored:
             _check_tied(StoredWeight(path, stored[_LM_HEAD]), tensors["lm_head"])
         dtype = next(

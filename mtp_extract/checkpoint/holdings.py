@@ -1,0 +1,95 @@
+"""What a format makes of every weight: said before anything is written, held against what was."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.lazy import FilledTensor
+from mtp_extract.errors import CheckpointError, UnsupportedError
+
+__all__ = ["check_codes", "holdings_of", "notes_of", "require_exact"]
+
+_MOST_NAMED = 4
+
+
+def holdings_of(format_: Format, checkpoint: Checkpoint, dtype: str) -> dict[str, Holding]:
+    """How ``format_`` will hold every weight of ``checkpoint``, by role."""
+    return {
+        role.name: format_.hold(role, checkpoint.tensors.get(role.name, FilledTensor(shape)), dtype)
+        for role, shape in shapes_of(checkpoint.config).items()
+    }
+
+
+def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
+    """Refuse what would be rounded.
+
+    Args:
+        name: of the format.
+
+    Raises:
+        UnsupportedError: names what would be, and to what.
+    """
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    if rounded:
+        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(rounded).items())
+        raise UnsupportedError(
+            f"The {name} format cannot hold this drafter exactly: {listed}. Choose the type f32, or a "
+            "format that keeps scales in F32.",
+            remedies=("dtype=f32", "format"),
+        )
+
+
+def notes_of(holdings: Mapping[str, Holding]) -> tuple[str, ...]:
+    """What a user should know of how the weights were held, where codes were to be kept."""
+    if all(holding.kept != CODES for holding in holdings.values()):
+        return ()
+    whys: dict[str, list[str]] = defaultdict(list)
+    for role, holding in holdings.items():
+        if holding.why:
+            whys[holding.why].append(role)
+    notes = [f"In floats: {_named(roles)}, because {why}." for why, roles in whys.items()]
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    notes += [f"Rounded: {_named(roles)}, {what}." for what, roles in _grouped(rounded).items()]
+    return tuple(notes)
+
+
+def _grouped(rounded: Mapping[str, Holding]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for role, holding in rounded.items():
+        what = "scales of codes" if holding.kept == CODES else "numbers"
+        groups[f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"].append(role)
+    return groups
+
+
+def _named(roles: Iterable[str]) -> str:
+    named = list(roles)
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return ", ".join(named[:_MOST_NAMED]) + more
+
+
+def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
+    """Hold the codes that ``written`` reads back against those of ``original``, and the steps within what is allowed.
+
+    Raises:
+        CheckpointError: names the first role whose codes or steps are others.
+    """
+    for role, holding in holdings.items():
+        if holding.kept != CODES:
+            continue
+        mine, theirs = row_codes(original.tensors[role]), row_codes(written.tensors[role])
+        if isinstance(mine, str) or isinstance(theirs, str):
+            raise CheckpointError(
+                f"{role}: expected its codes, found that {theirs if isinstance(mine, str) else mine}."
+            )
+        if not same_codes(mine, theirs):
+            raise CheckpointError(f"{role}: what was written holds other codes than the file.")
+        columns = mine.shape[1]
+        ours, found = (np.repeat(c.steps, c.block // np.gcd(mine.block, theirs.block), axis=1) for c in (mine, theirs))
+        if columns and (np.abs(found - ours) > holding.bound * np.abs(ours)).any():
+            raise CheckpointError(f"{role}: what was written holds other scales than the file.")

@@ -1,0 +1,102 @@
+"""A matrix as signed integers with a step a row, or a block of a row: what every format that keeps integers writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.litertlm.quantized import Floats, Integers
+
+__all__ = ["RowCodes", "row_codes", "same_codes"]
+
+Codes = npt.NDArray[np.int8]
+
+_WIDTHS = (2, 4, 8)
+_ELEMENTS = 1 << 18
+"""Codes at a time: 256 KiB."""
+
+
+@dataclass(frozen=True)
+class RowCodes:
+    """``value = code · step``, every code less its zero point.
+
+    Attributes:
+        shape: ``[out, in]``.
+        bits: the least width, of 2, 4 and 8, that holds every code the stored type can have.
+        block: neighbouring elements of a row that share a step.
+        steps: float32 ``[out, in / block]``; what was folded into the stored scales is divided out.
+        exact: whether the steps are the stored scales, to the bit.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    block: int
+    steps: Floats
+    exact: bool
+    tensor: LazyTensor = field(repr=False)
+    stored: Steps = field(repr=False)
+
+    def blocks(self) -> Iterator[tuple[int, Codes]]:
+        """(first row, codes ``[rows, in]``) of all rows, a little at a time; the same rows for equal shapes."""
+        columns = self.shape[1]
+        first = 0
+        for codes in _in_rows(self.tensor.integers(), columns, max(1, _ELEMENTS // max(columns, 1))):
+            zeros = self.stored.zero_point[first : first + len(codes), :, None]
+            if zeros.any():
+                shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
+                yield first, shaped.reshape(codes.shape).astype(np.int8)
+            else:
+                yield first, codes.astype(np.int8, copy=False)
+            first += len(codes)
+
+
+def _in_rows(chunks: Iterable[Integers], columns: int, rows: int) -> Iterator[Integers]:
+    """Flat chunks of any size as ``[rows, columns]``; the last may have fewer rows."""
+    held: list[Integers] = []
+    size, wanted = 0, rows * columns
+    for chunk in chunks:
+        held.append(chunk.reshape(-1))
+        size += chunk.size
+        while size >= wanted:
+            flat = held[0] if len(held) == 1 else np.concatenate(held)
+            yield flat[:wanted].reshape(rows, columns)
+            held, size = [flat[wanted:]], size - wanted
+    if size:
+        yield np.concatenate(held).reshape(-1, columns)
+
+
+def row_codes(tensor: LazyTensor) -> RowCodes | str:
+    """``tensor`` so seen, or why it cannot be."""
+    scheme, steps = tensor.scheme, tensor.steps
+    if scheme is None or len(tensor.shape) != 2:
+        return "it is stored as floats"
+    if steps is None or (steps.block == 1 and tensor.shape[1] > 1):
+        return "its scales run across the rows"
+    low, high = (-(1 << scheme.bits - 1), (1 << scheme.bits - 1) - 1) if scheme.signed else (0, (1 << scheme.bits) - 1)
+    low, high = low - int(steps.zero_point.max()), high - int(steps.zero_point.min())
+    bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
+    if bits is None:
+        return "its zero points are not 0, and what is left of the codes does not fit 8 bits"
+    sizes = steps.size
+    if steps.factor != 1.0:
+        sizes = (sizes.astype(np.float64) / steps.factor).astype(np.float32)
+    return RowCodes(
+        shape=tensor.shape,
+        bits=bits,
+        block=steps.block,
+        steps=sizes,
+        exact=steps.factor == 1.0,
+        tensor=tensor,
+        stored=steps,
+    )
+
+
+def same_codes(one: RowCodes, other: RowCodes) -> bool:
+    """Whether both hold the same codes, whatever the steps."""
+    return one.shape == other.shape and all(
+        np.array_equal(mine, theirs) for (_, mine), (_, theirs) in zip(one.blocks(), other.blocks(), strict=True)
+    )

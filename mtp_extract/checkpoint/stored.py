@@ -1,0 +1,203 @@
+"""Weights that lie in a file of tensors: floats, and the integers that stand for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
+from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
+from mtp_extract.errors import CheckpointError
+from mtp_extract.litertlm.quantized import Floats, Integers
+
+__all__ = ["StoredCodes", "StoredColumns", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
+
+# Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
+_READ = 1 << 18
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: ``length`` bytes at ``offset`` from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredWeight(FloatsOnly):
+    """A weight that is a tensor in the safetensors file at ``path``: floats, or the indices of an ordered head."""
+
+    path: Path
+    stored: StoredTensor
+    name: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def origin(self) -> object:
+        return self.path, self.stored.offset
+
+    @property
+    def dtype(self) -> Dtype:
+        """Its type.
+
+        Raises:
+            CheckpointError: it does not hold floats.
+        """
+        for dtype in DTYPES.values():
+            if dtype.safetensors == self.stored.dtype:
+                return dtype
+        raise CheckpointError(f"{self.path}: expected weights in floats, found {self.stored.dtype}.")
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = rows_of(self.shape)
+        row = columns * self.dtype.size
+        begin, end = first * row, (rows if last is None else last) * row
+        with open(self.path, "rb", buffering=0) as file:
+            for piece in pieces(self.path, file.fileno(), self.stored.offset + begin, end - begin):
+                yield self.dtype.widen(piece)
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """All of it, where it holds int64.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if self.stored.dtype != "I64":
+            raise CheckpointError(f"{self.path}: expected indices in I64, found {self.stored.dtype}.")
+        with open(self.path, "rb", buffering=0) as file:
+            stored = b"".join(pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
+        return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredColumns(FloatsOnly):
+    """Columns ``[begin, end)`` of the matrix ``whole``; the others are not read."""
+
+    whole: StoredWeight
+    begin: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[0], self.end - self.begin
+
+    @property
+    def dtype(self) -> Dtype:
+        """As the whole's."""
+        return self.whole.dtype
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = self.whole.shape
+        dtype = self.dtype
+        row, start = columns * dtype.size, self.whole.stored.offset + self.begin * dtype.size
+        part = (self.end - self.begin) * dtype.size
+        count = max(1, _READ // max(part, 1))
+        end = rows if last is None else last
+        with open(self.whole.path, "rb", buffering=0) as file:
+            for begin in range(first, end, count):
+                read = bytearray(part * min(count, end - begin))
+                for index, at in enumerate(range(0, len(read), part)):
+                    own = memoryview(read)[at : at + part]
+                    if os.preadv(file.fileno(), [own], start + (begin + index) * row) != part:
+                        raise CheckpointError(f"{self.whole.path}: the file shrank while it was being read.")
+                yield dtype.widen(bytes(read))
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A matrix that a file holds as integers: ``(code − zero point) · step``.
+
+    Attributes:
+        shape: ``[out, in]``.
+        bits, signed: of a code.
+        grid: the steps, and where each counts; asked for once, when it is needed.
+        rows: codes of rows ``[first, last)``, ``[last − first, in]``, int8 or uint8.
+        origin: as :class:`~mtp_extract.checkpoint.lazy.LazyTensor` has it.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    signed: bool
+    grid: Callable[[], Steps]
+    rows: Callable[[int, int], Integers]
+    origin: object = None
+
+    @cached_property
+    def steps(self) -> Steps:
+        return self.grid()
+
+    @property
+    def scheme(self) -> Scheme:
+        steps = self.steps
+        kind = "per_channel" if steps.block == self.shape[1] else "blockwise"
+        return Scheme(
+            self.bits, self.signed, not steps.zero_point.any(), kind, 0, steps.block if kind == "blockwise" else 0
+        )
+
+    @property
+    def scale(self) -> Floats:
+        size = self.steps.size
+        return size if self.scheme.kind == "blockwise" else size.reshape(-1)
+
+    @property
+    def zero_point(self) -> npt.NDArray[np.int64]:
+        return self.steps.zero_point.reshape(self.scale.shape)
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        for begin, codes in self._blocks(first, last):
+            yield self.steps.floats(codes, begin)
+
+    def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
+        for _, codes in self._blocks(first, last):
+            yield codes.reshape(-1)
+
+    def _blocks(self, first: int, last: int | None) -> Iterator[tuple[int, Integers]]:
+        rows, columns = rows_of(self.shape)
+        count = max(1, _READ // max(columns, 1))
+        end = rows if last is None else last
+        for begin in range(first, end, count):
+            yield begin, self.rows(begin, min(begin + count, end))
+
+
+def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.NDArray[np.uint8]:
+    """Rows ``[first, last)`` of the matrix ``stored`` as its bytes, ``[last − first, bytes of a row]``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has shrunk.
+    """
+    row = stored.length // max(stored.shape[0], 1)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            found = b"".join(pieces(path, file.fileno(), stored.offset + first * row, (last - first) * row))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+    return np.frombuffer(found, np.uint8).reshape(last - first, row)
+
+
+def pieces(path: Path, fd: int, offset: int, length: int) -> Iterator[bytes]:
+    """``length`` bytes from ``offset``, a little at a time.
+
+    Raises:
+        CheckpointError: the file ends before that, or cannot be read.
+    """
+    while length:
+        try:
+            piece = os.pread(fd, min(_READ, length), offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+        if not piece:
+            raise CheckpointError(f"{path}: the file shrank while it was being read.")
+        yield piece
+        offset, length = offset + len(piece), length - len(piece)

@@ -1,0 +1,173 @@
+"""Writing a file of tensors without ever holding one, reading back what was written, and comparing.
+
+What the header of such a file looks like is its container's affair, which is known by the file's ending; the data
+follow it, each tensor where its header says. A few threads each produce, sum, write and read back one tensor after the
+other, and the bytes depend on the input alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from xxhash import xxh3_128
+
+from mtp_extract.checkpoint import safetensors_file
+from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
+from mtp_extract.checkpoint.stored import StoredTensor, pieces
+from mtp_extract.errors import OutputError
+from mtp_extract.io.output import output_error, reserve, write_all
+
+__all__ = ["container_of", "differing", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
+
+# One writer at a time: two would spin on the file's lock in the kernel instead of computing.
+_WRITING = threading.Lock()
+
+_CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safetensors_file.CONTAINER})
+"""Each kind of file that holds tensors, by the ending of its name."""
+
+
+def container_of(name: str | Path) -> Container:
+    """How the file of that name holds its tensors."""
+    return _CONTAINERS[Path(name).suffix]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the file at ``path``, checked against its size.
+
+    Raises:
+        CheckpointError: it is damaged, or another kind of file than its name says.
+    """
+    return container_of(path).read_header(path)
+
+
+def workers() -> int:
+    """Threads to use: more than four only wait for the disk."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, count))
+
+
+def run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]]) -> None:
+    """Run ``jobs``, and raise the first error after the others have been cancelled or have ended."""
+    futures: list[Future[object]] = [pool.submit(job) for job in jobs]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait_for(futures)
+
+
+def write_tensors(
+    folder: Path,
+    file: OutputFile,
+    progress: Progress = lambda _: None,
+    beside: Iterable[Callable[[], object]] = (),
+) -> dict[str, str]:
+    """Write ``file`` into ``folder``, read it back, and return the XXH3-128 (32 hex digits) of each tensor's data.
+
+    ``beside`` are further jobs for the same threads.
+
+    Raises:
+        OutputError: the file cannot be written, or reads back differently.
+    """
+    path, tensors, container = folder / file.name, file.tensors, container_of(file.name)
+    layout = container.lay_out(tensors, file.metadata)
+    sums: dict[str, str] = {}
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "x+b", buffering=0) as opened, ThreadPoolExecutor(workers()) as pool:
+            fd = opened.fileno()
+            reserve(fd, layout.size)
+            write_all(fd, memoryview(layout.header), 0)
+
+            def writing(tensor: PlannedTensor) -> Callable[[], None]:
+                def job() -> None:
+                    offset = layout.offsets[tensor.name]
+                    sums[tensor.name] = _write_tensor(fd, tensor, offset, progress)
+                    if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
+                        raise _read_back_differently(path)
+
+                return job
+
+            # The longest first: it decides when the last thread ends.
+            run_all(pool, [*map(writing, sorted(tensors, key=lambda t: -t.length)), *beside])
+    except OSError as error:
+        raise output_error(path, error) from error
+    described = {name: (t.dtype, t.shape, t.length) for name, t in container.read_header(path).items()}
+    if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
+        raise _read_back_differently(path)
+    # In the order of the file, not in that in which threads came to an end.
+    return {tensor.name: sums[tensor.name] for tensor in tensors}
+
+
+def _read_back_differently(path: Path) -> OutputError:
+    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")
+
+
+def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progress) -> str:
+    """Produce, sum and write ``tensor``; its XXH3-128."""
+    digest, at = xxh3_128(), offset
+    for chunk in tensor.produce():
+        data = chunk.view(np.uint8).data
+        digest.update(data)
+        with _WRITING:
+            write_all(fd, data, at)
+        at += len(data)
+        progress(len(data))
+    if at - offset != tensor.length:
+        raise OutputError(f"{tensor.name}: produced {at - offset} bytes, planned {tensor.length}.")
+    return digest.hexdigest()
+
+
+def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
+    digest = xxh3_128()
+    for piece in pieces(path, fd, offset, length):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """XXH3-128 (32 hex digits) of every tensor's data, read from the file."""
+    sums: dict[str, str] = {}
+    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
+
+        def summing(name: str, tensor: StoredTensor) -> Callable[[], None]:
+            def job() -> None:
+                sums[name] = _sum_of_range(path, file.fileno(), tensor.offset, tensor.length)
+
+            return job
+
+        run_all(pool, [summing(name, tensor) for name, tensor in stored.items()])
+    return {name: sums[name] for name in stored}
+
+
+def differing(path: Path, stored: Mapping[str, StoredTensor], planned: Sequence[PlannedTensor]) -> list[str]:
+    """Names of the tensors of the file at ``path`` whose bytes are not those that ``planned`` produces."""
+    different: list[str] = []
+    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
+
+        def comparing(tensor: PlannedTensor) -> Callable[[], None]:
+            def job() -> None:
+                at = stored[tensor.name].offset
+                for chunk in tensor.produce():
+                    data = chunk.tobytes()
+                    if os.pread(file.fileno(), len(data), at) != data:
+                        different.append(tensor.name)
+                        return
+                    at += len(data)
+
+            return job
+
+        run_all(pool, map(comparing, planned))
+    return different

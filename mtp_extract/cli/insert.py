@@ -1,0 +1,145 @@
+"""``mtp-insert``: from a checkpoint back into a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from mtp_extract.cli._run import AsJson, new_app, run_lean
+from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.errors import escape
+
+if TYPE_CHECKING:
+    from mtp_extract.insertion import InsertionPlan, InsertionResult
+
+__all__ = ["app", "main"]
+
+app = new_app()
+
+_TYPES = ("int8", "int4", "int2", "float32")
+
+
+@app.command()
+def command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken.",
+        ),
+    ],
+    bundle: Annotated[
+        str, typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is.")
+    ],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle."),
+    ] = None,
+    types: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--types", metavar="TYPE", help=f"Store every matrix as {', '.join(_TYPES)}."),
+    ] = None,
+    type_: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--type", metavar="ROLE=TYPE", help="Store one so, or all that match: 'layers.*.gate_proj=int8'."),
+    ] = None,
+    graph_from: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="FILE", help="For a bundle without a drafter: the .litertlm or .tflite whose drafter is added."
+        ),
+    ] = None,
+    section: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Index of the drafter's section in BUNDLE; asked for only where there are several."),
+    ] = None,
+    signature: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="The drafter's signature; asked for only where there are several."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
+    print_json: AsJson = False,
+) -> None:
+    """Put the weights of a drafter's checkpoint into a LiteRT bundle, whose other sections stay as they are."""
+    if (out is None) != dry_run:
+        raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
+
+    from mtp_extract.insertion import planned_insertion
+
+    with planned_insertion(
+        source, bundle, types=_wanted(types, type_ or []), graph_from=graph_from, section=section, signature=signature
+    ) as plan:
+        result = None
+        if not print_json:
+            _show_plan(plan)
+        if out is not None:
+            with progress(quiet=print_json) as tick:
+                result = plan.write(out, overwrite=overwrite, progress=tick)
+    if print_json:
+        write_json(_document(plan, result))
+    elif result is not None:
+        _show_result(result)
+
+
+def _wanted(types: str | None, each: list[str]) -> dict[str, str]:
+    """Pattern of roles → type, the general one first."""
+    wanted = {"*": types} if types is not None else {}
+    for entry in each:
+        role, equals, name = entry.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{escape(entry)!r}: expected ROLE=TYPE, such as lm_head=int8.")
+        wanted[role] = name
+    for name in wanted.values():
+        if name not in _TYPES:
+            raise typer.BadParameter(f"{escape(name)!r}: expected a type of {', '.join(_TYPES)}.")
+    return wanted
+
+
+def _show_plan(plan: InsertionPlan) -> None:
+    rows = []
+    for role, decision in plan.decisions.items():
+        before, after = decision.before.name, decision.storage.type.name
+        rows.append([role, before if before == after else f"{before} → {after}", decision.how, f"{decision.error:.2g}"])
+    table(rows, ["role", "stored", "what", "error"])
+    where = f"rebuilt, with {plan.rebuilt} tensors in a new place" if plan.rebuilt else "in place"
+    say(f"{'A drafter added to' if plan.added else 'The drafter of'} {escape(plan.name)}: {where}, {size(plan.size)}")
+    for note in plan.notes:
+        say(f"Note: {note}")
+
+
+def _show_result(result: InsertionResult) -> None:
+    below = max(result.proof.as_json()["differences_below"].values())
+    positions = len(result.proof.positions)
+    say(f"Wrote {escape(result.path)} ({size(result.size)}), read back and compared")
+    say(f"Proven: executed at {positions} positions, its graph and its weights agree to {below:g} of their range")
+    for note in result.notes:
+        say(f"Note: {note}")
+
+
+def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, Any]:
+    return {
+        "bundle": plan.name,
+        "out": str(result.path) if result else None,
+        "size": plan.size,
+        "added": plan.added,
+        "rebuilt_tensors": plan.rebuilt,
+        "roles": {
+            role: {
+                "what": d.how,
+                "stored_before": d.before.name,
+                "stored": d.storage.type.name,
+                "relative_rms_error": d.error,
+            }
+            for role, d in plan.decisions.items()
+        },
+        "notes": result.notes if result else plan.notes,
+        "proof": result.proof.as_json() if result else None,
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    run_lean(app)

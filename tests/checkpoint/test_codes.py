@@ -1,0 +1,103 @@
+"""Integers beside floats, and a matrix seen as rows of signed integers, held against what the file stores."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.formats import read_checkpoint
+from mtp_extract.checkpoint.integers import row_codes
+from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.errors import CheckpointError
+from mtp_extract.extraction import checkpoint_of
+
+NAMES = sorted(VARIANTS.keys() - REFUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_codes_are_the_numbers(name: str) -> None:
+    """code · step is what dequantizing gives, for every matrix that is seen so."""
+    with open_bundle(variant(name)) as opened:
+        seen = 0
+        for role, tensor in checkpoint_of(opened.drafter()).tensors.items():
+            found = row_codes(tensor)
+            if isinstance(found, str):
+                scheme = tensor.scheme
+                assert scheme is None or len(tensor.shape) != 2 or not scheme.symmetric, f"{role}: {found}"
+                continue
+            seen += 1
+            codes = np.concatenate([codes for _, codes in found.blocks()])
+            assert np.abs(codes.astype(int) + 0.5).max() < 1 << found.bits - 1
+            made = codes.reshape(*found.steps.shape, -1).astype(np.float32) * found.steps[..., None]
+            values = read_floats(tensor).reshape(made.shape)
+            if found.exact:
+                np.testing.assert_array_equal(made, values, err_msg=role)
+            else:
+                np.testing.assert_allclose(made, values, rtol=2**-22, err_msg=role)
+        assert seen or "float" in name or "f16" in name or "f32" in name
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> None:
+    directory = tmp_path / "out"
+    extract(variant(name), directory, dtype=dtype, codes=True)
+    found = with_codes(directory, read_checkpoint(directory))
+    with open_bundle(variant(name)) as opened:
+        for role, tensor in checkpoint_of(opened.drafter()).tensors.items():
+            mine, theirs = row_codes(tensor), row_codes(found.tensors[role])
+            if isinstance(mine, str) or isinstance(theirs, str):
+                assert mine == theirs
+                continue
+            assert mine.bits == theirs.bits
+            for (_, one), (_, other) in zip(mine.blocks(), theirs.blocks(), strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=role)
+            np.testing.assert_array_equal(read_floats(tensor), read_floats(found.tensors[role]), err_msg=role)
+
+
+def test_codes_where_earlier_releases_put_them(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "out", dtype="f32", codes=True)
+    new = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+    old = tmp_path / "out" / "codes.safetensors"
+    save_file(load_file(tmp_path / "out" / CODES_FILE), old)
+    (tmp_path / "out" / CODES_FILE).unlink()
+    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+    assert [t.scheme for t in found.tensors.values()] == [t.scheme for t in new.tensors.values()]
+    assert any(t.scheme for t in found.tensors.values())
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "zero_point"])
+def test_codes_of_other_weights_are_refused(sample: Path, tmp_path: Path, part: str) -> None:
+    extract(sample, tmp_path / "out", codes=True)
+    path = tmp_path / "out" / CODES_FILE
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    name = next(n for n in header if n.endswith(f"q_proj.weight.{part}"))
+    begin = header[name]["data_offsets"][0] + 8 + size
+    data = bytearray(path.read_bytes())
+    data[begin] ^= 1 if part != "scale" else 0
+    data[begin + 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="are not those of its floats"):
+        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+
+
+def test_a_checkpoint_without_codes_is_as_it_is(extracted_bare: Path) -> None:
+    found = read_checkpoint(extracted_bare)
+    assert with_codes(extracted_bare, found) is found
+    assert all(math.prod(t.shape) and t.scheme is None for t in found.tensors.values())
+
+
+@pytest.fixture
+def extracted_bare(sample: Path, tmp_path: Path) -> Path:
+    extract(sample, tmp_path / "bare")
+    return tmp_path / "bare"
