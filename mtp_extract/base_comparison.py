@@ -23,7 +23,18 @@ from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import PairError, escape
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
-__all__ = ["NOT_FOUND", "BaseComparison", "RoleVerdict", "compare_base"]
+__all__ = [
+    "NOT_FOUND",
+    "BaseComparison",
+    "RoleVerdict",
+    "check_geometry",
+    "compare_base",
+    "grouped",
+    "of_place",
+    "stored_as",
+    "wanted",
+    "whole_shape",
+]
 
 NOT_FOUND = "not found"
 _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)
@@ -215,6 +226,12 @@ def wanted(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[tuple[str,
         yield role, name, weight
 
 
+def whole_shape(places: Sequence[Place]) -> tuple[int, ...]:
+    """The shape of the weight whose parts ``places`` hold, each perhaps in several signatures."""
+    ends = [place.columns[1] for place in places if place.columns is not None]
+    return (places[0].found.shape[0], max(ends)) if ends else places[0].found.shape
+
+
 def stored_as(place: Place) -> LazyTensor:
     """What ``place`` holds, as a weight."""
     found = place.found
@@ -242,13 +259,12 @@ def _verdict(role: str, name: str | None, weight: LazyTensor | None, places: Seq
         return RoleVerdict(role, name, shape, compared.verdict, error=compared.error, why=why)
     types = tuple(sorted({p.found.tensor.type_name for p in places if p.found.tensor is not None}))
     signatures = tuple(dict.fromkeys(p.signature for p in places))
-    covered = {p.columns for p in places}
-    whole = (shape[0], sum(c[1] - c[0] for c in covered if c)) if None not in covered else places[0].found.shape
+    whole = whole_shape(places)
     if whole != shape:
         why = f"the checkpoint's is {list(shape)}, the bundle's {list(whole)}"
         return RoleVerdict(role, name, shape, DIFFERENT, types, signatures, why=why)
     worst: Distance | None = None
-    for place in _distinct(places):
+    for place, *_ in grouped(places):
         compared = measure_distance(stored_as(place), of_place(weight, place))
         worst = compared if worst is None else worst.worse(compared)
     assert worst is not None
@@ -257,17 +273,17 @@ def _verdict(role: str, name: str | None, weight: LazyTensor | None, places: Seq
     )
 
 
-def _distinct(places: Sequence[Place]) -> list[Place]:
-    """Places that hold different bytes, scales or factors: signatures share most of them."""
-    found: dict[object, Place] = {}
+def grouped(places: Sequence[Place]) -> list[tuple[Place, ...]]:
+    """``places``, those together that hold the same bytes, scales and factors: signatures share most of them."""
+    found: dict[object, list[Place]] = {}
     for place in places:
         stored = stored_as(place)
         key: object = None
         if isinstance(stored, ConstantTensor):
             where = stored.source.location.file_offset
             key = where, stored.scale.tobytes(), stored.zero_point.tobytes(), stored.factor, stored.transposed
-        found.setdefault((key, place.columns), place)
-    return list(found.values())
+        found.setdefault((key, place.columns), []).append(place)
+    return [tuple(group) for group in found.values()]
 
 
 def _explained(verdicts: Sequence[RoleVerdict], base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[RoleVerdict]:
