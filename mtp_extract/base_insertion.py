@@ -10,8 +10,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from mtp_extract.base import BundledBase, Place, find_base
 from mtp_extract.base_comparison import check_geometry, grouped, of_place, stored_as, wanted, whole_shape
@@ -23,7 +25,7 @@ from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, escape
 from mtp_extract.insert.caches import freshen, stale_caches
-from mtp_extract.insert.decision import KEPT, Decision, decide, holds
+from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, as_stored, decide, holds
 from mtp_extract.insert.placing import check_overlaps, fingerprint, role_pieces, spans, sum_of
 from mtp_extract.insertion import check_out
 from mtp_extract.io.output import staged_file
@@ -36,6 +38,8 @@ Progress = Callable[[int, int], None]
 
 # A calculation in another order of chunks leaves this much.
 _SAME_ERROR = 1e-6
+# What a folded factor leaves in a scale.
+_SCALES_ALIKE = 1e-6
 _MOST_SHOWN = 3
 
 
@@ -213,7 +217,24 @@ def _decided(
             raise UnsupportedError(
                 f"{role}: its equal numbers were stored as one, and now differ; {_tensor(group[0]).label} has no room."
             )
+        if decision.how == REQUANTIZED and _is_stored(decision.content, stored):
+            decision = replace(decision, how=KEPT, content=as_stored(stored.source))
         yield group, decision
+
+
+def _is_stored(content: Content, stored: ConstantTensor) -> bool:
+    """Whether ``content`` is what is there: the same codes, with scales that differ by rounding at most."""
+    source = stored.source
+    if not np.array_equal(content.zero_point, source.zero_point.reshape(-1)):
+        return False
+    if not np.allclose(content.scale, source.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0):
+        return False
+    at = 0
+    for chunk in content.produce():
+        if source.location.read(at, len(chunk)) != bytes(chunk):
+            return False
+        at += len(chunk)
+    return True
 
 
 def _dtype(weight: LazyTensor) -> str:
