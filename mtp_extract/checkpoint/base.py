@@ -108,25 +108,25 @@ def read_base(directory: Path) -> BaseCheckpoint:
     if prefix is None:
         wanted = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
         raise CheckpointError(f"{escape(directory)}: expected a tensor {wanted}, found none.")
+    layer = f"{prefix}layers."
+    skipped = {f"{layer}{i}.{part}" for i in _shared_layers(text, layers) for part in _SHARED}
     names = {
         role.name: name
         for role in roles_of(layers, architecture=GEMMA4)
-        if (name := _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]) in stored
+        if (name := _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]) in stored.keys() - skipped
     }
     weights = {role: StoredWeight(*stored[name]) for role, name in names.items()}
     for role, weight in weights.items():
         _require_floats(weight, names[role])
-    rest = [name for name in stored if name not in set(names.values())]
-    shared = _shared_layers(text, layers)
-    unused = tuple(name for name in rest if name in {f"{prefix}layers.{i}.{part}" for i in shared for part in _SHARED})
+    rest = [name for name in stored if name not in set(names.values()) | skipped]
     own = [name for name in rest if name.startswith(prefix) and (prefix != "model." or not _is_tower(name))]
     return BaseCheckpoint(
         directory,
         MappingProxyType(text),
         MappingProxyType(weights),
         MappingProxyType(names),
-        tuple(name for name in own if name not in unused),
-        unused,
+        tuple(own),
+        tuple(name for name in stored if name in skipped),
         Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own),
     )
 

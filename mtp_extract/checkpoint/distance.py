@@ -100,8 +100,8 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
 
 
 def _rounding(dtype: Dtype) -> float:
-    """Half a unit in the last place of ``dtype``, relative."""
-    return {"F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-12}[dtype.safetensors]
+    """Half a unit in the last place of ``dtype``, as a share of the number, at most."""
+    return {"F32": 2.0**-24, "BF16": 2.0**-8, "F16": 2.0**-11}[dtype.safetensors]
 
 
 def _rows(stored: LazyTensor, new: LazyTensor) -> Iterator[tuple[Floats, Floats, Values]]:

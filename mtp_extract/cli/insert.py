@@ -27,7 +27,7 @@ def command(
         str,
         typer.Argument(
             metavar="[DIR]",
-            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Left out with "
+            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Not with "
             "--base-weights.",
         ),
     ],

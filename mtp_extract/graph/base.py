@@ -86,6 +86,7 @@ class _Walker(Blocks):
         cap: float | None = None
         normed: dict[int, int] = {}
         writers: dict[int, tuple[Node, Node]] = {}
+        readers: dict[int, set[int]] = {}
         if LOGITS in graph.outputs:
             soft_cap = match_soft_cap(graph, graph.outputs[LOGITS])
             self.set_aside(soft_cap.aside)
@@ -104,6 +105,7 @@ class _Walker(Blocks):
             stream = self.norm(f"{name}.pre_attention_norm", fed, "which feeds the K projection").x
             normed[id(strip(fed))] = self.count
             writers[id(top[0])] = top
+            readers[id(top[0])] = {self.count}
         sources: list[tuple[int, Value]] = []
         for index in reversed(range(self.count)):
             name = f"layers.{index}"
@@ -113,12 +115,13 @@ class _Walker(Blocks):
             attention, stream, own = self.layer(name, out, read_writing_attention)
             normed[id(own)] = index
             self._pair(name, attention, writers)
+            readers.setdefault(id(attention.key), set()).add(index)
         if strip(stream).input_name != EMBEDDINGS:
             raise RoleError(f"layers.0: expected to read the input {EMBEDDINGS!r}, it reads {what_is(strip(stream))}.")
         if sources:
             self._per_layer_inputs(sources)
         for key, value in writers.values():
-            self._owner(key, value, normed)
+            self._owner(key, value, normed, readers[id(key)])
         self.account(_NOT_LOOKED_AT)
         if len(self.eps) > 1:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
@@ -260,14 +263,16 @@ class _Walker(Blocks):
             raise RoleError(f"{role}: expected a FULLY_CONNECTED op, found {what_is(strip(value))}.")
         return node.operand(0)
 
-    def _owner(self, key: Node, value: Node, normed: dict[int, int]) -> None:
-        """The roles of the layer that owns the caches which ``key`` and ``value`` write."""
+    def _owner(self, key: Node, value: Node, normed: dict[int, int], readers: set[int]) -> None:
+        """The roles of the layer that owns the caches which ``key`` and ``value`` write, and ``readers`` read."""
         cache = escape(strip(key.operand(0)).input_name)
         norm, result = self._key(key, cache)
         index = normed.get(id(strip(self._fed(norm.x, f"k_proj of {cache}"))))
         if index is None:
             raise RoleError(f"{cache}: its K is computed from the normed stream of no layer.")
         name = f"layers.{index}"
+        if index != min(readers):
+            raise RoleError(f"{name}: its K goes to {cache}, whose first reader is layers.{min(readers)}.")
         self.take_norm(f"{name}.k_norm", norm, "between the K projection and RoPE", result)
         k_in = self.linear(f"{name}.k_proj", norm.x, f"which feeds {name}.k_norm")
         v_norm = match_rms_norm(self.graph, value.operand(1))
