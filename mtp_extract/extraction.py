@@ -16,7 +16,7 @@ from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, files_in, read_record, verify_against
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.codes import plan_codes
-from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named, name_for
 from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile, json_text
@@ -85,6 +85,7 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str = "transformers",  # noqa: A002 - the command's word for it
+    engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
     exact: bool = False,
@@ -98,8 +99,10 @@ def extract(
         source: a path, ``hf://org/repo/file[@revision]``, an ``https://`` URL, or something already opened.
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.checkpoint.formats.FORMATS`.
-        dtype: "bf16", "f16" or "f32"; by default the format's own choice.
-        codes: write the integers, scales and zero points as stored, too (``codes/codes.safetensors``).
+        engine: one that wants the format otherwise ("sglang").
+        dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
+        codes: write the integers, scales and zero points of what is written in floats, too
+            (``codes/codes.safetensors``).
         exact: refuse to write anything rounded.
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
@@ -108,9 +111,9 @@ def extract(
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
-        ValueError: an unknown ``format`` or ``dtype``.
+        ValueError: an unknown ``format`` or ``dtype``, or an ``engine`` for which the format has no other way.
     """
-    chosen = format_named(format)
+    chosen = format_named(name_for(format, engine))
     dtypes = FORMATS[format].dtypes
     dtype = dtype or dtypes[0]
     if dtype not in dtypes:
@@ -156,7 +159,10 @@ def _extract(
         write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
         sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
     return ExtractionResult(
-        directory=target, files=sizes, record=made, notes=(*_notes(drafter, checkpoint), *notes_of(holdings))
+        directory=target,
+        files=sizes,
+        record=made,
+        notes=(*_notes(drafter, checkpoint, format_), *notes_of(holdings), *weights.notes),
     )
 
 
@@ -178,18 +184,18 @@ def verify_against_source(
 def _prove(drafter: Drafter, checkpoint: Checkpoint, written: Checkpoint, holdings: Mapping[str, Holding]) -> Proof:
     """Execute the graph and what was written side by side.
 
-    Where the output is rounded, the values before rounding are executed: that the file holds their roundings, bit for
-    bit, is what reading it back has shown. Where codes are kept and their scales rounded, what was written is executed
-    as well, and may part from them by what such a rounding does and no more.
+    What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
+    holds their roundings, bit for bit, is what reading it back has shown. Where codes are kept, they are held against
+    the original's; and where their scales are rounded, all that was written is executed as well, and may part by what
+    such a rounding does and no more.
     """
-    config = written.config
-    if not any(holding.rounded_to for holding in holdings.values()):
-        return prove_checkpoint(drafter, written)
-    exact = replace(checkpoint, config=config)
-    if not any(holding.kept == CODES for holding in holdings.values()):
-        return prove_checkpoint(drafter, exact)
     check_codes(written, checkpoint, holdings)
-    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in holdings.items()})
+    rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
+    before = {role: tensor for role, tensor in checkpoint.tensors.items() if role in rounded}
+    exact = replace(written, tensors=MappingProxyType({**written.tensors, **before}))
+    if all(holding.kept != CODES for holding in rounded.values()):
+        return prove_checkpoint(drafter, exact)
+    return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
 def prove_checkpoint(
@@ -289,7 +295,7 @@ def _record(
     }
 
 
-def _notes(drafter: Drafter, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
     notes = []
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
@@ -304,10 +310,10 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint) -> tuple[str, ...]:
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
-    if any(r.input is not None for r in drafter.walk.roles):
+    if any(r.input is not None for r in drafter.walk.roles) and not FORMATS[format_.name].activations:
         notes.append(
-            "The graph quantizes activations statically; extraction.json records their scales, which a float "
-            "checkpoint does not apply."
+            "The graph quantizes activations statically; extraction.json records their scales, which this "
+            "format does not hold."
         )
     return tuple(notes)
 

@@ -73,7 +73,7 @@ class InsertionPlan:
     Attributes:
         decisions: role → what becomes of it, in the order of the roles.
         added: whether the bundle has no drafter yet.
-        rebuilt: how many tensors get a new place; 0 where all is written in place.
+        rebuilt: how many roles get a new place; 0 where all is written in place.
         size: of the new file.
     """
 
@@ -289,7 +289,7 @@ def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]
             raise ValueError(f"type {name!r}: expected {', '.join(TYPES)}.")
         matching = [role for role in matrices if fnmatchcase(role, pattern)]
         if not matching:
-            raise ValueError(f"role {pattern!r}: expected a matrix: {', '.join(matrices)}.")
+            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {', '.join(matrices)}.")
         found |= dict.fromkeys(matching, TYPES[name])
     static = {role.role for role in drafter.walk.roles if role.input is not None}
     if floats := sorted(role for role in static & found.keys() if found[role] is TensorType.FLOAT32):

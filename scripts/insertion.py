@@ -36,7 +36,16 @@ Change = Callable[[str, npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 def run(program: str, bundle: Path, prompt: str, speculative: bool) -> tuple[str, float | None]:
     """The runtime's greedy text, and the share of drafts that it accepted; None where it drafted nothing."""
     how = ["--backend", "cpu", "--no-template", "--cache", "no", "--top-k", "1", "--verbose"]
-    command = [program, "run", bundle, "--prompt", prompt, *how, "--speculative-decoding", str(speculative).lower()]
+    command = [
+        program,
+        "run",
+        str(bundle),
+        "--prompt",
+        prompt,
+        *how,
+        "--speculative-decoding",
+        str(speculative).lower(),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise SystemExit(f"{bundle.name}: the runtime failed ({done.returncode}): {done.stderr[-400:]}")
@@ -98,12 +107,12 @@ def main() -> None:
 
         def original(name: str, tensor: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
             assert name in names
-            return originals[name].reshape(tensor.shape)
+            return np.asarray(originals[name].reshape(tensor.shape))
 
         def noise(name: str, tensor: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
             if tensor.ndim != 2:
                 return tensor
-            return (random.standard_normal(tensor.shape) * tensor.std()).astype(np.float32)
+            return np.asarray(random.standard_normal(tensor.shape) * tensor.std(), np.float32)
 
         tuned = changed(checkpoint, work / "floats", original)
         bare = without_drafter(options.bundle, work / "bare.litertlm")

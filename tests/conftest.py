@@ -7,12 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.twin import twin
 from helpers.variant_files import HERE
 
 from mtp_extract.data import sample_base, sample_bundle
 
 # Folders and files; single tests elsewhere are marked where they stand.
-NEED_TORCH = ("adversary", "drafter", "engines", "speculate", "validate", "checkpoint/test_transformers.py")
+NEED_TORCH = (
+    "adversary",
+    "drafter",
+    "engines",
+    "speculate",
+    "validate",
+    "checkpoint/test_transformers.py",
+    "scripts/test_in_engines.py",
+)
 
 SLOW = ("adversary", "hostile")
 
@@ -45,6 +54,14 @@ def sample() -> Path:
 def base() -> Path:
     """The base model of the sample."""
     return sample_base()
+
+
+@pytest.fixture(scope="session")
+def widened(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample with a drafter of twice the width that computes the same: llama.cpp loads it."""
+    path = tmp_path_factory.mktemp("twin") / "twin.litertlm"
+    path.write_bytes(twin(sample))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -31,16 +31,20 @@ _PLACES = (CODES_FILE, "codes.safetensors")
 
 _SCHEMES = "schemes"
 _PARTS = ("codes", "scale", "zero_point")
+_FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
 _CODE_TYPES = MappingProxyType({"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)})
 
 
 def plan_codes(weights: OutputFile) -> list[OutputFile]:
-    """The file with the integers, scales and zero points behind ``weights``, as stored; none where there are none."""
+    """The file with the integers, scales and zero points behind the floats of ``weights``, as stored.
+
+    None where there are none: what is written as integers needs no others beside it.
+    """
     tensors: list[PlannedTensor] = []
     schemes: dict[str, dict[str, Any]] = {}
     for weight in weights.tensors:
         tensor = weight.tensor
-        if tensor is None or tensor.scheme is None:
+        if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
         factor = tensor.steps.factor if tensor.steps is not None else None
         schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor}

@@ -80,12 +80,14 @@ class OutputFile:
 
     Attributes:
         metadata: what the header says beside the tensors, in the container's terms.
+        notes: what a user should know of what is no weight and is not held, or held as nowhere else.
     """
 
     name: str
     tensors: tuple[PlannedTensor, ...] = ()
     text: str = ""
     metadata: Mapping[str, Any] = field(default_factory=lambda: {"format": "pt", "mtp_extract": __version__})
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> Planned
     )
 
 
-def plan_array(name: str, array: npt.NDArray[np.generic]) -> PlannedTensor:
-    """A small array as it is."""
+def plan_array(name: str, array: npt.NDArray[np.generic], part: str = "") -> PlannedTensor:
+    """A small array as it is; a ``part`` of no role."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([flat]))
+    return PlannedTensor(name, _ARRAY_DTYPES[array.dtype.name], array.shape, lambda: iter([flat]), part=part)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.forward import Read, Step, Written, forward, logits
 from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
-from mtp_extract.graph.arrays import row_blocks
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.fill import MASK, MASK_LOCAL
@@ -56,6 +54,21 @@ class Rounding:
 
     read: Read
     bounds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Perturbed(Written):
+    """A checkpoint with every row of every matrix a little larger or smaller, at random, by its role's bound."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    seed: int = SEED
+
+    def linear(self, role: str, x: Floats, size: int) -> Floats:
+        # A row that is larger by a share makes a result that is larger by that share.
+        up = np.random.default_rng(self.seed).choice([-1.0, 1.0], size) * self.bounds.get(role, 0.0)
+        made = super().linear(role, x, size)
+        made *= (1 + up).astype(np.float32)
+        return made
 
 
 @dataclass(frozen=True)
@@ -184,18 +197,12 @@ def _rounded(
     """
     if rounding is None:
         return proof
-    shapes = {role.name: shape for role, shape in shapes_of(checkpoint.config).items()}
-
-    def perturbed(role: str) -> Iterator[Floats]:
-        columns = shapes[role][-1]
-        signs = np.random.default_rng(proof.seed)
-        for block in row_blocks(checkpoint.read(role), columns):
-            up = signs.choice([-1.0, 1.0], (len(block), 1)).astype(np.float32)
-            yield (block * (1 + up * np.float32(rounding.bounds.get(role, 0.0)))).reshape(-1)
-
+    config, read, turning = checkpoint.config, checkpoint.read, checkpoint.frequencies
     moved = []
-    for read in (rounding.read, perturbed):
-        other = replace(checkpoint, read=read)
+    for other in (
+        replace(checkpoint, read=rounding.read),
+        _Perturbed(config, read, turning, rounding.bounds, proof.seed),
+    ):
         state, projected = forward(other, step)
         moved.append(max(_apart([*projected], exact[0]) + _apart([*logits(other, state)], exact[1])))
     found, allowed = moved[0], TOLERANCE + _SPREAD * moved[1]

@@ -18,10 +18,10 @@ from types import MappingProxyType
 import numpy as np
 from xxhash import xxh3_128
 
-from mtp_extract.checkpoint import safetensors_file
+from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error, reserve, write_all
 
 __all__ = ["container_of", "differing", "read_header", "run_all", "sums_of", "workers", "write_tensors"]
@@ -32,13 +32,22 @@ Progress = Callable[[int], None]
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
 
-_CONTAINERS: Mapping[str, Container] = MappingProxyType({".safetensors": safetensors_file.CONTAINER})
+_CONTAINERS: Mapping[str, Container] = MappingProxyType(
+    {".safetensors": safetensors_file.CONTAINER, ".gguf": gguf_file.CONTAINER}
+)
 """Each kind of file that holds tensors, by the ending of its name."""
 
 
 def container_of(name: str | Path) -> Container:
-    """How the file of that name holds its tensors."""
-    return _CONTAINERS[Path(name).suffix]
+    """How the file of that name holds its tensors.
+
+    Raises:
+        CheckpointError: its ending is that of no such file.
+    """
+    found = _CONTAINERS.get(Path(name).suffix)
+    if found is None:
+        raise CheckpointError(f"{escape(name)}: expected a file of tensors ({', '.join(_CONTAINERS)}), found another.")
+    return found
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

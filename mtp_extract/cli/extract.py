@@ -31,7 +31,20 @@ _DEFAULT = next(iter(Format))
 _ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in FORMATS.items())
 
 
-@app.command()
+# \b: typer leaves the lines as they are.
+_USE = """\b
+What was written, in an engine (the README.md in DIR says more):
+  transformers  model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))
+  vLLM          vllm serve BASE --speculative-config '{"method":"mtp","model":"DIR","num_speculative_tokens":4}'
+  SGLang        python -m sglang.launch_server --model-path BASE --speculative-algorithm NEXTN
+                --speculative-draft-model-path DIR --speculative-num-steps 5
+                --speculative-num-draft-tokens 6 --speculative-eagle-topk 1
+  mlx-vlm       python -m mlx_vlm generate --model BASE --draft-model DIR --draft-kind mtp --draft-block-size 4
+  llama.cpp     llama-server -m BASE.gguf -md DIR/drafter.gguf --spec-type draft-mtp --spec-draft-n-max 4
+"""
+
+
+@app.command(epilog=_USE)
 def command(
     source: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too

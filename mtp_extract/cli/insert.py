@@ -161,7 +161,7 @@ def _show_plan(plan: InsertionPlan) -> None:
         before, after = decision.before.name, decision.storage.type.name
         rows.append([role, before if before == after else f"{before} → {after}", decision.how, f"{decision.error:.2g}"])
     table(rows, ["role", "stored", "what", "error"])
-    where = f"rebuilt, with {plan.rebuilt} tensors in a new place" if plan.rebuilt else "in place"
+    where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
     say(f"{'A drafter added to' if plan.added else 'The drafter of'} {escape(plan.name)}: {where}, {size(plan.size)}")
     for note in plan.notes:
         say(f"Note: {note}")
@@ -182,7 +182,7 @@ def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, 
         "out": str(result.path) if result else None,
         "size": plan.size,
         "added": plan.added,
-        "rebuilt_tensors": plan.rebuilt,
+        "rebuilt_roles": plan.rebuilt,
         "roles": {
             role: {
                 "what": d.how,

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from mtp_extract.checkpoint.formats import ENGINES, FORMATS
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
@@ -48,8 +49,9 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     base = base_model_of(extraction)
     if base:
         metadata["base_model"] = [base]
-    if extraction["layout"] == "transformers":
-        metadata["library_name"] = "transformers"
+    format_ = FORMATS.get(extraction["layout"])
+    if format_ is not None and format_.library:
+        metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
     metadata["tags"] = list(_TAGS)
     return metadata
@@ -66,7 +68,11 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
         KeyError, TypeError, ...: one of them is not what this package writes.
     """
     base, known_as, license_ = base_model_of(extraction), extraction.get("known_as"), license_of(extraction)
-    tensors, aside = extraction["tensors"], extraction.get("set_aside") or []
+    # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
+    tensors = {name: entry for name, entry in extraction["tensors"].items() if "part" not in entry}
+    kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
+    aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
+    engines = format_.engines if format_ else ()
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -77,13 +83,20 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "version": escape(extraction["tool"]["version"]),
             "provenance": table(("", ""), _provenance(extraction)),
             "source": _source_argument(extraction),
-            "engines": extraction["layout"] == "transformers",
+            "layout": escape(extraction["layout"]),
+            "engines": engines,
+            **{engine: engine in engines for engine in ENGINES},
+            "compressed": extraction["layout"] == "compressed-tensors",
+            "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),
             "dtype": extraction["dtype"],
             "dtype_name": escape(extraction["dtype"]).upper(),
             "geometry": table(("", ""), [(code(key), code(value)) for key, value in extraction["geometry"].items()]),
             "tensor_count": len(tensors),
+            "keeps_codes": kept,
+            "kept_count": len(kept),
+            "rounded": " and ".join(sorted({escape(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
             "aside": len(aside),
             "tensors": table(
                 ("tensor", "role", "stored as", "quantization"),

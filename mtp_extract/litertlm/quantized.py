@@ -97,16 +97,29 @@ def _codes_of_bytes(packing: Packing) -> Integers:
     return table
 
 
-@lru_cache(maxsize=8)
-def _floats_of_units(packing: Packing, zero_point: int) -> npt.NDArray[np.generic]:
-    """code − zero_point for every value of a unit, its floats as one wide element; at most 1 MiB."""
-    codes = packing.codes.astype(np.float32) - np.float32(zero_point)
+@cache
+def _codes_of_units(packing: Packing) -> Integers:
+    """The codes every value of a unit stands for, first element first: ``[values, codes of a unit]``."""
+    codes = packing.codes
     if _UNIT_BYTES[packing.bits] == 2:
         # The unit is little-endian: its low byte comes first.
         codes = np.concatenate([np.tile(codes, (256, 1)), np.repeat(codes, 256, axis=0)], axis=1)
+        codes.setflags(write=False)
+    return codes
+
+
+@lru_cache(maxsize=8)
+def _floats_of_units(packing: Packing, zero_point: int) -> npt.NDArray[np.generic]:
+    """code − zero_point for every value of a unit, its floats as one wide element; at most 1 MiB."""
+    codes = _codes_of_units(packing).astype(np.float32) - np.float32(zero_point)
     table: npt.NDArray[np.generic] = codes.view(_WIDE[codes.shape[1]]).reshape(-1)
     table.setflags(write=False)
     return table
+
+
+def _units(stored: bytes, packing: Packing) -> npt.NDArray[np.unsignedinteger]:
+    unit = _UNIT_BYTES[packing.bits]
+    return np.frombuffer(stored + b"\0" * (-len(stored) % unit), _UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -275,10 +288,17 @@ class QuantizedTensor:
 
     def code_chunks(self, first: int, last: int) -> Iterator[Integers]:
         """The codes of rows ``[first, last)``, int8 or uint8, flat, chunk by chunk."""
-        assert self.packing is not None
+        packing = self.packing
+        assert packing is not None
         for row, rows in self.grid.steps(first, last):
-            stored = np.frombuffer(self._stored(row, rows), np.uint8)
-            yield self.packing.codes[stored].reshape(-1)[: rows * self.grid.columns]
+            stored = self._stored(row, rows)
+            if packing.per_byte == 1:
+                yield np.frombuffer(stored, packing.dtype)
+                continue
+            units = _units(stored, packing)
+            # All codes of a unit are moved as one element.
+            table = _codes_of_units(packing).view(np.uint32).reshape(-1)
+            yield np.take(table, units, mode="clip").view(packing.dtype)[: rows * self.grid.columns]
 
     def _stored(self, row: int, rows: int) -> bytes:
         """The bytes that hold ``rows`` rows of codes from ``row``, which begins on a byte."""
@@ -304,12 +324,10 @@ class QuantizedTensor:
         # One zero point for all is part of the table; several are subtracted row by row.
         offset = 0 if grid.zero_point is not None or not self.zero_point.size else int(self.zero_point.flat[0])
         table = _floats_of_units(packing, offset)
-        unit = _UNIT_BYTES[packing.bits]
-        per_unit = unit * packing.per_byte
+        per_unit = _UNIT_BYTES[packing.bits] * packing.per_byte
         buffer = np.empty(-(-grid.step * grid.columns // per_unit) * per_unit, np.float32)
         for row, rows in grid.steps(first, last):
-            stored = self._stored(row, rows)
-            units = np.frombuffer(stored + b"\0" * (-len(stored) % unit), _UNITS[unit])
+            units = _units(self._stored(row, rows), packing)
             whole = buffer[: units.size * per_unit]
             # mode: "raise" would make NumPy check into a second buffer; the table has an entry for every unit.
             np.take(table, units, out=whole.view(table.dtype), mode="clip")

@@ -24,7 +24,7 @@ __all__ = ["Storage", "float_bytes", "pack", "rechunked"]
 
 # A scale of zero would make every code one value.
 _SMALLEST_BOUND = 1e-9
-_SMALLEST_F16 = np.finfo(np.float16).tiny.astype(np.float32)
+_SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)
 _CHUNK = 1 << 18
 _NARROW_BITS = 8
 _WIDE = (1 << 15) - 1

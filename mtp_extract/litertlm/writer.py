@@ -93,7 +93,7 @@ def bundle_with(
     pieces: list[Piece] = []
     at = ALIGNMENT
     for section in sorted(bundle.sections, key=lambda s: s.begin):
-        if section.index in removed or not section.size:
+        if section.index in removed:
             continue
         content = replaced.get(section.index) or _as_it_is(bundle, section)
         places[section.index] = at, at + content.size
@@ -141,9 +141,10 @@ def _header(
     yield Piece(shift, region.size, source=bundle.source, offset=_HEADER_START)
     for index, place in places.items():
         for slot, value in zip((1, 2), place, strict=True):
-            if not tables[index].at(slot):
+            if not tables[index].at(slot) and place[0] < place[1]:
                 raise UnsupportedError(f"{bundle.source.name}: section {index} does not say where it lies.")
-            yield made(shift + tables[index].at(slot), value.to_bytes(8, "little"))
+            if tables[index].at(slot):
+                yield made(shift + tables[index].at(slot), value.to_bytes(8, "little"))
 
 
 def _front(

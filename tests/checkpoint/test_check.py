@@ -120,3 +120,11 @@ def test_a_record_that_is_none(checkpoint: Path, content: bytes) -> None:
 def test_a_directory_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"extraction\.json"):
         verify(tmp_path)
+
+
+def test_a_record_that_calls_a_text_a_file_of_tensors(checkpoint: Path) -> None:
+    record = json.loads((checkpoint / "extraction.json").read_text())
+    record["files"]["config.json"]["tensors"] = {}
+    (checkpoint / "extraction.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a file of tensors"):
+        verify(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma4AssistantForCausalLM
+from transformers import Gemma4AssistantForCausalLM
 
 from mtp_extract import extract
 
@@ -66,35 +65,6 @@ def test_forward_equals_the_stored_function(extracted: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
         projected = torch.from_numpy(samples[f"{index}/torch_dequant/projected_activations"])
         torch.testing.assert_close(output.last_hidden_state, projected, rtol=0, atol=1e-5)
-
-
-def test_generate_with_the_trained_base(extracted: Path, base: Path) -> None:
-    """Same text with and without the drafter; drafts accepted at the rate Google's runtime reports (0.66)."""
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    drafter = load(extracted)
-    drafter.generation_config.num_assistant_tokens = 3
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    inputs = tokenizer("class Foo(object):", return_tensors="pt")
-    rounds: list[int] = []
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def counting(*args: object, **kwargs: object) -> object:
-        ids = kwargs.get("input_ids")
-        rounds.append(0 if ids is None else ids.shape[1])  # type: ignore[attr-defined]
-        return forward(*args, **kwargs)
-
-    options = {"do_sample": False, "max_new_tokens": 128}
-    with torch.no_grad():
-        plain = model.generate(**inputs, **options)
-        model.forward = counting
-        assisted = model.generate(**inputs, assistant_model=drafter, **options)
-    torch.testing.assert_close(assisted, plain, rtol=0, atol=0)
-    new = assisted.shape[1] - inputs["input_ids"].shape[1]
-    drafted = sum(n - 1 for n in rounds[1:])
-    accepted = new - len(rounds)
-    assert abs(accepted / drafted - 0.66) < 0.05, (accepted, drafted)
 
 
 def test_config_is_what_other_readers_expect(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_json(sample: Path, tmp_path: Path) -> None:
     [
         [],
         ["a", "--sample"],
-        ["a", "--format", "gguf"],
+        ["a", "--format", "onnx"],
         ["a", "--format", "litert", "--dtype", "bf16"],
         ["a", "--dtype", "q4"],
     ],
@@ -256,3 +256,19 @@ def test_output_to_a_closed_pipe_is_quiet(sample: Path) -> None:
         check=False,
     )
     assert result.stderr == ""
+
+
+def test_help_and_card_show_the_same_commands(tmp_path: Path) -> None:
+    """Every command of the help, word for word, is one of the card."""
+    run("extract", "--sample", "-o", tmp_path / "out")
+    card = " ".join((tmp_path / "out" / "README.md").read_text("utf-8").replace("\\\n", " ").split())
+    shown = run("extract", "--help").stdout.partition("in an engine")[2]
+    commands = re.split(r"\n +(?:transformers|vLLM|SGLang|mlx-vlm|llama\.cpp) {2,}", shown)[1:]
+    assert len(commands) == 5
+    for command in commands:
+        for word in command.replace("BASE.gguf", "target.gguf").replace("BASE", "BASE_MODEL").split():
+            assert (
+                word.replace("DIR", "DRAFTER") in card
+                or word.replace("DIR", "drafter-gguf") in card
+                or (word.startswith("assistant_model="))
+            ), word

@@ -320,6 +320,6 @@ def test_hostile_safetensors_headers(tmp_path: Path, shape: str) -> None:
     from mtp_extract.errors import CheckpointError
 
     header = f'{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[0,15]}}}}'.encode()
-    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 15)
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 15)
     with pytest.raises(CheckpointError):
-        read_header(tmp_path / "x")
+        read_header(tmp_path / "x.safetensors")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from mtp_extract.checkpoint.formats import ENGINES, FORMATS
 from mtp_extract.hub.card import card_metadata, model_card
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.published import known_bundle, known_without_drafter
@@ -80,7 +81,8 @@ def test_what_the_card_states() -> None:
         "model.generate(**inputs, assistant_model=drafter",
         '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
         "--speculative-algorithm NEXTN",
-        "--spec-type draft-mtp",
+        "--format gguf -o drafter-gguf",
+        "-md drafter-gguf/drafter.gguf --spec-type draft-mtp",
         "--draft-kind mtp --draft-block-size 4",
         "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm@" + "c" * 40,
         "## Limits",
@@ -109,11 +111,31 @@ def test_the_licence_of_a_known_bundle_only() -> None:
     assert ModelCard(card(source=newer)).data.license == "apache-2.0"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_llama_cpp_is_given_the_tokenizer_and_told_not_to_round(dtype: str) -> None:
-    text = card(dtype=dtype)
-    assert "hf download google/gemma-4-E4B-it tokenizer.json tokenizer_config.json --local-dir drafter-gguf" in text
-    assert f"convert_hf_to_gguf.py drafter-gguf --outtype {dtype} " in text
+@pytest.mark.parametrize("layout", FORMATS)
+def test_each_format_is_for_its_own_engines(layout: str) -> None:
+    """One section for each engine that loads it, and a library name the Hub shows."""
+    text = card(layout=layout, files={"drafter.gguf": {}} if layout == "gguf" else {})
+    marks = {
+        "transformers": "assistant_model=drafter",
+        "vllm": "vllm serve",
+        "sglang": "sglang.launch_server",
+        "mlx_vlm": "mlx_vlm generate",
+        "llama_cpp": "-md DRAFTER/drafter.gguf",
+    }
+    assert marks.keys() == set(ENGINES)
+    assert {engine for engine, mark in marks.items() if mark in text} == set(FORMATS[layout].engines)
+    assert ModelCard(text).data.to_dict().get("library_name", "") == FORMATS[layout].library
+
+
+def test_what_is_kept_and_what_is_rounded_is_said() -> None:
+    entry = {"role": "lm_head", "source": None, "quantization": None, "kept": "codes", "rounded_to": "FP16"}
+    floats = {"role": "final_norm", "source": None, "quantization": None, "kept": "floats", "rounded_to": None}
+    scale = {"role": "lm_head", "part": "scale", "shape": [2], "dtype": "F32"}
+    tensors = {"head": entry, "head.scale": scale, "norm": floats}
+    text = card(dtype="codes", tensors=tensors)
+    assert "1 of 2 weights are the bundle's own integers with their scales, the scales rounded to FP16" in text
+    assert "`head.scale`" not in text
+    assert "rounded" not in card(dtype="codes", tensors={"head": {**entry, "rounded_to": None}, "norm": floats})
 
 
 def test_the_card_has_no_mark_of_its_template() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from mtp_extract.errors import DrafterError, escape
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 
-__all__ = ["FORMATS", "format_named", "format_of", "read_checkpoint"]
+__all__ = ["FORMATS", "format_named", "format_of", "name_for", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,73 @@ class Listed:
         module: whose ``FORMAT`` it is.
         dtypes: the output types it has, the default first.
         about: one line for users.
+        engines: those of :data:`ENGINES` that load it.
+        library: what the Hub calls the library it is for.
         provenance_inside: whether the weights file has room for where it came from.
+        activations: whether it holds the static quantization of activations.
+        instance: what it is called in its module.
+        otherwise: engine that wants it otherwise → the name under which it is so written.
+        variant: whether it is chosen by engine and not by name.
     """
 
     module: str
     dtypes: tuple[str, ...]
     about: str
+    engines: tuple[str, ...] = ()
+    library: str = ""
     provenance_inside: bool = False
+    activations: bool = False
+    instance: str = "FORMAT"
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    variant: bool = False
 
+
+ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
+"""What loads a drafter, by the name of its section in a model card."""
 
 FORMATS = {
-    "transformers": Listed(f"{__name__}.transformers", ("bf16", "f16", "f32"), "what engines load"),
+    "transformers": Listed(
+        module=f"{__name__}.transformers",
+        dtypes=("bf16", "f16", "f32"),
+        about="floats, for every engine but llama.cpp",
+        engines=("transformers", "vllm", "sglang", "mlx_vlm"),
+        library="transformers",
+    ),
     "litert": Listed(f"{__name__}.litert", ("f32",), "one F32 tensor per stored constant"),
+    "mlx": Listed(f"{__name__}.mlx", ("codes",), "integers for mlx-vlm", engines=("mlx_vlm",), library="mlx"),
+    "compressed-tensors": Listed(
+        f"{__name__}.compressed_tensors",
+        ("codes",),
+        "integers for vLLM and transformers",
+        engines=("transformers", "vllm"),
+        library="transformers",
+        otherwise={"sglang": "compressed-tensors-sglang"},
+    ),
+    "compressed-tensors-sglang": Listed(
+        f"{__name__}.compressed_tensors",
+        ("codes",),
+        "the same with a head of floats",
+        engines=("transformers", "vllm", "sglang"),
+        library="transformers",
+        instance="SGLANG",
+        variant=True,
+    ),
+    "gguf": Listed(
+        f"{__name__}.gguf",
+        ("codes", "f32", "bf16", "f16"),
+        "one file for llama.cpp, with the stored integers",
+        engines=("llama_cpp",),
+        library="gguf",
+        provenance_inside=True,
+    ),
+    "gemma": Listed(
+        f"{__name__}.gemma",
+        ("codes",),
+        "integers for transformers, with static scales of activations",
+        engines=("transformers",),
+        library="transformers",
+        activations=True,
+    ),
 }
 """Every format by name."""
 
@@ -46,9 +102,29 @@ def format_named(name: str) -> Format:
         ValueError: there is none of that name.
     """
     if name not in FORMATS:
-        raise ValueError(f"format {name!r}: expected {' or '.join(FORMATS)}.")
-    found: Format = import_module(FORMATS[name].module).FORMAT
+        choices = (name for name, listed in FORMATS.items() if not listed.variant)
+        raise ValueError(f"format {name!r}: expected {' or '.join(choices)}.")
+    listed = FORMATS[name]
+    found: Format = getattr(import_module(listed.module), listed.instance)
     return found
+
+
+def name_for(name: str, engine: str | None) -> str:
+    """The name of the format ``name`` as ``engine`` wants it.
+
+    Raises:
+        ValueError: there is no format of that name, or no other way to write it.
+    """
+    format_named(name)
+    if engine is None:
+        return name
+    otherwise = FORMATS[name].otherwise
+    if engine not in otherwise:
+        raise ValueError(
+            f"engine {engine!r}: the {name} format is written "
+            f"{'one way' if not otherwise else 'otherwise for ' + ' and '.join(otherwise)}."
+        )
+    return otherwise[engine]
 
 
 def format_of(directory: Path) -> Format:

@@ -24,7 +24,15 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
 
-__all__ = ["FORMAT", "parse_config", "rope_parameters"]
+__all__ = [
+    "FORMAT",
+    "GENERATION_FILE",
+    "config_document",
+    "generation_document",
+    "parse_config",
+    "plan_weight",
+    "rope_parameters",
+]
 
 # What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
 MAX_POSITIONS = 131072
@@ -50,6 +58,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 _MOST_LAYERS = 1024
 _LM_HEAD = "lm_head.weight"
+GENERATION_FILE = "generation_config.json"
 
 
 class TransformersFormat:
@@ -68,12 +77,13 @@ class TransformersFormat:
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
         tensors = tuple(
-            _plan(checkpoint, role, shape, role.names[self.name], dtype) for role, shape in shapes_of(config).items()
+            plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
+            for role, shape in shapes_of(config).items()
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json_text(_config(config, DTYPES[dtype].transformers))),
-            OutputFile("generation_config.json", text=json_text(_generation_config())),
+            OutputFile(self.marker, text=json_text(config_document(config, DTYPES[dtype].transformers))),
+            OutputFile(GENERATION_FILE, text=json_text(generation_document())),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
@@ -103,7 +113,12 @@ class TransformersFormat:
 FORMAT = TransformersFormat()
 
 
-def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+    """The floats or indices of ``role``, called ``name``; a layer scalar that is not there is 1.
+
+    Raises:
+        CheckpointError: ``checkpoint`` lacks the weight.
+    """
     tensor = checkpoint.tensors.get(role.name)
     if isinstance(tensor, StoredWeight) and role.kind == INDEX:
         return plan_array(name, tensor.indices())
@@ -127,8 +142,11 @@ def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
         )
 
 
-def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
     """``config.json`` of a drafter whose weights have the transformers dtype ``dtype`` ("bfloat16", …).
+
+    Args:
+        tied: whether head and embedding are one tensor.
 
     Raises:
         UnsupportedError: a shape that the configuration cannot express.
@@ -174,7 +192,7 @@ def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope_parameters(config),
         "sliding_window": config.sliding_window or _UNUSED_WINDOW,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "use_bidirectional_attention": None,
         "use_cache": True,
         "use_double_wide_mlp": False,
@@ -190,7 +208,7 @@ def _config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": config.backbone_hidden_size,
         "dtype": dtype,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "use_ordered_embeddings": config.ordered_head is not None,
         **centroids,
         **ids,
@@ -213,7 +231,7 @@ def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def _generation_config() -> dict[str, Any]:
+def generation_document() -> dict[str, Any]:
     """``generation_config.json``: what makes transformers use the checkpoint as an assistant."""
     return {
         "is_assistant": True,

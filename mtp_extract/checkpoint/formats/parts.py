@@ -1,0 +1,186 @@
+"""The tensors that hold one packed matrix: codes, scales, and what else a format wants of it; written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.checkpoint.integers import RowCodes
+from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.checkpoint.packing import pack, unpack
+from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
+from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
+from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.graph.drafter import Activation
+
+__all__ = ["INPUT", "OUTPUT", "Activations", "Matrix", "Packed", "Part", "plan_parts", "static_scale"]
+
+INPUT, OUTPUT = "input_activation", "output_activation"
+"""Kinds of parts: the static scale of what goes in and of what comes out; 0 where there is none."""
+
+Activations = tuple[Activation | None, Activation | None]
+
+_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({"F32": np.dtype("<f4"), "I64": np.dtype("<i8")})
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How a matrix is packed.
+
+    Attributes:
+        shape: ``[out, in]``.
+        bits: of a code.
+        group: neighbouring elements of a row that share a scale; ``in`` where a row has one.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    group: int
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        """The shape of its scales."""
+        return self.shape[0], self.shape[1] // self.group
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors that hold a matrix.
+
+    Attributes:
+        suffix: what its name adds to the module's.
+        kind: "codes", "scales", "biases", "shape", :data:`INPUT` or :data:`OUTPUT`.
+        dtype, shape: of the tensor. Codes of type I8 are not packed.
+    """
+
+    suffix: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def plan_parts(
+    module: str,
+    role: str,
+    tensor: LazyTensor,
+    codes: RowCodes,
+    packed: Packed,
+    parts: Sequence[Part],
+    activations: Activations,
+) -> Iterator[PlannedTensor]:
+    """``parts`` of the matrix of ``role``, named after ``module``."""
+    for part in parts:
+        name = f"{module}{part.suffix}"
+        if part.kind == "codes":
+            producer = partial(_packing, codes, packed, part)
+            yield PlannedTensor(name, part.dtype, part.shape, producer, role, tensor)
+        else:
+            made = plan_array(name, _values(part.kind, codes, packed, activations))
+            yield replace(made, role=role, part=part.kind)
+
+
+def _packing(codes: RowCodes, packed: Packed, part: Part) -> Iterator[npt.NDArray[np.generic]]:
+    for _, rows in codes.blocks():
+        yield (rows if part.dtype == "I8" else pack(rows, packed.bits, DTYPE_SIZES[part.dtype])).reshape(-1)
+
+
+def _values(kind: str, codes: RowCodes, packed: Packed, activations: Activations) -> npt.NDArray[Any]:
+    if kind == "shape":
+        return np.array(packed.shape, np.int64)
+    if kind in (INPUT, OUTPUT):
+        return np.array(static_scale(activations[kind == OUTPUT]), np.float32)
+    scales = np.repeat(codes.steps, codes.block // packed.group, axis=1)
+    return _biases(packed.bits, scales) if kind == "biases" else scales
+
+
+def static_scale(activation: Activation | None) -> float:
+    """The scale of what is quantized to INT8 around zero, 0 for anything else."""
+    if activation is None or activation.type != "int8" or activation.zero_point != 0:
+        return 0.0
+    return activation.scale
+
+
+def _biases(bits: int, scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """What is added to ``stored · scale``: half the codes' range below 0. Exact, being a power of two times a scale."""
+    result: npt.NDArray[np.float32] = scales * np.float32(-(1 << bits - 1))
+    return result
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix in the file at ``path``, whose tensors have the types and shapes that ``parts`` say."""
+
+    path: Path
+    stored: Mapping[str, StoredTensor]
+    module: str
+    packed: Packed
+    parts: Sequence[Part]
+
+    def tensor(self) -> LazyTensor:
+        """As a weight; its scales are read and checked when they are asked for.
+
+        Raises:
+            CheckpointError: it says itself that it has another shape.
+        """
+        if self._has("shape") and tuple(self._array("shape").tolist()) != self.packed.shape:
+            raise self._damaged(f"expected the shape {list(self.packed.shape)}, found {self._array('shape').tolist()}")
+        codes = self.stored[self.module + self._part("codes").suffix]
+
+        def rows(first: int, last: int) -> npt.NDArray[np.int8]:
+            found = read_rows(self.path, codes, first, last)
+            return found.view(np.int8) if codes.dtype == "I8" else unpack(found, self.packed.bits, self.packed.shape[1])
+
+        return StoredCodes(
+            shape=self.packed.shape,
+            bits=self.packed.bits,
+            signed=True,
+            grid=self._steps,
+            rows=rows,
+            origin=(self.path, codes.offset),
+        )
+
+    def activations(self) -> Activations:
+        """Static scales of what goes in and comes out, where there are any.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        found: list[Activation | None] = []
+        for kind in (INPUT, OUTPUT):
+            scale = float(self._array(kind)) if self._has(kind) else 0.0
+            if not 0 <= scale < np.inf:
+                raise self._damaged(f"expected a scale of activations that is finite and not negative, found {scale}")
+            found.append(Activation("int8", scale, 0) if scale else None)
+        return found[0], found[1]
+
+    def _steps(self) -> Steps:
+        scales, bits = self._array("scales"), self.packed.bits
+        with np.errstate(over="ignore", invalid="ignore"):
+            sound = (scales >= 0) & np.isfinite(_biases(bits, scales))
+        if not sound.all():
+            raise self._damaged("expected scales that are finite and not negative, found others")
+        if self._has("biases") and not np.array_equal(self._array("biases"), _biases(bits, scales)):
+            raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
+        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64))
+
+    def _has(self, kind: str) -> bool:
+        return any(part.kind == kind for part in self.parts)
+
+    def _part(self, kind: str) -> Part:
+        return next(part for part in self.parts if part.kind == kind)
+
+    def _array(self, kind: str) -> npt.NDArray[Any]:
+        part = self._part(kind)
+        there = self.stored[self.module + part.suffix]
+        flat = StoredTensor(there.dtype, (1,), there.offset, there.length)
+        return read_rows(self.path, flat, 0, 1).reshape(-1).view(_TYPES[part.dtype]).reshape(part.shape)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{escape(self.path)}: {escape(self.module)}: {what}. Extract the drafter anew.")

@@ -1,0 +1,64 @@
+"""Codes of 2, 4 and 8 bits in bytes, as engines pack them: a row begins on a byte, its first element lies in the lowest
+bits, and what is stored is the code plus half its range.
+
+MLX's ``uint32`` and compressed-tensors' ``int32`` are these bytes, four at a time, little-endian.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["pack", "row_bytes", "unpack"]
+
+Codes = npt.NDArray[np.int8]
+Bytes = npt.NDArray[np.uint8]
+
+
+def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
+    """Bytes of a packed row, a multiple of ``unit``."""
+    return -(-columns * bits // (8 * unit)) * unit
+
+
+def pack(codes: Codes, bits: int, unit: int = 1) -> Bytes:
+    """``codes``, int8 ``[rows, columns]`` in ``bits`` bits, as ``[rows, row_bytes(columns, bits, unit)]``.
+
+    What fills a row up is 0.
+    """
+    rows, columns = codes.shape
+    stored: Bytes = codes.view(np.uint8) + np.uint8(1 << bits - 1)
+    length = row_bytes(columns, bits, unit)
+    per_byte = 8 // bits
+    if length * per_byte != columns:
+        whole = np.zeros((rows, length * per_byte), np.uint8)
+        whole[:, :columns] = stored
+        stored = whole
+    if bits == 8:
+        return stored
+    # The codes of a byte at once, as one little-endian integer whose bytes they are.
+    wide = stored.view("<u2" if bits == 4 else "<u4")
+    packed = wide.copy()
+    for place in range(1, per_byte):
+        packed |= wide >> wide.dtype.type((8 - bits) * place)
+    result: Bytes = packed.astype(np.uint8)
+    return result
+
+
+def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
+    """What :func:`pack` packed: int8 ``[rows, columns]``."""
+    if bits == 8:
+        whole: Codes = (packed[:, :columns] ^ np.uint8(0x80)).view(np.int8)
+        return whole
+    # The codes of a byte are taken from the table as one integer.
+    found: Codes = _table(bits).view(f"<u{8 // bits}").reshape(-1)[packed].view(np.int8)
+    return found.reshape(len(packed), -1)[:, :columns]
+
+
+@cache
+def _table(bits: int) -> Codes:
+    """The codes that every byte holds, ``[256, 8 / bits]``."""
+    places = np.arange(8 // bits) * bits
+    codes = (np.arange(256)[:, None] >> places & (1 << bits) - 1) - (1 << bits - 1)
+    return np.ascontiguousarray(codes.astype(np.int8))

@@ -1,0 +1,8 @@
+"""The scripts stand beside the package, and import each other by folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))

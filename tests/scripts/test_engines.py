@@ -1,0 +1,125 @@
+"""What ``scripts/engines.py`` makes of what engines print: recorded outputs of the versions it names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import engines
+import pytest
+from _engines import litert_lm, llama_cpp
+from _engines.outcome import Outcome, cells, from_json, last_line, shortfalls
+
+SPECULATIVE_SIMPLE = """\
+0.00.018.008 E llama_init_from_model: failed to initialize the context: Gemma4Assistant requires ctx_other to be set \
+(this warning is normal during memory fitting)
+0.00.341.755 I encoded   15 tokens in    0.031 seconds, speed:  515.464 t/s
+0.00.341.757 I decoded  121 tokens in    0.276 seconds, speed:  438.405 t/s
+0.00.341.761 I n_draft   = 3
+0.00.341.762 I n_predict = 121
+0.00.341.762 I n_drafted = 110
+0.00.341.763 I n_accept  = 84
+0.00.341.764 I accept    = 76.364%
+"""
+
+REFUSED = """\
+0.00.003.701 W srv  llama_server: security: no API key is set and CORS allows all origins
+0.00.022.002 E llama_init_from_model: failed to initialize the context: Gemma4Assistant requires ctx_other to be set \
+(this warning is normal during memory fitting)
+0.00.024.873 E llama_model_load: error loading model: Gemma 4 assistant requires embedding_length_out to carry the \
+target hidden size
+0.00.024.938 E srv    load_model: failed to load draft model, 'narrow.gguf'
+0.00.030.334 E srv  llama_server: exiting due to model loading error
+"""
+
+LITERT_LM = "I0000 00:00:1795278794.727281    2366 llm_litert_mtp_drafter.cc:298] MTP Drafter - Success rate: 0.6625\n"
+
+MLX_VLM = """\
+{"version": "0.7.10", "identical": true, "drafted": 131, "accepted": 84, "text": "\\n    Return the file object."}
+"""
+
+
+def test_a_line_of_json() -> None:
+    found = from_json("mlx-vlm", "mlx", "Fetching 3 files\n" + MLX_VLM)
+    assert found == Outcome("mlx-vlm", "mlx", "0.7.10", True, True, 131, 84)
+    assert cells(found) == ["mlx-vlm", "0.7.10", "mlx", "yes", "yes", "84 of 131", ""]
+
+
+@pytest.mark.parametrize("printed", ["", "{}\n"])
+def test_no_line_of_json(printed: str) -> None:
+    with pytest.raises(ValueError, match="mlx-vlm: expected a line of JSON with a version"):
+        from_json("mlx-vlm", "mlx", printed)
+
+
+def test_what_speculative_simple_counts() -> None:
+    assert llama_cpp.counts(SPECULATIVE_SIMPLE) == (110, 84)
+    with pytest.raises(ValueError, match="failed to load draft model"):
+        llama_cpp.counts("0.00.024.938 E common_speculative_init_result: failed to load draft model, 'x.gguf'\n")
+
+
+def test_what_a_server_counts() -> None:
+    told = {"predicted_n": 120, "draft_n": 107, "draft_n_accepted": 83}
+    assert llama_cpp.timings({"timings": told}) == (107, 83)
+    assert llama_cpp.timings({"timings": {"predicted_n": 120}}) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("printed", "short"),
+    [
+        ("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU 12.2.0 for Linux x86_64\n", "0.5.0-dev 0c1e570"),
+        ("version: 5943 (c82d48ec)\nbuilt with cc for x86_64-linux-gnu\n", "5943 c82d48ec"),
+    ],
+)
+def test_the_version_of_llama_cpp(printed: str, short: str) -> None:
+    assert llama_cpp.version(printed) == short
+
+
+def test_why_a_server_ended() -> None:
+    expected = "Gemma 4 assistant requires embedding_length_out to carry the target hidden size"
+    assert llama_cpp.reason(REFUSED).endswith(expected)
+    assert llama_cpp.reason("no such option\n") == "no such option"
+
+
+def test_the_success_rate_of_litert_lm() -> None:
+    assert litert_lm.success_rate(LITERT_LM) == "0.6625"
+    with pytest.raises(ValueError, match="expected a success rate"):
+        litert_lm.success_rate("speculative decoding is off\n")
+
+
+def test_the_last_line_is_the_error() -> None:
+    assert last_line('Traceback:\n  File "x"\nValueError: not filled\n\n') == "ValueError: not filled"
+    assert last_line("\n") == "it said nothing"
+
+
+def test_what_falls_short() -> None:
+    reference = Outcome("mlx-vlm", "transformers F32", "0.7.10", True, True, 131, 84)
+    good = [reference, Outcome("mlx-vlm", "mlx", "0.7.10", True, True, 131, 84), Outcome("vllm", "–")]
+    assert shortfalls(good) == []
+    bad = [
+        reference,
+        Outcome("mlx-vlm", "mlx", "0.7.10", True, False, 134, 83),
+        Outcome("transformers", "gemma", loads=False, note="RuntimeError: float"),
+        # Another engine's figures are its own.
+        Outcome("transformers", "gemma", "5.22.2", True, True, 127, 84),
+    ]
+    assert shortfalls(bad) == [
+        "mlx-vlm, mlx: the text is not the base's own",
+        "mlx-vlm, mlx: expected 84 of 131 accepted, as with transformers F32, found 83 of 134",
+        "transformers, gemma: it does not load: RuntimeError: float",
+    ]
+
+
+def test_an_engine_that_is_not_there_is_said_to_be_absent(tmp_path: Path) -> None:
+    """In an interpreter without site packages no engine is installed, and nothing fell short."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    pythons = [word for name in engines.SCRIPTED for word in ("--python", f"{name}={bare}")]
+    command = [sys.executable, engines.__file__, *pythons, "--python", f"litert-lm={bare}", "--json", tmp_path / "rows"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads((tmp_path / "rows").read_text())
+    assert {row["engine"] for row in rows} == set(engines.ENGINES)
+    assert all(row["loads"] is None for row in rows)
+    assert done.stdout.count("not installed") == len(engines.ENGINES) - 1
