@@ -16,6 +16,7 @@ import json
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ def main() -> None:
             "| base in the bundle | bytes | texts the same | characters before they part |\n| --- | --- | --- | --- |"
         )
         for what, (bundle, base) in pairs.items():
-            model = Gemma4ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+            model: Any = Gemma4ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(base)
             alike = []
             for prompt, own in zip(PROMPTS, ids, strict=True):

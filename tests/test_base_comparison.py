@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def _turn(weights: Weights) -> None:
 
 
 def _scalar(weights: Weights) -> None:
-    weights[f"{LAYER}layer_scalar"] = np.float32([2])
+    weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
 
 
 def _table(weights: Weights) -> None:
@@ -181,7 +182,7 @@ def _wider(weights: Weights) -> None:
     ],
 )
 def test_another_model_is_refused(
-    sample: Path, tmp_path: Path, config: dict[str, object], error: type[MtpExtractError], words: str
+    sample: Path, tmp_path: Path, config: dict[str, Any], error: type[MtpExtractError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         compared(sample, base_with(tmp_path / "base", **config))

@@ -77,7 +77,7 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
 
 
 def _scalar(weights: Weights) -> None:
-    weights[f"{LAYER}layer_scalar"] = np.float32([2])
+    weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
 
 
 def _more(weights: Weights) -> None:

@@ -73,7 +73,7 @@ def command(
     if (out is None) != dry_run:
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
     if base_weights is not None:
-        given = {"DIR": bundle, "--types": types, "--type": type_, "--graph-from": graph_from}
+        given: dict[str, object] = {"DIR": bundle, "--types": types, "--type": type_, "--graph-from": graph_from}
         given |= {"--section": section, "--signature": signature}
         if wrong := [name for name, value in given.items() if value is not None and value != []]:
             raise typer.BadParameter(

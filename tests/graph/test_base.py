@@ -78,7 +78,7 @@ def _v_norm(model: Any) -> None:
 
 def _number(old: float, new: float, subgraph: int = DECODE) -> Callable[[Any], None]:
     def change(model: Any) -> None:
-        _set(model, subgraph, _constant_of(model, [old], subgraph=subgraph), np.float32([new]))
+        _set(model, subgraph, _constant_of(model, [old], subgraph=subgraph), np.array([new], np.float32))
 
     return change
 
