@@ -134,14 +134,19 @@ class BaseComparison:
                     "verdict": r.verdict,
                     "stored": list(r.types),
                     "signatures": list(r.signatures),
-                    "steps": r.steps,
-                    "error": r.error,
+                    "steps": _finite(r.steps),
+                    "error": _finite(r.error),
                     "codes_apart": r.codes_apart,
                     "why": r.why or None,
                 }
                 for r in self.roles
             ],
         }
+
+
+def _finite(number: float | None) -> float | None:
+    """``number``, as far as JSON can say it."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def compare_base(opened: Opened, directory: Path, progress: Progress = lambda done, total: None) -> BaseComparison:

@@ -114,6 +114,10 @@ def _untied(weights: Weights) -> None:
     weights["lm_head.weight"] = weights[f"{PREFIX}embed_tokens.weight"] * np.float32(1.5)
 
 
+def _broken(weights: Weights) -> None:
+    weights[f"{LAYER}mlp.up_proj.weight"][3, 4] = np.nan
+
+
 def _fewer(weights: Weights) -> None:
     del weights[f"{LAYER}self_attn.v_proj.weight"]
 
@@ -137,6 +141,7 @@ def _more(weights: Weights) -> None:
         (_scalar, {"layers.0.layer_scalar": "the graphs have no layer scalar, which is one of 1"}),
         (_table, {"embed_tokens": "64 weights", "lm_head": "64 weights"}),
         (_untied, {"lm_head": "weights lie up to"}),
+        (_broken, {"layers.0.up_proj": "the checkpoint holds values that are not finite"}),
         (_fewer, {"layers.0.v_proj": "the checkpoint has no such tensor"}),
         (_more, {f"{LAYER}self_attn.v_norm.weight": "the bundle has no place for this tensor"}),
     ],

@@ -23,6 +23,7 @@ from mtp_extract.cli import insert as insert_command
 from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.cli._run import run_lean
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
+from mtp_extract.extraction import extract
 from mtp_extract.insert.decision import FLOATS, KEPT, REQUANTIZED
 
 LAYER = f"{PREFIX}layers.0."
@@ -236,6 +237,14 @@ def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) ->
         run_lean(command.app)
     printed = capsys.readouterr()
     return int(stopped.value.code or 0), printed.out, printed.err
+
+
+def test_a_drafter_s_directory_is_told_from_a_base_s(
+    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(sample, tmp_path / "drafter")
+    status, out, _ = run(capsys, inspect_command, sample, "--against", tmp_path / "drafter")
+    assert status == 0 and "is a drafter's checkpoint" in out and "equal, bit for bit" in out
 
 
 def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

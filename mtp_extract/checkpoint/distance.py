@@ -70,6 +70,8 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
     same, most, outside = True, 0.0, 0
     squares = reference = 0.0
     for ours, theirs, step in _rows(stored, new):
+        if not np.isfinite(theirs).all():
+            return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
         apart = theirs.astype(np.float64) - ours
         squares += float(np.square(apart).sum())
         reference += float(np.square(theirs, dtype=np.float64).sum())
