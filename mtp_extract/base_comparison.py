@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.base import BundledBase, Place, find_base
 from mtp_extract.bundle import Opened
@@ -286,7 +287,9 @@ def grouped(places: Sequence[Place]) -> list[tuple[Place, ...]]:
         key: object = None
         if isinstance(stored, ConstantTensor):
             where = stored.source.location.file_offset
-            key = where, stored.scale.tobytes(), stored.zero_point.tobytes(), stored.factor, stored.transposed
+            # Summed, since a vocabulary has a scale a row and a table a layer.
+            sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
+            key = where, *sums, stored.factor, stored.transposed
         found.setdefault((key, place.columns), []).append(place)
     return [tuple(group) for group in found.values()]
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128
 
 from mtp_extract.bundle import Drafter
@@ -213,12 +215,17 @@ def role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decisio
         yield from _block_scales(model, role, tensor, content)
         return
     begin, held = model.region.begin, quantization.zero_point_count
-    yield made(begin + quantization.scale_at, content.scale.astype("<f4").tobytes())
+    yield _vector(begin + quantization.scale_at, content.scale.astype("<f4", copy=False))
     zero_point = content.zero_point[:1] if held == 1 else content.zero_point
     if held:
-        yield made(begin + quantization.zero_point_at, zero_point.astype("<i8").tobytes())
+        yield _vector(begin + quantization.zero_point_at, zero_point.astype("<i8", copy=False))
     if content.zero_point.any() and (not held or (held == 1 and np.ptp(content.zero_point))):
         raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
+
+
+def _vector(at: int, values: npt.NDArray[Any]) -> Piece:
+    """``values`` at ``at``; made into bytes when they are written, since a vocabulary has a scale a row."""
+    return Piece(at, values.nbytes, produce=lambda: iter([values.tobytes()]))
 
 
 def _block_scales(model: TfliteModel, role: str, tensor: Tensor, content: Content) -> Iterator[Piece]:
