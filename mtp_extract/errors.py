@@ -13,6 +13,7 @@
     ├── OutputError            the result cannot be written where it was asked for
     ├── CheckpointError        a checkpoint directory does not hold what it says
     ├── HubError               the Hugging Face Hub said no, or could not be reached
+    ├── ServerError            a server of models said no, could not be reached, or said what makes no sense
     ├── DrafterError           a drafter cannot be built or loaded
     └── PairError              a drafter and a base model do not belong together
 
@@ -37,6 +38,7 @@ __all__ = [
     "PairError",
     "ProofError",
     "RoleError",
+    "ServerError",
     "SourceError",
     "TruncatedError",
     "UnsupportedError",
@@ -96,6 +98,10 @@ class CheckpointError(MtpExtractError):
 
 class HubError(MtpExtractError):
     """The Hugging Face Hub refused, or could not be reached."""
+
+
+class ServerError(MtpExtractError):
+    """A server of models refused, could not be reached, or said what makes no sense."""
 
 
 class DrafterError(MtpExtractError):

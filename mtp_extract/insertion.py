@@ -26,18 +26,19 @@ from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import FormatError, NoDrafterError, OutputError, PairError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.insert.activations import Ranges, recalibrated
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, decide, holds
 from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import new_tensors, patches
 from mtp_extract.io.output import staged_file
-from mtp_extract.io.source import LocalSource, Progress
+from mtp_extract.io.source import Progress
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
 
-__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
+__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "check_out", "planned_insertion"]
 
 TYPES = {
     "int8": TensorType.INT8,
@@ -86,6 +87,7 @@ class InsertionPlan:
     _laid: Laid = field(repr=False)
     _checkpoint: Checkpoint = field(repr=False)
     _opened: Opened = field(repr=False)
+    _bundle: str | os.PathLike[str] = field(repr=False)
 
     def write(
         self,
@@ -101,7 +103,7 @@ class InsertionPlan:
             ProofError: what was written does not compute what it holds.
         """
         target = Path(out)
-        check_out(target, overwrite, self._opened)
+        check_out(target, overwrite, self._bundle)
         done = 0
 
         def tick(count: int) -> None:
@@ -122,7 +124,8 @@ class InsertionPlan:
         with open_bundle(path, section=section, signature=signature) as opened:
             drafter = opened.drafter(self._checkpoint.config.sliding_window)
             written = checkpoint_of(drafter)
-            for role, decision in self.decisions.items():
+
+            def comparing(role: str, decision: Decision) -> None:
                 mine, new = written.tensors[role], self._checkpoint.tensors[role]
                 if decision.how != REQUANTIZED and decision.error == 0.0:
                     same = holds(mine, new, self._checkpoint.dtype)
@@ -130,6 +133,9 @@ class InsertionPlan:
                     same = abs(apart(mine, new) - decision.error) <= _SAME_ERROR
                 if not same:
                     raise OutputError(f"{path}: {role} reads back differently. Nothing was kept.")
+
+            with ThreadPoolExecutor(workers()) as pool:
+                run_all(pool, [partial(comparing, *item) for item in self.decisions.items()])
             return prove_checkpoint(drafter, written)
 
 
@@ -139,6 +145,7 @@ def planned_insertion(
     bundle: str | os.PathLike[str],
     *,
     types: Mapping[str, str] | None = None,
+    ranges: Ranges | None = None,
     graph_from: str | os.PathLike[str] | None = None,
     section: int | None = None,
     signature: str | None = None,
@@ -150,6 +157,7 @@ def planned_insertion(
         bundle: where they go; it stays as it is.
         types: role → a name in :data:`TYPES`, for matrices that are to be stored in another type; a role may have
             wildcards (``layers.*.gate_proj``).
+        ranges: what the drafter's activations reach, for graphs that quantize them statically.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph is added; by default
             ``source``, where that is one.
         section, signature: the drafter's in ``bundle``, where there are several.
@@ -166,13 +174,18 @@ def planned_insertion(
         added = False
         try:
             drafter = opened.drafter(window)
-        except NoDrafterError:
+        except NoDrafterError as error:
             template = graph_from or (None if Path(source).is_dir() else source)
-            if template is None or opened.bundle is None or opened.section is not None:
+            if opened.bundle is None or opened.section is not None:
                 raise
+            if template is None:
+                raise NoDrafterError(
+                    f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
+                    remedies=("graph_from",),
+                ) from error
             opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
             drafter, added = opened.drafter(window), True
-        yield _plan(checkpoint, opened, drafter, types or {}, added)
+        yield _plan(checkpoint, opened, drafter, bundle, types or {}, ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -211,14 +224,19 @@ def _whole(source: Any, begin: int, size: int) -> Laid:
 
 
 def _plan(
-    checkpoint: Checkpoint, opened: Opened, drafter: Drafter, types: Mapping[str, str], added: bool
+    checkpoint: Checkpoint,
+    opened: Opened,
+    drafter: Drafter,
+    bundle: str | os.PathLike[str],
+    types: Mapping[str, str],
+    ranges: Ranges | None,
+    added: bool,
 ) -> InsertionPlan:
     notes = check_geometry(checkpoint.config, drafter.config)
     if not added:
         # What was there before stays, fit or not.
-        notes += [
-            f"In this bundle, {problem}: its drafter could not run before." for problem in base_misfits(opened, drafter)
-        ]
+        problems = base_misfits(opened, drafter)
+        notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
     checkpoint = _complete(checkpoint)
     decisions = _decide(checkpoint, drafter, types)
     laid, moved = _layout(opened, drafter, decisions)
@@ -227,23 +245,39 @@ def _plan(
         section = drafter.section.index if drafter.section else None
         relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
         drafter = relaid.drafter(checkpoint.config.sliding_window)
-    pieces = (*laid.pieces, *patches(drafter, decisions, moved))
-    if any(role.input is not None for role in drafter.walk.roles) and any(d.how != KEPT for d in decisions.values()):
-        notes.append(
-            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
-            "may be accepted less often than the checkpoint's."
-        )
+    calibrated, remarks = _activations(drafter, decisions, ranges)
+    pieces = (*laid.pieces, *patches(drafter, decisions, moved), *calibrated)
     return InsertionPlan(
         name=opened.source.name,
         decisions=decisions,
         added=added,
         rebuilt=len(moved),
         size=laid.size,
-        notes=tuple(notes),
+        notes=(*notes, *remarks),
         _laid=Laid(laid.size, pieces),
         _checkpoint=checkpoint,
         _opened=opened,
+        _bundle=bundle,
     )
+
+
+def _activations(
+    drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
+) -> tuple[list[Piece], list[str]]:
+    """New scales of static activations, and what is to be said of them."""
+    static = [role.role for role in drafter.walk.roles if role.input is not None]
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
+    if ranges is None:
+        if all(decision.how == KEPT for decision in decisions.values()):
+            return [], []
+        return [], [
+            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
+            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
+        ]
+    pieces, kept = recalibrated(drafter, ranges)
+    done = f"Static activations of {len(static)} matrices were calibrated anew."
+    return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
 
 
 def _complete(checkpoint: Checkpoint) -> Checkpoint:
@@ -324,21 +358,19 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
     return bundle_with(opened.bundle, {drafter.section.index: section}), roles
 
 
-def check_out(out: Path, overwrite: bool, opened: Opened) -> None:
+def check_out(out: Path, overwrite: bool, bundle: str | os.PathLike[str]) -> None:
     """Check that ``out`` may be written, before any work is done.
 
     Raises:
         OutputError: it exists, or is the bundle itself.
     """
-    source = opened.source
-    if isinstance(source, LocalSource) and out.exists() and os.path.samefile(out, source.path):
+    if not os.path.lexists(out):
+        return
+    if os.path.exists(bundle) and out.exists() and os.path.samefile(out, bundle):
         raise OutputError(
             f"{escape(out)}: is the bundle that is read, which stays as it is. Choose another place.", remedies=("out",)
         )
-    if os.path.lexists(out):
-        if not out.is_file() or out.is_symlink():
-            raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
-        if not overwrite:
-            raise OutputError(
-                f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
-            )
+    if not out.is_file() or out.is_symlink():
+        raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
+    if not overwrite:
+        raise OutputError(f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))

@@ -16,7 +16,7 @@ from mtp_extract.data import sample_base, sample_bundle
 NEED_TORCH = (
     "adversary",
     "drafter",
-    "engines",
+    "engines/test_local.py",
     "speculate",
     "validate",
     "checkpoint/test_transformers.py",

@@ -29,7 +29,8 @@ def test_metadata() -> None:
     distribution = metadata.distribution("mtp-extract")
     assert distribution.version == mtp_extract.__version__
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
-    assert set(scripts) == {"mtp-extract", "mtp-insert", "mtp-inspect", "mtp-upload", "mtp-validate"}
+    commands = {"bench", "extract", "insert", "inspect", "upload", "validate"}
+    assert set(scripts) == {f"mtp-{name}" for name in commands}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
     run_time = {"numpy", "typer", "huggingface-hub", "xxhash", "flatbuffers"}
     assert {name.replace("_", "-") for name in required} == run_time

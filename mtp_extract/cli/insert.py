@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run_lean
-from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.cli.terminal import doing, progress, say, size, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
@@ -57,6 +57,20 @@ def command(
             metavar="FILE", help="For a bundle without a drafter: the .litertlm or .tflite whose drafter is added."
         ),
     ] = None,
+    base: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="MODEL",
+            help="For a graph with static activations: the base beside which their scales are calibrated anew.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="What the base continues for that; by default the prompts that are shipped."),
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
+    ] = True,
     section: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=0, help="Index of the drafter's section in BUNDLE; asked for only where there are several."),
@@ -84,10 +98,21 @@ def command(
     if bundle is None:
         raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
 
-    from mtp_extract.insertion import planned_insertion
+    if base is None and prompts is not None:
+        raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
+    wanted = _wanted(types, type_ or [])
 
+    from mtp_extract.insertion import check_out, planned_insertion
+
+    if out is not None:
+        check_out(out, overwrite, bundle)
+    ranges = None
+    if base is not None:
+        from mtp_extract.validate.calibration import measure_ranges
+
+        ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=doing)
     with planned_insertion(
-        source, bundle, types=_wanted(types, type_ or []), graph_from=graph_from, section=section, signature=signature
+        source, bundle, types=wanted, ranges=ranges, graph_from=graph_from, section=section, signature=signature
     ) as plan:
         result = None
         if not print_json:

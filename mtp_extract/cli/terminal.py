@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
 
-__all__ = ["doing", "error", "progress", "say", "size", "table", "write_json"]
+__all__ = ["doing", "error", "progress", "say", "say_all", "size", "table", "write_json"]
 
 _FASTEST_REDRAW = 0.1
 _WORTH_SHOWING = 1 << 26
@@ -31,6 +31,11 @@ def _line(stream: TextIO, text: str) -> None:
 def say(text: str) -> None:
     """A line on stdout."""
     _line(sys.stdout, text)
+
+
+def say_all(text: str) -> None:
+    """A line of untrusted text on stdout, all of it: a long text is not a long name."""
+    say(escape(text, longest=len(text)))
 
 
 def write_json(value: Any) -> None:

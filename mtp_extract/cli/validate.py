@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing, error, say, table, write_json
+from mtp_extract.cli.terminal import doing, error, say, say_all, table, write_json
 from mtp_extract.errors import escape
 
 __all__ = ["app", "main"]
@@ -123,24 +123,19 @@ def command(
 def _show(report: Mapping[str, Any]) -> None:
     from mtp_extract.validate.report.tables import measurements
 
-    _say_all(report["verdict"])
+    say_all(report["verdict"])
     for part in measurements(report):
         if not part.detail:
             say(part.title)
             table(part.rows, part.columns, longest=_LONGEST_TEXT)
             if part.after:
-                _say_all(f"  {part.after}")
+                say_all(f"  {part.after}")
     for note in report["notes"]:
-        _say_all(f"Note: {note}")
+        say_all(f"Note: {note}")
     if report["parity"] is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")
     if report["agreement"] is None:
         say("With --base MODEL it is run beside the model it drafts for.")
-
-
-def _say_all(text: str) -> None:
-    """Of a long text nothing is left out, as it would be of a long name."""
-    say(escape(text, longest=len(text)))
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ __all__ = ["CODES", "FLOATS", "KEPT", "REQUANTIZED", "Content", "Decision", "apa
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 _COMPARED = 1 << 16
 
+_FLOAT_NAMES = {TensorType.FLOAT32: "f32", TensorType.FLOAT16: "f16", TensorType.BFLOAT16: "bf16"}
+
 Integers64 = npt.NDArray[np.int64]
 
 
@@ -175,9 +177,9 @@ def _floats(role: str, new: _Oriented, target: Storage) -> tuple[float, Content]
             yield float_bytes(np.ascontiguousarray(chunk), target.type, role)
 
     error = 0.0
-    if target.type is not TensorType.FLOAT32:
-        widen = DTYPES["f16" if target.type is TensorType.FLOAT16 else "bf16"].widen
-        error = _error((widen(stored) for stored in produce()), new.floats())
+    if target.type is not TensorType.FLOAT32 or new.factor != 1.0:
+        widen = DTYPES[_FLOAT_NAMES[target.type]].widen
+        error = _error((divided(widen(stored), new.factor) for stored in produce()), new.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 

@@ -12,35 +12,41 @@ How acceptance is counted. A round drafts K tokens (fewer when fewer could still
 transformers); ``acceptance`` is accepted over drafted, the "success rate" LiteRT-LM prints, where every
 round counts K. The first token comes from the prompt's forward and belongs to no round. A draft after a
 stop token is drafted, not accepted.
+
+Names are imported when they are first used: the arithmetic needs no torch.
 """
 
 from __future__ import annotations
 
-from mtp_extract.speculate.adaptive import AdaptiveDrafts
-from mtp_extract.speculate.arithmetic import (
-    Interval,
-    Proportion,
-    best_draft_length,
-    expected_tokens,
-    ratio_interval,
-    share_interval,
-    speedup,
-    wilson,
-)
-from mtp_extract.speculate.base import Base, check_pair
-from mtp_extract.speculate.batches import groups
-from mtp_extract.speculate.codec import Codec, Encoded, Prompt
-from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.result import (
-    Buffer,
-    Chunk,
-    Generation,
-    Round,
-    conditional_by_step,
-    unconditional_by_step,
-)
-from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
-from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtp_extract.speculate.adaptive import AdaptiveDrafts
+    from mtp_extract.speculate.arithmetic import (
+        Interval,
+        Proportion,
+        best_draft_length,
+        expected_tokens,
+        ratio_interval,
+        share_interval,
+        speedup,
+        wilson,
+    )
+    from mtp_extract.speculate.base import Base, check_pair
+    from mtp_extract.speculate.batches import groups
+    from mtp_extract.speculate.codec import Codec, Encoded, Prompt
+    from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+    from mtp_extract.speculate.result import (
+        Buffer,
+        Chunk,
+        Generation,
+        Round,
+        conditional_by_step,
+        unconditional_by_step,
+    )
+    from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
+    from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 
 __all__ = [
     "AdaptiveDrafts",
@@ -75,3 +81,43 @@ __all__ = [
     "verify_sampled",
     "wilson",
 ]
+
+_HOMES = {
+    "AdaptiveDrafts": "adaptive",
+    "Agreement": "teacher",
+    "Base": "base",
+    "Buffer": "result",
+    "Chunk": "result",
+    "Codec": "codec",
+    "Encoded": "codec",
+    "Generation": "result",
+    "Interval": "arithmetic",
+    "Options": "generate",
+    "Prompt": "codec",
+    "Proportion": "arithmetic",
+    "Round": "result",
+    "Sampling": "sampling",
+    "SpeculativeGenerator": "generate",
+    "Text": "teacher",
+    "Verdict": "sampling",
+    "best_draft_length": "arithmetic",
+    "check_pair": "base",
+    "conditional_by_step": "result",
+    "draw": "sampling",
+    "expected_tokens": "arithmetic",
+    "groups": "batches",
+    "ratio_interval": "arithmetic",
+    "share_interval": "arithmetic",
+    "speedup": "arithmetic",
+    "teacher_forced": "teacher",
+    "unconditional_by_step": "result",
+    "verify_greedy": "sampling",
+    "verify_sampled": "sampling",
+    "wilson": "arithmetic",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

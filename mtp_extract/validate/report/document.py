@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtp_extract._version import __version__
@@ -13,6 +11,7 @@ from mtp_extract.validate.acceptance.agreement import Share, WorkloadFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult
 from mtp_extract.validate.parity.compare import Comparison, Parity
+from mtp_extract.validate.report.page import plain_json
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation
 
@@ -66,7 +65,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
         if generation
         else None,
     }
-    plain: dict[str, Any] = _plain(report)
+    plain: dict[str, Any] = plain_json(report)
     return plain
 
 
@@ -165,13 +164,3 @@ def _length(result: DraftLengthResult) -> dict[str, Any]:
         "draft_ms": result.draft_ms,
         "buffers": [dataclasses.asdict(buffer) for buffer in result.buffers],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp_extract import markdown
 
-__all__ = ["FIGURES", "PAGE", "REPORT", "REPORT_FILES", "Table", "measurements", "setting", "share"]
+__all__ = ["FIGURES", "PAGE", "REPORT", "REPORT_FILES", "Table", "measurements", "setting", "share", "words"]
 
 REPORT = "report.json"
 PAGE = "report.md"
@@ -83,11 +83,12 @@ def setting(report: Mapping[str, Any]) -> Table:
             ("drafter computes in", base["drafter_dtype"]),
             ("chat template", "applied" if base["chat_template"] else "not applied"),
         ]
-    rows += [(name.replace("_", " "), _words(value)) for name, value in report["settings"].items()]
+    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items()]
     return Table(title="Setting", columns=("", ""), rows=tuple(rows))
 
 
-def _words(value: Any) -> str:
+def words(value: Any) -> str:
+    """A setting: numbers, names, or numbers by name."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,223 @@
+"""What each kind of server says, and where: how it is recognised, what to ask it for, and the names of its counters.
+
+Names were read in the sources of llama.cpp 0c1e57098 (``server_slot_stats::to_json``, ``to_metrics``), mlx-vlm 0.7.10
+(``GenerationTimings``), SGLang 0.5.23 (``SpecTokensDetails``, ``metrics_collector.py``) and vLLM 0.33.0
+(``SpeculativeDecodingMetrics``, ``SpecDecodingProm``, ``loggers.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtp_extract.errors import ServerError, escape
+
+__all__ = ["KINDS", "Counters", "Kind", "at", "recognise"]
+
+_LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a server counted; None for what it does not tell.
+
+    Attributes:
+        requests: answered.
+        tokens: generated.
+        rounds: verifications of drafts by the base.
+        drafted: drafts it judged.
+        accepted: of these.
+        ms: its own time of generation, in milliseconds.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    rounds: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    ms: float | None = None
+
+    def __sub__(self, other: Counters) -> Counters:
+        return self._with(other, lambda a, b: a - b)
+
+    def __add__(self, other: Counters) -> Counters:
+        return self._with(other, lambda a, b: a + b)
+
+    def _with(self, other: Counters, what: Any) -> Counters:
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
+        return Counters(**{name: None if None in pair else what(*pair) for name, pair in pairs.items()})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of server.
+
+    Attributes:
+        name: as users call it.
+        owner: ``owned_by`` of its models.
+        header: how its ``Server`` header begins.
+        version: where it says its version: path of the page, and the keys that lead to it.
+        request: what a request asks for beyond OpenAI's fields.
+        answer: keys that lead to the counters of one answer, in an event of its stream.
+        counts: our names of these counters → the server's.
+        none_is_zero: the counters of an answer lack those of drafts where nothing was drafted.
+        page: our names of the counters since its start → the server's, on its page ``/metrics``.
+        exact_below: what the page writes of larger counts is rounded, and not taken.
+    """
+
+    name: str
+    owner: str = ""
+    header: str = ""
+    version: tuple[str, ...] = ()
+    request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": {"include_usage": True}})
+    answer: tuple[str, ...] = ()
+    counts: Mapping[str, str] = field(default_factory=dict)
+    none_is_zero: bool = False
+    page: Mapping[str, str] = field(default_factory=dict)
+    exact_below: int = _LARGEST
+
+    def of_answer(self, event: Mapping[str, Any]) -> Counters | None:
+        """The counters in one event of a stream; None where it has none.
+
+        Raises:
+            ServerError: one is not a count.
+        """
+        told = at(event, *self.answer) if self.answer else None
+        if not isinstance(told, Mapping) or not any(name in told for name in self.counts.values()):
+            return None
+        found = {name: _count(theirs, told.get(theirs)) for name, theirs in self.counts.items() if name != "ms"}
+        if self.none_is_zero and found["drafted"] is None:
+            found |= {name: 0 for name in ("rounds", "drafted", "accepted") if name in found}
+        if (found.get("accepted") or 0) > (found.get("drafted") or 0):
+            raise ServerError(f"expected at most {found['drafted']} accepted drafts, found {found['accepted']}")
+        time = told.get(self.counts.get("ms", ""))
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < _LARGEST:
+            time = None
+        return Counters(ms=time, **found)
+
+    def of_page(self, text: str) -> Counters:
+        """The counters on a page in Prometheus' format, added up over their labels.
+
+        Raises:
+            ServerError: one is not a count.
+        """
+        ours = {theirs: name for name, theirs in self.page.items()}
+        found: dict[str, int] = {}
+        for line in text.splitlines():
+            named = _METRIC.match(line)
+            if named is None or named[0] not in ours:
+                continue
+            value: list[str] = line[named.end() :].rpartition("}")[2].split()
+            try:
+                number = float(value[0])
+                whole: object = int(number) if number.is_integer() else value[0]
+            except (ValueError, OverflowError, IndexError):
+                whole = value[0] if value else "nothing"
+            count = _count(named[0], whole) or 0
+            found[ours[named[0]]] = found.get(ours[named[0]], 0) + count
+        return Counters(**{name: count for name, count in found.items() if count < self.exact_below})
+
+
+_METRIC = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
+        raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
+    return value
+
+
+def at(value: Any, *keys: str) -> Any:
+    """What ``keys`` lead to in nested JSON objects; None where they lead nowhere."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+_USAGE = {"include_usage": True}
+# Usage in every event says how many tokens came with the first.
+_ALL_USAGE = {"stream_options": {**_USAGE, "continuous_usage_stats": True}}
+
+_LLAMA_TIMES = {"tokens": "predicted_n", "drafted": "draft_n", "accepted": "draft_n_accepted", "ms": "predicted_ms"}
+
+OTHER = Kind("unknown")
+"""Any server that speaks OpenAI's protocol: it tells text and tokens, and no counters."""
+
+KINDS = (
+    Kind(
+        "llama-server",
+        owner="llamacpp",
+        header="llama.cpp",
+        version=("/props", "build_info"),
+        # A prompt that is found in the cache is computed otherwise than one that is not, and rounded otherwise.
+        request={"stream_options": _USAGE, "cache_prompt": False},
+        answer=("timings",),
+        counts=_LLAMA_TIMES,
+        none_is_zero=True,
+        page={
+            "tokens": "llamacpp:tokens_predicted_total",
+            "rounds": "llamacpp:spec_decode_num_drafts_total",
+            "drafted": "llamacpp:spec_decode_num_draft_tokens_total",
+            "accepted": "llamacpp:spec_decode_num_accepted_tokens_total",
+        },
+        exact_below=10**6,  # it writes six digits
+    ),
+    Kind(
+        "mlx-vlm",
+        header="mlx_vlm",
+        answer=("timings",),
+        counts={**_LLAMA_TIMES, "rounds": "draft_rounds"},
+        none_is_zero=True,
+    ),
+    Kind(
+        "SGLang",
+        owner="sglang",
+        version=("/server_info", "version"),
+        request={**_ALL_USAGE, "return_spec_tokens_details": True},
+        answer=("sglext", "spec_tokens_details"),
+        counts={
+            "rounds": "spec_verify_ct",
+            "drafted": "spec_num_proposed_drafts",
+            "accepted": "spec_num_correct_drafts",
+        },
+        page={
+            "requests": "sglang:num_requests_total",
+            "tokens": "sglang:generation_tokens_total",
+            "rounds": "sglang:spec_verify_calls_total",
+        },
+    ),
+    Kind(
+        "vLLM",
+        owner="vllm",
+        version=("/version", "version"),
+        request=_ALL_USAGE,
+        answer=("metrics", "speculative_decoding"),
+        counts={
+            "rounds": "num_spec_steps",
+            "drafted": "num_draft_tokens",
+            "accepted": "num_accepted_draft_tokens",
+        },
+        page={
+            "requests": "vllm:request_success_total",
+            "tokens": "vllm:generation_tokens_total",
+            "rounds": "vllm:spec_decode_num_drafts_total",
+            "drafted": "vllm:spec_decode_num_draft_tokens_total",
+            "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        },
+    ),
+)
+"""Every kind whose counters are known."""
+
+
+def recognise(header: str, owners: Iterable[Any]) -> Kind:
+    """The kind of a server, by its ``Server`` header and by ``owned_by`` of its models."""
+    known = {owner for owner in owners if isinstance(owner, str) and owner}
+    for kind in KINDS:
+        if kind.owner in known or (kind.header and header.startswith(kind.header)):
+            return kind
+    return OTHER

@@ -1,0 +1,397 @@
+"""``mtp-bench``: what it measures of servers of every kind, what it says where they tell nothing, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.bounds import HANG
+from helpers.model_server import KEY, MANNERS, ModelServer, account, model_server, words_of
+from helpers.schemas import validator
+
+from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.server import Answer
+from mtp_extract.errors import MtpExtractError, OutputError, ServerError
+from mtp_extract.validate import serving
+from mtp_extract.validate.report.serving import as_json, tables, write_bench
+from mtp_extract.validate.serving import Benchmark, BenchPlan, Group, Side, run_benchmark, together
+
+FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
+TOKENS = 8
+COUNTED = {name: [account(len(words_of(text, TOKENS))) for text in texts] for name, texts in FEW.items()}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps(FEW))
+    return path
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ModelServer, ModelServer]]:
+    kind = getattr(request, "param", "vLLM")
+    with model_server(kind) as server, model_server(kind, drafts=False) as baseline:
+        yield server, baseline
+
+
+def plan(prompts: Path, server: ModelServer, baseline: ModelServer | None = None, **more: Any) -> BenchPlan:
+    return BenchPlan(server.url, baseline and baseline.url, prompts, max_tokens=TOKENS, **more)
+
+
+def checked(found: Benchmark) -> dict[str, Any]:
+    """``bench.json``, after a look at its form."""
+    report: dict[str, Any] = json.loads(json.dumps(as_json(found), allow_nan=False))
+    validator("bench")(report)
+    for table in tables(report):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    return report
+
+
+def summed(name: str, workloads: Any = FEW) -> int:
+    return sum(counted[name] for workload in workloads for counted in COUNTED[workload])
+
+
+def drafts_of(side: Side) -> tuple[int | None, ...]:
+    return side.counted, side.drafted, side.accepted, side.rounds
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+@pytest.mark.parametrize("pair", sorted(set(MANNERS) - {"unknown"}), indirect=True)
+def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: Path, concurrency: int) -> None:
+    """Told in answers or on the page, by text or by group: the sums are the same."""
+    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, repeat=2))
+    checked(found)
+    for name, figures in (*found.workloads.items(), ("all", found.total)):
+        names = list(FEW) if name == "all" else [name]
+        texts = sum(len(FEW[workload]) for workload in names)
+        drafted, accepted, rounds = (2 * summed(what, names) for what in ("drafted", "accepted", "rounds"))
+        assert drafts_of(figures.server) == (2 * texts, drafted, accepted, rounds)
+        assert figures.server.acceptance == accepted / drafted
+        assert figures.server.mean_accepted_length == pytest.approx(1 + accepted / rounds)
+        assert figures.server.tokens == 2 * summed("tokens", names)
+        assert (figures.texts, figures.identical, figures.compared) == (texts, 2 * texts, 2 * texts)
+    # A text and its repeats are one: more of the same text makes nothing more certain.
+    once = run_benchmark(plan(prompts, *pair, concurrency=concurrency)).total.server.mean_accepted_length_ci95
+    twice = found.total.server.mean_accepted_length_ci95
+    assert once is not None
+    assert twice is not None
+    assert (twice.low, twice.high) == pytest.approx((once.low, once.high))
+
+
+@pytest.mark.parametrize("pair", ["llama-server", "mlx-vlm"], indirect=True)
+def test_a_baseline_that_says_it_drafted_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    baseline = run_benchmark(plan(prompts, *pair)).total.baseline
+    assert baseline is not None
+    assert (baseline.counted, baseline.drafted, baseline.acceptance) == (5, 0, None)
+    # Two milliseconds a token, by its own word.
+    assert baseline.server_tokens_per_s == pytest.approx(500)
+
+
+def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, baseline = pair
+    order: list[str] = []
+    for name, one in (("server", server), ("baseline", baseline)):
+        own = one.answer
+        one.answer = lambda prompt, most, name=name, own=own: (order.append(name), own(prompt, most))[1]
+    run_benchmark(plan(prompts, server, baseline, warm_up=0))
+    assert order == ["server", "baseline", "baseline", "server"] * 2 + ["server", "baseline"]
+
+
+def test_warming_up_is_not_measured(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, _ = pair
+    found = run_benchmark(plan(prompts, server, warm_up=7))
+    assert len(server.asked) == 7 + 5
+    assert drafts_of(found.total.server) == (5, *(summed(name) for name in ("drafted", "accepted", "rounds")))
+
+
+def test_a_server_that_tells_nothing(prompts: Path) -> None:
+    with model_server("unknown") as server:
+        found = run_benchmark(plan(prompts, server))
+    report = checked(found)
+    side = found.total.server
+    assert drafts_of(side) == (0, None, None, None)
+    assert (side.tokens, side.tokens_per_s, side.throughput, side.acceptance) == (None, None, None, None)
+    assert side.first_token_ms is not None
+    assert report["verdict"] == "Measured: not told tokens/s; drafts are not told."
+    assert report["notes"][:2] == [
+        f"{server.url} (unknown): drafts are not told for 5 of 5 groups.",
+        f"{server.url}: how many tokens an answer has is not told for 5 of 5.",
+    ]
+    assert "Without a baseline" in report["notes"][-1]
+
+
+def test_others_that_use_the_server(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters that moved by other than what was asked here are nobody's; what answers tell is still theirs."""
+    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    server, _ = pair
+    server.others = 1
+    found = run_benchmark(plan(prompts, server))
+    report = checked(found)
+    assert drafts_of(found.total.server) == (0, None, None, None)
+    assert "moved by other than these requests 5 of 5 times" in report["notes"][0]
+    server.told = True
+    assert run_benchmark(plan(prompts, server)).total.server.drafted == summed("drafted")
+
+
+def test_counters_that_start_again(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    server, _ = pair
+    own = server.answer
+
+    def restarted(prompt: str, most: int) -> list[str]:
+        if len(server.asked) == 3:
+            server.moved.subtract({"requests": 4, "drafted": 100, "tokens": 100})
+        return own(prompt, most)
+
+    server.answer = restarted
+    found = run_benchmark(plan(prompts, server))
+    assert [group.disturbed for group in found.groups["server"]] == [False, True, False, False, False]
+    assert found.total.server.counted == 4
+    checked(found)
+
+
+@pytest.mark.parametrize("name", ["rounds", "drafted", "accepted"])
+def test_counters_that_move_as_none_can(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
+    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    server, _ = pair
+    own = server.answer
+
+    def twisted(prompt: str, most: int) -> list[str]:
+        server.moved[name] += 20 if name == "accepted" else -20
+        return own(prompt, most)
+
+    server.answer = twisted
+    found = run_benchmark(plan(prompts, server, warm_up=0))
+    assert all(group.disturbed for group in found.groups["server"])
+    assert found.total.server.drafted is None
+    checked(found)
+
+
+def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, baseline = pair
+    baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ["!"] * (prompt == "import os")
+    found = run_benchmark(plan(prompts, server, baseline))
+    at = len("".join(words_of("import os", TOKENS)[:-1]))
+    assert ("code", 1, at) in found.parted
+    report = checked(found)
+    (finding,) = (text for text in report["findings"] if text.startswith("code: "))
+    assert finding.startswith("code: the text leaves the baseline's in prompt 1 at character ")
+    assert f", 2 at character {at + 1}" in finding
+    assert "in 0 of 5 answers" in report["verdict"]
+    # What is drawn at random is not compared.
+    drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
+    assert (drawn.total.identical, drawn.total.compared, drawn.parted) == (None, 0, ())
+    assert server.asked[-1][1]["temperature"] == 0.7
+
+
+def test_a_baseline_that_is_none(prompts: Path) -> None:
+    with model_server("llama-server", drafts=False) as server, model_server("vLLM") as baseline:
+        baseline.models[0]["id"] = "another"
+        report = checked(run_benchmark(plan(prompts, server, baseline)))
+    assert report["findings"][0].startswith("the server drafted nothing")
+    assert report["findings"][1].startswith(f"the baseline drafts too ({summed('drafted')} drafts)")
+    assert [note for note in report["notes"] if "differ in more than the drafter: llama-server" in note]
+    assert [note for note in report["notes"] if "call their models google/gemma-4-E4B-it and another" in note]
+
+
+def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told: Counters | None = None) -> Answer:
+    return Answer("text", tokens, 1, first_s, seconds, "length", told)
+
+
+def groups(*answers: Answer, wall: float = 4.0, turn: int = 0) -> list[Group]:
+    return [Group("code", (index,), turn, (one,), wall, None, False) for index, one in enumerate(answers)]
+
+
+def test_speed_is_tokens_after_the_first_over_their_time() -> None:
+    fast = groups(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + groups(answer(11, 3.0), turn=1)
+    slow = groups(answer(11, 4.0), answer(41, 6.0)) + groups(answer(6, 2.0), turn=1)
+    found = serving._figures({"server": fast, "baseline": slow}, [], {"code"})
+    assert found.server.tokens_per_s == pytest.approx((10 + 20 + 10) / 5)
+    assert found.server.inter_token_ms == pytest.approx(125)
+    assert found.server.throughput == pytest.approx(43 / 12)
+    assert found.server.first_token_ms == pytest.approx(1e3 * 1.1 / 3)
+    assert found.baseline is not None
+    assert found.baseline.tokens_per_s == pytest.approx((10 + 40 + 5) / 12)
+    # The first text: 6 s for 15 tokens where 20 were written, so 8; the second: 6 s for 40, so 3 for 20.
+    assert found.speedup == pytest.approx((8 + 3) / (4 + 1))
+    assert found.speedup_ci95 is not None
+    assert found.speedup_ci95.low <= found.speedup <= found.speedup_ci95.high
+
+
+def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
+    few = [answer(11, time) for time in (1.0, 1.2)]
+    many = [answer(11, time) for time in (1.0, 1.2) * 20]
+    narrow, wide = (serving._side(groups(*answers)).tokens_per_s_ci95 for answers in (many, few))
+    assert narrow is not None
+    assert wide is not None
+    assert wide.low == 0.0 < narrow.low < 400 / 44 < narrow.high < wide.high
+    even = serving._side(groups(*[answer(11, 2.0)] * 5))
+    assert even.tokens_per_s_ci95 is not None
+    assert (even.tokens_per_s, even.tokens_per_s_ci95.low, even.tokens_per_s_ci95.high) == (5, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        answer(1, 0.0),
+        answer(0, 0.0, None),
+        answer(None, 1.0),
+        answer(9, 0.0),
+        dataclasses.replace(answer(4, 1.0), first_tokens=4),
+    ],
+)
+def test_answers_without_a_speed(odd: Answer) -> None:
+    alone = serving._side(groups(odd))
+    assert (alone.tokens_per_s, alone.tokens_per_s_ci95, alone.inter_token_ms) == (None, None, None)
+    beside = serving._side(groups(answer(11, 2.0), odd))
+    assert beside.tokens_per_s == 5
+
+
+def test_a_page_that_contradicts_the_answers_adds_nothing() -> None:
+    told = Counters(drafted=8, accepted=4, tokens=7)
+    page = Counters(tokens=7, drafted=8, accepted=4, rounds=2)
+    group = Group("code", (0,), 0, (answer(7, 1.0, told=told),), 1.0, page, False)
+    assert drafts_of(serving._side([group])) == (1, 8, 4, 2)
+    wrong = dataclasses.replace(group, page=dataclasses.replace(page, drafted=9))
+    assert drafts_of(serving._side([wrong])) == (1, 8, 4, None)
+
+
+def test_the_first_error_ends_a_group() -> None:
+    def fails() -> int:
+        raise ServerError("no")
+
+    assert together([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
+    with pytest.raises(ServerError, match="no"):
+        together([lambda: 1, fails, lambda: 3])
+
+
+@pytest.mark.parametrize("change", [{"concurrency": 0}, {"repeat": 0}, {"warm_up": -1}, {"timeout": 0}])
+def test_plans_of_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(MtpExtractError, match="expected at least"):
+        run_benchmark(plan(prompts, pair[0], **change))
+
+
+def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    server, baseline = pair
+    found = run_benchmark(plan(prompts, server, baseline))
+    target = prompts.parent / "bench"
+    assert write_bench(found, target) == ["bench.json", "bench.md"]
+    assert json.loads((target / "bench.json").read_text()) == checked(found)
+    page = (target / "bench.md").read_text()
+    for table in tables(checked(found)):
+        assert table.markdown() in page
+    with pytest.raises(OutputError, match="exists"):
+        write_bench(found, target)
+    write_bench(found, target, overwrite=True)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from mtp_extract.cli.bench import main; sys.argv[0] = 'mtp-bench'; main()"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    proxies = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**proxies, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert KEY not in done.stdout + done.stderr
+    return done
+
+
+def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_path: Path) -> None:
+    server, baseline = pair
+    server.key = baseline.key = KEY
+    common = ["--baseline", f"{baseline.url}/v1", "--prompts", str(prompts), "--max-tokens", str(TOKENS)]
+    key = ["--api-key-env", "THE_KEY"]
+    # Neither is offline mode of the Hub a server's affair.
+    done = run(server.url, *common, *key, "--report", str(tmp_path / "out"), THE_KEY=KEY, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert done.stdout.splitlines()[0] == report["verdict"]
+    assert f"{summed('accepted')} of {summed('drafted')} drafts accepted" in report["verdict"]
+    assert "in 5 of 5 answers" in report["verdict"]
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: bench.json, bench.md"
+    for file in (tmp_path / "out").iterdir():
+        assert KEY not in file.read_text()
+    printed = run(server.url, *common, *key, "--json", "--no-chat-template", "--concurrency", "3", THE_KEY=KEY)
+    assert printed.returncode == 0, printed.stderr
+    validator("bench")(json.loads(printed.stdout))
+    assert server.asked[-1][0] == "/v1/completions"
+    again = run(server.url, *common, *key, "--report", str(tmp_path / "out"), THE_KEY=KEY)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "(--overwrite, --report)" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--api-key-env", "UNSET_KEY"), "in the environment variable UNSET_KEY, found none. Set it (--api-key-env)."),
+        (("--model", "another"), "expected the model another, found google/gemma-4-E4B-it. Name one (--model)."),
+        (("--prompts", "no/such/file.json"), "expected prompts in no/such/file.json"),
+    ],
+)
+def test_an_error_is_one_line(pair: tuple[ModelServer, ModelServer], arguments: tuple[str, ...], expected: str) -> None:
+    done = run(pair[0].url.replace("//", "//user:word@"), *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert expected in done.stderr
+    assert "user" not in done.stderr
+    assert "word" not in done.stderr.replace("one ASCII word", "")
+
+
+def test_an_error_in_the_middle_leaves_nothing(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_path: Path
+) -> None:
+    server, _ = pair
+
+    def third(handler: Any) -> None:
+        handler.json({"error": {"message": "too many requests"}}, 429)
+
+    own = server.answer
+
+    def answer_two(prompt: str, most: int) -> list[str]:
+        if len(server.asked) == 3:
+            server.overrides["/v1/chat/completions"] = third
+        return own(prompt, most)
+
+    server.answer = answer_two
+    done = run(server.url, "--prompts", str(prompts), "--report", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert (
+        "limits the rate of requests. Send fewer at a time, or try later (429): too many requests (--concurrency)."
+        in done.stderr
+    )
+    assert done.stderr.splitlines()[-1].startswith(f"error: {server.url}: ")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_help_and_server_load_nothing_heavy() -> None:
+    code = (
+        "import sys; import mtp_extract.cli.bench; print({'numpy', 'huggingface_hub', 'torch'} & set(sys.modules)); "
+        "import mtp_extract.validate.report.serving; print({'torch', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["set()", "set()"]
+    shown = run("--help")
+    for option in ("--baseline", "--prompts", "--api-key-env", "--concurrency", "--timeout", "--report", "--json"):
+        assert option in shown.stdout

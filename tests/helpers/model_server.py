@@ -1,0 +1,307 @@
+"""A server of models on loopback: it answers as vLLM, SGLang, llama-server or mlx-vlm's do, or as none should.
+
+Its pages of counters are those in ``tests/metrics/``: vLLM's and SGLang's were made by running the classes of their
+releases that count, llama-server's was sent by one. What is asked here is added to them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+KEY = "sk-SecretKeyThatMustNotLeak"
+MODEL = "google/gemma-4-E4B-it"
+PAGES = Path(__file__).resolve().parents[1] / "metrics"
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a kind of server behaves.
+
+    Attributes:
+        listed: an entry of its list of models.
+        header: its ``Server`` header.
+        version: page and content.
+        page: file of its counters.
+        moves: the counters there → what moves them.
+        paths: where it answers.
+    """
+
+    listed: dict[str, Any]
+    header: str = "uvicorn"
+    version: tuple[str, dict[str, Any]] = ("", {})
+    page: str = ""
+    moves: tuple[tuple[str, str], ...] = ()
+    paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
+
+
+MANNERS = {
+    "vLLM": Manner(
+        {"owned_by": "vllm"},
+        version=("/version", {"version": "0.33.0"}),
+        page="vllm-0.33.0.txt",
+        moves=(
+            ("vllm:request_success_total", "requests"),
+            ("vllm:generation_tokens_total", "tokens"),
+            ("vllm:spec_decode_num_drafts_total", "rounds"),
+            ("vllm:spec_decode_num_draft_tokens_total", "drafted"),
+            ("vllm:spec_decode_num_accepted_tokens_total", "accepted"),
+        ),
+    ),
+    "SGLang": Manner(
+        {"owned_by": "sglang"},
+        version=("/server_info", {"version": "0.5.23", "api_key": "not to be shown"}),
+        page="sglang-0.5.23.txt",
+        moves=(
+            ("sglang:num_requests_total", "requests"),
+            ("sglang:generation_tokens_total", "tokens"),
+            ("sglang:spec_verify_calls_total", "rounds"),
+        ),
+    ),
+    "llama-server": Manner(
+        {"owned_by": "llamacpp"},
+        header="llama.cpp",
+        version=("/props", {"build_info": "b1-0c1e570"}),
+        page="llama-server-0c1e57098.txt",
+        moves=(
+            ("llamacpp:tokens_predicted_total", "tokens"),
+            ("llamacpp:spec_decode_num_drafts_total", "rounds"),
+            ("llamacpp:spec_decode_num_draft_tokens_total", "drafted"),
+            ("llamacpp:spec_decode_num_accepted_tokens_total", "accepted"),
+        ),
+    ),
+    "mlx-vlm": Manner({"loaded": True}, header="mlx_vlm/0.7.10", paths=("/v1/chat/completions",)),
+    "unknown": Manner({}),
+}
+
+
+def words_of(prompt: str, most: int) -> list[str]:
+    """The answer to ``prompt``: a text of its own, in tokens."""
+    return [f" {len(prompt)}.{number}" for number in range(min(most, 7 + len(prompt) % 4))]
+
+
+def account(tokens: int) -> dict[str, int]:
+    """What drafting four at a time comes to, of which two are accepted where so many are left."""
+    rounds = -(-(tokens - 1) // 3)
+    return {
+        "requests": 1,
+        "tokens": tokens,
+        "rounds": rounds,
+        "drafted": 4 * rounds,
+        "accepted": tokens - 1 - rounds,
+    }
+
+
+class ModelServer:
+    """Start with :func:`model_server`.
+
+    Attributes:
+        drafts: whether it has a drafter.
+        key: asked for, if any.
+        told: whether vLLM tells counters in its answers, as it does when it is started so.
+        burst: tokens of the first event.
+        others: requests of somebody else that are counted with each of ours.
+        overrides: path → what answers instead, with the handler at hand.
+        asked: path and body of every request for text.
+        seen: every path, with the authorization that was sent.
+    """
+
+    def __init__(self, kind: str, *, drafts: bool = True) -> None:
+        self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
+        self.key: str | None = None
+        self.told, self.burst, self.others = False, 1, 0
+        self.models = [{"id": MODEL, **self.manner.listed}]
+        self.answer: Callable[[str, int], list[str]] = words_of
+        self.overrides: dict[str, Callable[[Any], None]] = {}
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.seen: list[tuple[str, str | None]] = []
+        self.moved: Counter[str] = Counter()
+        self.errors: list[BaseException | None] = []
+        self.lock = threading.Lock()
+        owner = self
+
+        class Handler(_Handler):
+            state = owner
+
+        class Listener(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *args: Any) -> None:
+                error = sys.exc_info()[1]
+                if not isinstance(error, ConnectionError):
+                    owner.errors.append(error)
+
+        self._server = Listener(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def page(self) -> str:
+        """The page of counters: as it was, and what was asked since."""
+        text = (PAGES / self.manner.page).read_text(encoding="utf-8")
+        for name, what in self.manner.moves:
+            if not self.drafts and what in ("rounds", "drafted", "accepted"):
+                text = re.sub(rf"^.*{name}.*\n", "", text, flags=re.MULTILINE)
+                continue
+            found = re.search(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+            assert found is not None
+            value = float(found[2]) + self.moved[what]
+            text = text[: found.start(2)] + f"{value}" + text[found.end(2) :]
+        return text
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    state: ModelServer
+
+    def log_message(self, *args: Any) -> None:
+        return
+
+    def version_string(self) -> str:
+        return self.state.manner.header
+
+    def send(self, body: bytes, kind: str = "application/json", status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def json(self, data: Any, status: int = 200) -> None:
+        self.send(json.dumps(data).encode(), status=status)
+
+    def do_GET(self) -> None:
+        if self.begin(b""):
+            return
+        state = self.state
+        page, version = state.manner.version
+        if self.path == "/v1/models":
+            self.json({"object": "list", "data": state.models})
+        elif self.path == page:
+            self.json(version)
+        elif self.path == "/metrics" and state.manner.page:
+            self.send(state.page().encode(), "text/plain; version=0.0.4")
+        else:
+            self.json({"detail": "Not Found"}, 404)
+
+    def begin(self, body: bytes) -> bool:
+        """Write down what was asked; answer in another way if that is wanted."""
+        state, given = self.state, self.headers.get("authorization")
+        self.body = body
+        state.seen.append((self.path, given))
+        if self.path in state.overrides:
+            state.overrides[self.path](self)
+            return True
+        if state.key is not None and given != f"Bearer {state.key}":
+            self.json({"error": {"message": f"expected another key than {given}"}}, 401)
+            return True
+        return False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.begin(body):
+            return
+        asked = json.loads(body)
+        if self.path not in self.state.manner.paths:
+            self.json({"detail": "Not Found"}, 404)
+            return
+        with self.state.lock:
+            self.state.asked.append((self.path, asked))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in self.events(asked):
+            self.piece(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+        self.piece(b"")
+
+    def piece(self, data: bytes) -> None:
+        """One chunk; an empty one ends the answer."""
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def events(self, asked: dict[str, Any]) -> Iterator[Any]:
+        state, chat = self.state, "messages" in asked
+        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
+        tokens = state.answer(prompt, asked["max_tokens"])
+        options = asked.get("stream_options") or {}
+        count = len(tokens)
+
+        def usage(so_far: int) -> dict[str, Any]:
+            return {"usage": {"prompt_tokens": 5, "completion_tokens": so_far, "total_tokens": 5 + so_far}}
+
+        if chat:
+            yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        groups = [tokens[: state.burst], *([token] for token in tokens[state.burst :])]
+        sent = 0
+        for group in groups:
+            sent += len(group)
+            text = "".join(group)
+            event: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": None}]}
+            event["choices"][0] |= {"delta": {"content": text}} if chat else {"text": text}
+            if options.get("continuous_usage_stats"):
+                event |= usage(sent)
+            yield event
+        yield {"choices": [{"index": 0, "finish_reason": "length", **({"delta": {}} if chat else {"text": ""})}]}
+        counted = account(count) if state.drafts else {**account(count), "rounds": 0, "drafted": 0, "accepted": 0}
+        with state.lock:
+            state.moved.update(counted)
+            state.moved.update({name: value * state.others for name, value in counted.items()})
+        if state.kind == "SGLang" and asked.get("return_spec_tokens_details") and state.drafts:
+            details = {
+                "spec_verify_ct": counted["rounds"],
+                "spec_num_proposed_drafts": counted["drafted"],
+                "spec_num_correct_drafts": counted["accepted"],
+                "spec_accept_rate": 0.5,
+                "spec_correct_drafts_histogram": [],
+            }
+            yield {"choices": [], "sglext": {"spec_tokens_details": details}}
+        if options.get("include_usage") and state.kind != "unknown":
+            yield {"choices": [], **usage(count), **self.counters(counted)}
+        yield "[DONE]"
+
+    def counters(self, counted: dict[str, int]) -> dict[str, Any]:
+        state = self.state
+        if state.kind == "vLLM" and state.told and state.drafts:
+            found = {
+                "num_spec_steps": counted["rounds"],
+                "num_draft_tokens": counted["drafted"],
+                "num_accepted_draft_tokens": counted["accepted"],
+            }
+            return {"metrics": {"tokens_per_second": 1.0, "speculative_decoding": found}}
+        times = {"predicted_n": counted["tokens"], "predicted_ms": 2.0 * (counted["tokens"] - 1)}
+        drafts = {"draft_n": counted["drafted"], "draft_n_accepted": counted["accepted"]}
+        if state.kind == "llama-server":
+            return {"timings": times | (drafts if state.drafts else {})}
+        if state.kind == "mlx-vlm":
+            rounds = {"draft_rounds": counted["rounds"], **drafts}
+            return {"timings": times | (rounds if state.drafts else dict.fromkeys(rounds))}
+        return {}
+
+
+@contextmanager
+def model_server(kind: str, *, drafts: bool = True) -> Iterator[ModelServer]:
+    """A running one."""
+    server = ModelServer(kind, drafts=drafts)
+    try:
+        yield server
+        assert server.errors == []
+    finally:
+        server.close()
