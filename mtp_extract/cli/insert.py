@@ -88,7 +88,7 @@ def command(
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
     if base_weights is not None:
         given: dict[str, object] = {"DIR": bundle, "--types": types, "--type": type_, "--graph-from": graph_from}
-        given |= {"--section": section, "--signature": signature}
+        given |= {"--section": section, "--signature": signature, "--base": base, "--prompts": prompts}
         if wrong := [name for name, value in given.items() if value is not None and value != []]:
             raise typer.BadParameter(
                 f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
@@ -128,7 +128,10 @@ def command(
 
 def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
     from mtp_extract.base_insertion import planned_base_insertion
+    from mtp_extract.insertion import check_out
 
+    if out is not None:
+        check_out(out, overwrite, bundle)
     with planned_base_insertion(directory, bundle) as plan:
         result = None
         if not print_json:
