@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint

@@ -12,7 +12,7 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 
 __all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding"]
 

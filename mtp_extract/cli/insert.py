@@ -26,16 +26,22 @@ def command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIR",
-            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken.",
+            metavar="[DIR]",
+            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Not with "
+            "--base-weights.",
         ),
     ],
     bundle: Annotated[
-        str, typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is.")
-    ],
+        Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is."),
+    ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle."),
+    ] = None,
+    base_weights: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="CHECKPOINT", help="Put a Gemma 4 base, as transformers writes it, into BUNDLE instead."),
     ] = None,
     types: Annotated[
         Optional[str],  # noqa: UP045
@@ -80,6 +86,17 @@ def command(
     """Put the weights of a drafter's checkpoint into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
+    if base_weights is not None:
+        given: dict[str, object] = {"DIR": bundle, "--types": types, "--type": type_, "--graph-from": graph_from}
+        given |= {"--section": section, "--signature": signature, "--base": base, "--prompts": prompts}
+        if wrong := [name for name, value in given.items() if value is not None and value != []]:
+            raise typer.BadParameter(
+                f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
+            )
+        _insert_base(base_weights, source, out, overwrite, print_json)
+        return
+    if bundle is None:
+        raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
 
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
@@ -109,6 +126,49 @@ def command(
         write_json(_document(plan, result))
     elif result is not None:
         _show_result(result)
+
+
+def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
+    from mtp_extract.base_insertion import planned_base_insertion
+    from mtp_extract.insertion import check_out
+
+    if out is not None:
+        check_out(out, overwrite, bundle)
+    with planned_base_insertion(directory, bundle) as plan:
+        result = None
+        if not print_json:
+            rows = [
+                [role, d.storage.type.name, d.how, f"{d.error:.2g}"]
+                for role, each in plan.decisions.items()
+                for d in each
+            ]
+            table(rows, ["role", "stored", "what", "error"])
+            say(f"The base of {escape(plan.name)}: {size(plan.changed)} in {plan.written} places of {size(plan.size)}")
+            for note in plan.notes:
+                say(f"Note: {note}")
+        if out is not None:
+            with progress(quiet=print_json) as tick:
+                result = plan.write(out, overwrite=overwrite, progress=tick)
+    notes = list(result.notes if result else plan.notes)
+    if print_json:
+        write_json(
+            {
+                "bundle": plan.name,
+                "out": str(result.path) if result else None,
+                "size": plan.size,
+                "places_written": plan.written,
+                "bytes_written": plan.changed,
+                "roles": {
+                    role: [{"what": d.how, "stored": d.storage.type.name, "relative_rms_error": d.error} for d in each]
+                    for role, each in plan.decisions.items()
+                },
+                "notes": notes,
+            }
+        )
+    elif result is not None:
+        say(f"Wrote {escape(result.path)} ({size(result.size)}), walked again and compared, role by role")
+        for note in notes[len(plan.notes) :]:
+            say(f"Note: {note}")
 
 
 def _wanted(types: str | None, each: list[str]) -> dict[str, str]:

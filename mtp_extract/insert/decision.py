@@ -18,7 +18,7 @@ from mtp_extract.litertlm.quantized import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["CODES", "FLOATS", "KEPT", "REQUANTIZED", "Content", "Decision", "apart", "decide", "holds"]
+__all__ = ["CODES", "FLOATS", "KEPT", "REQUANTIZED", "Content", "Decision", "apart", "as_stored", "decide", "holds"]
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 _COMPARED = 1 << 16
@@ -78,7 +78,7 @@ def decide(
     # What was rounded on its way out is taken from where it is exact.
     exact: LazyTensor = stored if same else new
     if same and target is here:
-        return Decision(role, KEPT, here.type, here, 0.0, _as_stored(source))
+        return Decision(role, KEPT, here.type, here, 0.0, as_stored(source))
     if target.elements != math.prod(new.shape):
         target, exact = _unfolded(role, target, exact)
     oriented = _Oriented(role, exact, stored.transposed, stored.factor)
@@ -113,7 +113,9 @@ def apart(stored: LazyTensor, new: LazyTensor) -> float:
     return _error(stored.floats(), new.floats())
 
 
-def _as_stored(source: QuantizedTensor) -> Content:
+def as_stored(source: QuantizedTensor) -> Content:
+    """What ``source`` holds."""
+
     def produce() -> Iterator[bytes]:
         for at in range(0, source.location.length, _COMPARED):
             yield source.location.read(at, min(_COMPARED, source.location.length - at))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128
 
 from mtp_extract.bundle import Drafter
@@ -22,7 +24,7 @@ from mtp_extract.litertlm.requantize import Storage, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Piece, made
 
-__all__ = ["new_tensors", "patches"]
+__all__ = ["check_overlaps", "fingerprint", "new_tensors", "patches", "role_pieces", "spans", "sum_of"]
 
 _MATRIX_READER = "FULLY_CONNECTED"
 _VECTOR_READER = "MUL"
@@ -44,10 +46,11 @@ class _Stored:
         """Whether all its roles want the same."""
         if len(self.decisions) == 1 or all(d.how == KEPT for d in self.decisions):
             return True
-        return len({_fingerprint(d) for d in self.decisions}) == 1
+        return len({fingerprint(d) for d in self.decisions}) == 1
 
 
-def _fingerprint(decision: Decision) -> str:
+def fingerprint(decision: Decision) -> str:
+    """Equal for decisions that write the same."""
     digest = xxh3_128(f"{decision.storage.type} {decision.storage.shape}".encode())
     digest.update(decision.content.scale.tobytes())
     digest.update(decision.content.zero_point.tobytes())
@@ -123,21 +126,21 @@ def _unshared(drafter: Drafter, stored: list[_Stored]) -> Iterator[NewTensor]:
     owners: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for graph in model.subgraphs:
         for tensor in graph.tensors:
-            for span in _spans(model, tensor):
+            for span in spans(model, tensor):
                 owners[span].append((graph.index, tensor.index))
-    _check_overlaps(model, owners)
+    check_overlaps(model, owners)
     by_key = {entry.key: entry for entry in stored}
     for entry in stored:
         if entry.decisions[0].how == KEPT or not entry.agreed or not _fits(entry.decisions[0].storage, entry.tensor):
             continue
-        written = list(_spans(model, entry.tensor))[: None if entry.tensor.type in CODE_TYPES else 1]
+        written = list(spans(model, entry.tensor))[: None if entry.tensor.type in CODE_TYPES else 1]
         sharing = {key for span in written for key in owners[span]}
-        print_ = _fingerprint(entry.decisions[0]) if len(sharing) > 1 else ""
-        if any(key not in by_key or _fingerprint(by_key[key].decisions[0]) != print_ for key in sharing - {entry.key}):
+        print_ = fingerprint(entry.decisions[0]) if len(sharing) > 1 else ""
+        if any(key not in by_key or fingerprint(by_key[key].decisions[0]) != print_ for key in sharing - {entry.key}):
             yield NewTensor(*entry.key, entry.decisions[0].storage)
 
 
-def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[tuple[int, int]]:
+def spans(model: TfliteModel, tensor: Tensor) -> Iterator[tuple[int, int]]:
     """The bytes of the file that are a tensor's: data, scales, zero points."""
     span = model.span(tensor)
     if span is not None and span[0] < span[1]:
@@ -152,7 +155,12 @@ def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[tuple[int, int]]:
                 yield begin + at, begin + at + size
 
 
-def _check_overlaps(model: TfliteModel, owners: Iterable[tuple[int, int]]) -> None:
+def check_overlaps(model: TfliteModel, owners: Iterable[tuple[int, int]]) -> None:
+    """Check that the spans ``owners`` are the same or apart.
+
+    Raises:
+        UnsupportedError: two overlap.
+    """
     reached = (0, 0)
     for span in sorted(owners):
         if span[0] < reached[1] and span != reached:
@@ -177,21 +185,27 @@ def patches(drafter: Drafter, decisions: Mapping[str, Decision], moved: frozense
         decision = decisions.get(role.role)
         if decision is None or role.tensor is None or (decision.how == KEPT and role.role not in moved):
             continue
-        for piece in _role_pieces(drafter.model, role.role, role.tensor, decision):
-            if piece.at in pieces and _sum_of(pieces[piece.at]) != _sum_of(piece):
+        for piece in role_pieces(drafter.model, role.role, role.tensor, decision):
+            if piece.at in pieces and sum_of(pieces[piece.at]) != sum_of(piece):
                 raise UnsupportedError(f"{role.role}: shares what lies at byte {piece.at} with another role.")
             pieces[piece.at] = piece
     return list(pieces.values())
 
 
-def _sum_of(piece: Piece) -> str:
+def sum_of(piece: Piece) -> str:
+    """XXH3-128 of what is made for ``piece``."""
     digest = xxh3_128()
     for chunk in piece.produce() if piece.produce is not None else ():
         digest.update(chunk)
     return digest.hexdigest()
 
 
-def _role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decision) -> Iterator[Piece]:
+def role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decision) -> Iterator[Piece]:
+    """What to write over ``tensor``'s data, scales and zero points.
+
+    Raises:
+        UnsupportedError: there is no place for the new zero points.
+    """
     content, storage, quantization = decision.content, decision.storage, tensor.quantization
     location = model.locate(tensor)
     yield Piece(location.file_offset, location.length, produce=content.produce)
@@ -201,12 +215,17 @@ def _role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decisi
         yield from _block_scales(model, role, tensor, content)
         return
     begin, held = model.region.begin, quantization.zero_point_count
-    yield made(begin + quantization.scale_at, content.scale.astype("<f4").tobytes())
+    yield _vector(begin + quantization.scale_at, content.scale.astype("<f4", copy=False))
     zero_point = content.zero_point[:1] if held == 1 else content.zero_point
     if held:
-        yield made(begin + quantization.zero_point_at, zero_point.astype("<i8").tobytes())
+        yield _vector(begin + quantization.zero_point_at, zero_point.astype("<i8", copy=False))
     if content.zero_point.any() and (not held or (held == 1 and np.ptp(content.zero_point))):
         raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
+
+
+def _vector(at: int, values: npt.NDArray[Any]) -> Piece:
+    """``values`` at ``at``; made into bytes when they are written, since a vocabulary has a scale a row."""
+    return Piece(at, values.nbytes, produce=lambda: iter([values.tobytes()]))
 
 
 def _block_scales(model: TfliteModel, role: str, tensor: Tensor, content: Content) -> Iterator[Piece]:

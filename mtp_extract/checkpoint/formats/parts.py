@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 
 __all__ = ["INPUT", "OUTPUT", "Activations", "Matrix", "Packed", "Part", "plan_parts", "static_scale"]
 
