@@ -151,7 +151,7 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
 def test_inspect_refuses_what_does_not_go_with_a_directory(extracted: Path, options: list[str], named: str) -> None:
     result = run("inspect", extracted, *options)
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"{named}: for a bundle or a model" in " ".join(result.stderr.split())
+    assert f"{named}: describes a bundle or a model" in " ".join(result.stderr.split())
 
 
 def test_inspect_refuses_the_graph_of_another_section(sample: Path) -> None:

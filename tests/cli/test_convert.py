@@ -64,7 +64,7 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
         (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
         (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
         (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
-        (["--format", "gguf", "--exact"], 1, "(--dtype f32, --format)"),
+        (["--format", "gguf", "--exact"], 1, "(--format transformers, --dtype f32)"),
     ],
 )
 def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
