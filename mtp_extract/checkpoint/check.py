@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -21,12 +22,15 @@ from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, sums_of
+from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
 
 _LARGEST_RECORD = 1 << 26
+_WRITER = ("mtp_extract", "mtp_extract.version")
+_BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_extract.section.")
+"""What a header may say that a bundle does not: by whom it was written, where it came from, a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def verify_against(
     for file in (weights, *codes, *documents):
         path = own.directory / file.name
         if file.tensors:
-            wrong += _compare(path, file.tensors)
+            wrong += [*_compare(path, file.tensors), *_said_otherwise(path, file.metadata)]
         elif _json_of(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
@@ -234,3 +238,23 @@ def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:
     alike = [tensor for tensor in planned if described.get(tensor.name) == (tensor.dtype, tensor.shape)]
     wrong = [f"tensor {t.name} has another type or shape" for t in planned if t not in alike]
     return [*wrong, *(f"tensor {name} has other values" for name in differing(path, stored, alike))]
+
+
+def _said_otherwise(path: Path, planned: Mapping[str, Any]) -> list[str]:
+    """What the header of the file at ``path`` says beside its tensors, in some containers the configuration, that is
+    not what ``planned`` says.
+    """
+    found = read_metadata(path)
+    more = [key for key in found if key not in planned and not key.startswith(_BESIDE_THE_DRAFTER)]
+    return [
+        f"{path.name} says something else of {escape(key)}"
+        for key in [*planned, *more]
+        if key not in _WRITER and not key.startswith("tokenizer.") and found.get(key) != _as_stored(planned.get(key))
+    ]
+
+
+def _as_stored(value: Any) -> Any:
+    """A number or a list of metadata as reading finds it: plain floats are FP32 there, lists tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return np.float32(value) if type(value) is float else value
