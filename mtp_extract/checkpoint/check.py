@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import rounded_again
+from mtp_extract.checkpoint.rounding import ROUNDED_TO, rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
+__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
 
 _LARGEST_RECORD = 1 << 26
 _WRITER = ("mtp_extract", "mtp_extract.version")
@@ -49,6 +49,11 @@ class Verification:
     against: str | None = None
 
 
+def with_record(place: Path) -> Path:
+    """``place``, or the directory of the file there where a record lies beside it, which speaks of both."""
+    return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
 def read_record(directory: Path) -> dict[str, Any]:
     """``extraction.json`` of ``directory``.
 
@@ -56,6 +61,10 @@ def read_record(directory: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is not what this package writes.
     """
     path = directory / RECORD
+    if directory.is_file():
+        raise CheckpointError(
+            f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a lone file."
+        )
     try:
         if path.stat().st_size > _LARGEST_RECORD:
             raise CheckpointError(f"{path}: larger than any record of mtp-extract.")
@@ -198,7 +207,7 @@ def verify_against(
     """
     own = verify(directory, beside)
     wrong: list[str] = []
-    original = _as_recorded(original, own.record["tensors"])
+    original = _as_recorded(original, own.record)
     weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
     codes = plan_codes(weights) if CODES_FILE in own.record["files"] else []
     for file in (weights, *codes, *documents):
@@ -212,13 +221,17 @@ def verify_against(
     return replace(own, against=name)
 
 
-def _as_recorded(original: Checkpoint, entries: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+def _as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
+    """``original`` with its numbers rounded as ``record`` says, and without the codes that were left behind."""
     tensors = dict(original.tensors)
-    for entry in entries.values():
+    beside = [file["tensors"] for name, file in record["files"].items() if name == CODES_FILE and "tensors" in file]
+    for name, entry in record["tensors"].items():
         role, before, made = entry.get("role"), entry.get("rounded_before"), entry.get("made_codes")
         if role in tensors and "part" not in entry:
             steps = [*(before or []), *([made["rule"]] if made else [])]
-            tensors[role] = rounded_again(tensors[role], steps)
+            tensor = rounded_again(tensors[role], steps)
+            kept = entry.get("kept") == CODES or any(f"{name}.codes" in codes for codes in beside)
+            tensors[role] = tensor if kept else rounded_again(tensor, [ROUNDED_TO["f32"]])
     return replace(original, tensors=MappingProxyType(tensors))
 
 
