@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
@@ -201,7 +203,9 @@ def prove_checkpoint(
         UnsupportedError: the graph holds an operator that cannot be executed here.
     """
     rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
-    return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
+    # Damaged numbers may overflow; what comes of it is not equal, and so refused.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:

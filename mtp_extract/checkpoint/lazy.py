@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +64,14 @@ class Steps:
     size: Floats
     zero_point: npt.NDArray[np.int64]
     factor: float = 1.0
+
+    def by_row(self) -> Steps:
+        """The same, with one step a row where the blocks of every row share it: a format may have repeated it."""
+        if self.size.shape[1] < 2 or (self.size != self.size[:, :1]).any() or self.zero_point.any():
+            return self
+        return replace(
+            self, block=self.block * self.size.shape[1], size=self.size[:, :1], zero_point=self.zero_point[:, :1]
+        )
 
     def floats(self, codes: Integers, first: int = 0) -> Floats:
         """The real numbers of rows ``[first, first + len(codes))``, flat."""

@@ -270,8 +270,9 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
         CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
     """
     for step in steps:
-        if step in RULES and tensor.scheme is None:
-            tensor = RoundedTensor.of(tensor, step)
+        if step in RULES:
+            # Rules are for matrices of floats: codes that there were had been left behind by then.
+            tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
         elif step in ROUNDED_TO.values():
             tensor = NarrowedTensor(tensor, step)
         elif step in _STEP_TYPES and not isinstance(found := row_codes(tensor), str):

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128
@@ -30,6 +31,7 @@ __all__ = [
     "header_sum",
     "holds_tensors",
     "read_header",
+    "read_metadata",
     "run_all",
     "sums_of",
     "workers",
@@ -72,6 +74,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: it is damaged, or another kind of file than its name says.
     """
     return container_of(path).read_header(path)
+
+
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """What the header of the file at ``path`` says beside its tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or another kind of file than its name says.
+    """
+    return container_of(path).read_metadata(path)
 
 
 def workers() -> int:

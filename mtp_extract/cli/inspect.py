@@ -144,12 +144,13 @@ def _show_comparison(found: BaseComparison) -> None:
 
 def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify
+    from mtp_extract.checkpoint.check import verify, with_record
     from mtp_extract.checkpoint.staging import RECORD
     from mtp_extract.extraction import verify_against_source
     from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
 
+    place = with_record(place)
     result: Verification | None = None
     if against is not None:
         with (
@@ -184,7 +185,8 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         if result.against is not None:
-            say(f"  every tensor derived again from {result.against}: equal, bit for bit")
+            how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
+            say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
     else:
         say(f"{escape(place)}: without extraction.json: nothing says where it came from")
     say_geometry(found["geometry"], found["parameters"])
@@ -199,6 +201,10 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
             ],
             ["role", "stored", "shape", "scales", "name"],
         )
+
+
+def _rounded(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("rounded_to") or entry.get("rounded_before") or entry.get("made_codes"))
 
 
 def _show(report: Mapping[str, Any]) -> None:

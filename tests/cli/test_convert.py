@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mtp_extract import extract
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli import convert, inspect
 
@@ -105,3 +106,25 @@ def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     alone = shutil.copy(tmp_path / "out" / "drafter.gguf", tmp_path / "some.gguf")
     shown = RUNNER.invoke(inspect.app, [str(alone)])
     assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
+    # One that lies beside a record is what the record speaks of.
+    shown = RUNNER.invoke(inspect.app, [str(tmp_path / "out" / "drafter.gguf")])
+    assert "match extraction.json" in shown.stdout
+
+
+def test_floats_alone(sample: Path, tmp_path: Path) -> None:
+    """A format of integers says how to come by some; one that has room for both says what it holds."""
+    extract(sample, tmp_path / "f32", dtype="f32")
+    arguments = [str(tmp_path / "f32"), "-o", str(tmp_path / "out"), "--format"]
+    refused = run("convert", *arguments, "mlx", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.endswith("(--quantize, --format transformers).\n")
+    assert "(gguf format, F32)" in RUNNER.invoke(convert.app, [*arguments, "gguf"]).stdout
+
+
+def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: Path, tmp_path: Path) -> None:
+    shown = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
+    told = "rounded as the record says: equal, bit for bit"
+    record = json.loads((extracted / "extraction.json").read_text())
+    assert (told in shown.stdout) == (record["dtype"] != "f32")
+    extract(sample, tmp_path / "gguf", format="gguf")
+    assert told in RUNNER.invoke(inspect.app, [str(tmp_path / "gguf"), "--against", str(sample)]).stdout

@@ -225,6 +225,6 @@ def _grid(path: Path, stored: StoredTensor, kind: BlockType) -> Callable[[], Ste
             size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape))
+        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape)).by_row()
 
     return grid

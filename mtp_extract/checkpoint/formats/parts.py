@@ -168,7 +168,7 @@ class Matrix:
             raise self._damaged("expected scales that are finite and not negative, found others")
         if self._has("biases") and not np.array_equal(self._array("biases"), _biases(bits, scales)):
             raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
-        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64))
+        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64)).by_row()
 
     def _has(self, kind: str) -> bool:
         return any(part.kind == kind for part in self.parts)
