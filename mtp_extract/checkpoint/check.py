@@ -16,10 +16,11 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
+from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import ROUNDED_TO, rounded_again
+from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of

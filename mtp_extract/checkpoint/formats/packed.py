@@ -119,12 +119,12 @@ class PackedFormat(ABC):
         }
         packed = {role: how for role, how in found.items() if not isinstance(how, str)}
         if not packed:
-            floats = any(checkpoint.tensors[role].scheme is None for role in found)
+            plain = any(checkpoint.tensors[role].scheme is None for role in found)
             raise UnsupportedError(
                 f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
-                f"{'Round its matrices to such, or choose' if floats else 'Choose'} the transformers format, which the "
+                f"{'Round its matrices to such, or choose' if plain else 'Choose'} the transformers format, which the "
                 "same engines load.",
-                remedies=(*(("quantize",) if floats else ()), "format=transformers"),
+                remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
         if checkpoint.config.ordered_head is not None and HEAD in packed:
             raise UnsupportedError(
