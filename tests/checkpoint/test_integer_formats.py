@@ -30,7 +30,7 @@ from mtp_extract.checkpoint.lazy import Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of, verify_against_source
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
