@@ -73,7 +73,7 @@ class BaseInsertionPlan:
     size: int
     notes: tuple[str, ...]
     _pieces: tuple[Piece, ...] = field(repr=False)
-    _bundle: str | os.PathLike[str] = field(repr=False)
+    _inputs: tuple[str | os.PathLike[str], ...] = field(repr=False)
     _opened: Opened = field(repr=False)
     _checkpoint: BaseCheckpoint = field(repr=False)
 
@@ -86,7 +86,7 @@ class BaseInsertionPlan:
             OutputError: it cannot be written there, or reads back differently; nothing is left behind.
         """
         target, source = Path(out), self._opened.source
-        check_out(target, overwrite, self._bundle)
+        check_out(target, overwrite, self._inputs)
         whole = Piece(0, source.size, source=source)
         done = 0
 
@@ -135,11 +135,11 @@ def planned_base_insertion(
             f"{names}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan(bundle, opened, find_base(opened), checkpoint)
+        yield _plan((bundle, directory), opened, find_base(opened), checkpoint)
 
 
 def _plan(
-    bundle: str | os.PathLike[str], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
+    inputs: tuple[str | os.PathLike[str], ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
 ) -> BaseInsertionPlan:
     check_geometry(base, checkpoint)
     decided: list[tuple[Place, Decision]] = []
@@ -170,7 +170,7 @@ def _plan(
         opened.source.size,
         tuple(notes),
         tuple(piece for piece, _ in pieces.values()),
-        bundle,
+        inputs,
         opened,
         checkpoint,
     )

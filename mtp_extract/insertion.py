@@ -8,7 +8,7 @@ byte is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +25,15 @@ from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.tensor_file import run_all, workers
-from mtp_extract.errors import FormatError, NoDrafterError, OutputError, PairError, UnsupportedError, escape
+from mtp_extract.errors import (
+    CheckpointError,
+    FormatError,
+    NoDrafterError,
+    OutputError,
+    PairError,
+    UnsupportedError,
+    escape,
+)
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.insert.activations import Ranges, recalibrated
 from mtp_extract.insert.caches import freshen, stale_caches
@@ -88,7 +96,7 @@ class InsertionPlan:
     _laid: Laid = field(repr=False)
     _checkpoint: Checkpoint = field(repr=False)
     _opened: Opened = field(repr=False)
-    _bundle: str | os.PathLike[str] = field(repr=False)
+    _inputs: tuple[str | os.PathLike[str], ...] = field(repr=False)
 
     def write(
         self,
@@ -104,7 +112,7 @@ class InsertionPlan:
             ProofError: what was written does not compute what it holds.
         """
         target = Path(out)
-        check_out(target, overwrite, self._bundle)
+        check_out(target, overwrite, self._inputs)
         done = 0
 
         def tick(count: int) -> None:
@@ -177,7 +185,7 @@ def planned_insertion(
             drafter = opened.drafter(window)
         except NoDrafterError as error:
             template = graph_from or (None if Path(source).is_dir() else source)
-            if opened.bundle is None or opened.section is not None:
+            if opened.bundle is None or section is not None or signature is not None:
                 raise
             if template is None:
                 raise NoDrafterError(
@@ -186,10 +194,13 @@ def planned_insertion(
                 ) from error
             opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
             drafter, added = opened.drafter(window), True
-        yield _plan(checkpoint, opened, drafter, bundle, types or {}, ranges, added)
+        inputs = tuple(read for read in (bundle, source, graph_from) if read is not None)
+        yield _plan(checkpoint, opened, drafter, inputs, types or {}, ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
+    if Path(source).suffix == ".safetensors":
+        raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
     if Path(source).is_dir() or Path(source).suffix == ".gguf":
         return with_codes(Path(source), read_checkpoint(Path(source)))
     opened = stack.enter_context(open_bundle(source))
@@ -228,7 +239,7 @@ def _plan(
     checkpoint: Checkpoint,
     opened: Opened,
     drafter: Drafter,
-    bundle: str | os.PathLike[str],
+    inputs: tuple[str | os.PathLike[str], ...],
     types: Mapping[str, str],
     ranges: Ranges | None,
     added: bool,
@@ -258,7 +269,7 @@ def _plan(
         _laid=Laid(laid.size, pieces),
         _checkpoint=checkpoint,
         _opened=opened,
-        _bundle=bundle,
+        _inputs=inputs,
     )
 
 
@@ -359,19 +370,30 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
     return bundle_with(opened.bundle, {drafter.section.index: section}), roles
 
 
-def check_out(out: Path, overwrite: bool, bundle: str | os.PathLike[str]) -> None:
+def check_out(out: Path, overwrite: bool, inputs: Iterable[str | os.PathLike[str]]) -> None:
     """Check that ``out`` may be written, before any work is done.
 
+    Args:
+        inputs: what is read, and so must stay: files, directories, addresses.
+
     Raises:
-        OutputError: it exists, or is the bundle itself.
+        OutputError: it exists, there is no such directory, or it is one of ``inputs`` or lies in one.
     """
+    if not out.parent.is_dir():
+        raise OutputError(
+            f"{escape(out)}: there is no directory {escape(out.parent)}. Make it, or choose another place.",
+            remedies=("out",),
+        )
     if not os.path.lexists(out):
         return
-    if os.path.exists(bundle) and out.exists() and os.path.samefile(out, bundle):
-        raise OutputError(
-            f"{escape(out)}: is the bundle that is read, which stays as it is. Choose another place.", remedies=("out",)
-        )
+    if out.exists() and any(_is_or_has(Path(read), out) for read in inputs):
+        raise OutputError(f"{escape(out)}: is read, so it stays as it is. Choose another place.", remedies=("out",))
     if not out.is_file() or out.is_symlink():
         raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
     if not overwrite:
         raise OutputError(f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))
+
+
+def _is_or_has(read: Path, out: Path) -> bool:
+    """Whether ``out``, which exists, is the file ``read`` or lies in the directory ``read``."""
+    return read.exists() and (out.samefile(read) or read.resolve() in out.resolve().parents)

@@ -107,7 +107,7 @@ def command(
     from mtp_extract.insertion import check_out, planned_insertion
 
     if out is not None:
-        check_out(out, overwrite, bundle)
+        check_out(out, overwrite, [read for read in (bundle, source, graph_from, base, prompts) if read is not None])
     ranges = None
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
@@ -133,7 +133,7 @@ def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool
     from mtp_extract.insertion import check_out
 
     if out is not None:
-        check_out(out, overwrite, bundle)
+        check_out(out, overwrite, (bundle, directory))
     with planned_base_insertion(directory, bundle) as plan:
         result = None
         if not print_json:

@@ -14,7 +14,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, Floats, QuantizedTensor
+from mtp_extract.litertlm.quantized import FLOAT_TYPES, LARGEST_SCALE, Floats, QuantizedTensor
 from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -190,10 +190,9 @@ def _floats(role: str, new: _Oriented, target: Storage) -> tuple[float, Content]
         for chunk in new.floats():
             yield float_bytes(np.ascontiguousarray(chunk), target.type, role)
 
-    error = 0.0
-    if target.type is not TensorType.FLOAT32 or new.factor != 1.0:
-        widen = DTYPES[_FLOAT_NAMES[target.type]].widen
-        error = _error((divided(widen(stored), new.factor) for stored in produce()), new.weights())
+    # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
+    widen = DTYPES[_FLOAT_NAMES[target.type]].widen
+    error = _error((divided(widen(stored), new.factor) for stored in produce()), new.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
@@ -206,6 +205,8 @@ def _requantized(role: str, new: _Oriented, target: Storage, source: QuantizedTe
                 "place. Give its codes with the checkpoint."
             )
     scale, zero_point = target.measure(new.floats())
+    if scale.size and scale.max() > LARGEST_SCALE:
+        raise CheckpointError(f"{role}: holds values too large for integers and scales. Train it again.")
 
     def codes() -> Iterator[npt.NDArray[Any]]:
         return target.encode(new.floats(), scale, zero_point)
@@ -217,10 +218,14 @@ def _requantized(role: str, new: _Oriented, target: Storage, source: QuantizedTe
 def _error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
     apart, size = 0.0, 0.0
     for mine, theirs in zip(rechunked(held, _COMPARED), rechunked(wanted, _COMPARED), strict=True):
-        difference = mine - theirs
+        # Squares of floats overflow and vanish in F32.
+        exact = theirs.astype(np.float64)
+        difference = mine - exact
         apart += float(np.dot(difference, difference))
-        size += float(np.dot(theirs, theirs))
-    return math.sqrt(apart / size) if size else 0.0
+        size += float(np.dot(exact, exact))
+    if not size:
+        return math.inf if apart else 0.0
+    return math.sqrt(apart / size)
 
 
 def _codes(new: _Oriented, target: Storage, dtype: str) -> Content | None:

@@ -98,9 +98,10 @@ def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> No
     assert status == 1
     assert "--overwrite" in error
     assert (tmp_path / NEW).read_bytes() == b"precious"
-    status, _, error = run(exact, sample, "-o", tmp_path / "nowhere" / NEW)
-    assert status == 1
-    assert "Nothing was kept" in error
+    status, out, error = run(exact, sample, "-o", tmp_path / "nowhere" / NEW)
+    assert (status, out) == (1, ""), "said before any work"
+    assert "there is no directory" in error
+    assert "--out" in error
 
 
 def test_a_disk_without_space(sample: Path, exact: Path, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ SLOW = (
 """The command, which stops for a minute when a part of the file is there."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_killed_in_the_middle(number: signal.Signals, sample: Path, exact: Path, tmp_path: Path) -> None:
     before = sample.read_bytes()
     process = start(exact, sample, "-o", tmp_path / NEW, code=SLOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.errors import NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of
 from mtp_extract.insertion import InsertionPlan, InsertionResult, planned_insertion
 from mtp_extract.litertlm.writer import bundle_with, write_laid
@@ -27,6 +28,7 @@ from mtp_extract.litertlm.writer import bundle_with, write_laid
 MADE = sorted(set(VARIANTS) - REFUSED)
 EXACT = {"dtype": "f32", "codes": True}
 HEAD = "model.embed_tokens.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 
 
 def insert(source: Path, into: Path, out: Path, **options: Any) -> tuple[InsertionPlan, InsertionResult]:
@@ -403,6 +405,65 @@ def test_the_bundle_is_not_its_own_output(sample: Path, exact: Path, tmp_path: P
             plan.write(tmp_path / f"{name}.litertlm", overwrite=True)
     assert filecmp.cmp(mine, sample, shallow=False)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_read_is_not_written_over(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """Neither the bundle whose drafter is taken, nor the one whose graph is, nor a file of the checkpoint."""
+    mine = tmp_path / "mine.litertlm"
+    mine.write_bytes(sample.read_bytes())
+    shutil.copytree(exact, tmp_path / "own")
+    with planned_insertion(mine, sample) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(mine, overwrite=True)
+    with planned_insertion(exact, sample, graph_from=mine) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(mine, overwrite=True)
+    with planned_insertion(tmp_path / "own", sample) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(tmp_path / "own" / "config.json", overwrite=True)
+    assert filecmp.cmp(mine, sample, shallow=False)
+    assert filecmp.cmp(tmp_path / "own" / "config.json", exact / "config.json", shallow=False)
+
+
+def test_a_signature_that_is_not_there_adds_no_drafter(sample: Path) -> None:
+    with (
+        pytest.raises(NoDrafterError, match="no signature 'x'") as raised,
+        planned_insertion(sample, sample, signature="x"),
+    ):
+        pass
+    assert not raised.value.remedies
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "types"),
+    [
+        (NORM, np.nan, {}),
+        (HEAD, np.inf, {}),
+        (HEAD, np.nan, {"lm_head": "float32"}),
+        (HEAD, 3e38, {}),
+    ],
+)
+def test_values_that_cannot_be_stored_are_refused_in_the_plan(
+    name: str, value: float, types: dict[str, str], sample: Path, changed: Callable[..., Path]
+) -> None:
+    def spoil(tensor: np.ndarray) -> np.ndarray:
+        tensor.flat[3] = value
+        return tensor
+
+    with (
+        pytest.raises(CheckpointError, match="Train it again"),
+        planned_insertion(changed({name: spoil}), sample, types=types),
+    ):
+        pass
+
+
+def test_errors_of_very_small_and_large_weights(sample: Path, noisy: Path, changed: Callable[..., Path]) -> None:
+    """Squares neither vanish nor overflow: the share is that of ordinary weights, and 1 below the least scale."""
+
+    def error(size: float) -> float:
+        source = changed({HEAD: lambda head: head * size}, name=f"{size}", source=noisy)
+        with planned_insertion(source, sample) as plan:
+            return plan.decisions["lm_head"].error
+
+    assert error(1e30) == pytest.approx(error(1.0), rel=1e-3)
+    assert error(1e-30) == pytest.approx(1.0)
 
 
 def test_what_is_there_is_replaced_only_when_asked(sample: Path, exact: Path, tmp_path: Path) -> None:
