@@ -173,7 +173,8 @@ def planned_insertion(
 
     Raises:
         PairError: the checkpoint does not fit the drafter, or the drafter not the base.
-        UnsupportedError: what is to change is not stored, or cannot be stored so.
+        UnsupportedError: what is to change is not stored, or cannot be stored so; or a graph is given to a bundle that
+            has one.
         MtpExtractError: a source that cannot be read.
     """
     with ExitStack() as stack:
@@ -194,6 +195,11 @@ def planned_insertion(
                 ) from error
             opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
             drafter, added = opened.drafter(window), True
+        if graph_from is not None and not added:
+            raise UnsupportedError(
+                f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
+                remedies=("graph_from",),
+            )
         inputs = tuple(read for read in (bundle, source, graph_from) if read is not None)
         yield _plan(checkpoint, opened, drafter, inputs, types or {}, ranges, added)
 

@@ -370,3 +370,13 @@ def test_what_went_through_other_formats_is_derived_again(
 
 def _told(chain: list[dict[str, Any]]) -> str:
     return " > ".join("+".join(map(str, step.values())) for step in chain)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere", "found nothing of that name"), ("sample.litertlm", "a bundle is to be extracted first")],
+)
+def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "sample.litertlm").symlink_to(sample)
+    with pytest.raises(DrafterError, match=said):
+        convert(tmp_path / name, tmp_path / "out", format="gguf")

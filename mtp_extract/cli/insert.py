@@ -200,7 +200,7 @@ def _show_plan(plan: InsertionPlan) -> None:
 def _show_result(result: InsertionResult) -> None:
     below = max(result.proof.as_json()["differences_below"].values())
     positions = len(result.proof.positions)
-    say(f"Wrote {escape(result.path)} ({size(result.size)}), read back and compared")
+    say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
     say(f"Proven: executed at {positions} positions, its graph and its weights agree to {below:g} of their range")
     for note in result.notes:
         say(f"Note: {note}")

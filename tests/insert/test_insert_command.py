@@ -46,7 +46,7 @@ def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tm
     status, out, error = run(noisy, sample, "-o", tmp_path / NEW, "--type", "lm_head=int8")
     assert (status, error) == (0, "")
     assert out.startswith(dry)
-    assert "read back and compared" in out
+    assert "its drafter was read back and compared" in out
     assert "agree to" in out
     assert [p.name for p in tmp_path.iterdir()] == [NEW]
 

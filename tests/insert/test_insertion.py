@@ -486,3 +486,12 @@ def test_a_bare_model(noisy: Path, sample: Path, tmp_path: Path) -> None:
     assert plan.rebuilt == 1
     assert (tmp_path / "new.tflite").read_bytes() == drafter_of(tmp_path / "new.litertlm")
     assert parts_of(tmp_path / "new.litertlm")[-1].items.items() >= DRAFTER.items()
+
+
+def test_a_graph_for_a_bundle_that_has_one(sample: Path, tmp_path: Path) -> None:
+    source = extract(sample, tmp_path / "out").directory
+    with (
+        pytest.raises(UnsupportedError, match="has a drafter, whose graph stays"),
+        planned_insertion(source, sample, graph_from=sample),
+    ):
+        raise AssertionError("it was planned")
