@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -111,8 +112,9 @@ def entry(name: str) -> str:
 
 
 WITHOUT_PROOF = (
-    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}}; "
-    "e._prove = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
+    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}, "
+    "'rounding': None}; "
+    "e.prove_written = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
 
@@ -163,6 +165,28 @@ def extraction_against_copying(source: Path, work: Path, repeats: int) -> list[t
         ("… … less that start, over copying", f"{net / times['copy']:.2f} ×"),
         ("… peak memory; without the proof", f"{peak:.0f} MB; {without:.0f} MB"),
     ]
+
+
+def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple[str, str]]:
+    """Extraction into every format that keeps integers, against extraction in F32; the proof and the check of what was
+    written included.
+    """
+    out = work / "out"
+    words = {"f32": ("--dtype", "f32")} | {
+        name: ("--format", name) for name, listed in FORMATS.items() if "codes" in listed.dtypes and not listed.variant
+    }
+    runs = {name: command(entry("extract"), str(source), "-o", str(out), *options) for name, options in words.items()}
+    times = alternately(runs, repeats, lambda: shutil.rmtree(out, ignore_errors=True))
+    rows = []
+    for name, options in words.items():
+        if name == "f32":
+            continue
+        shutil.rmtree(out, ignore_errors=True)
+        peak = peak_memory(entry("extract"), str(source), "-o", str(out), *options)
+        size = (out / format_named(name).weights_file).stat().st_size / 1e6
+        figures = f"{times[name]:.3f} s, {times[name] / times['f32']:.2f} ×; {size:.1f} MB; {peak:.0f} MB"
+        rows.append((f"`--format {name}`: time, over that of F32; size; peak memory", figures))
+    return rows
 
 
 UNPROVEN_INSERTION = (
@@ -278,6 +302,7 @@ def main() -> None:
             maker.start()
             maker.join()
         rows = extraction_against_copying(source, work, options.repeats)
+        rows += formats_against_floats(source, work, options.repeats)
         rows += proving(source)
         rows += insertion_against_copying(source, work, max(1, options.repeats // 3))
         rows += dequantizing(source, max(3, options.repeats // 2))
