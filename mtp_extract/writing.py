@@ -292,6 +292,7 @@ def record_of(
             else record.part_record(planned, staged.sums[planned.name])
             for planned in staged.weights.tensors
         },
+        "notes": list(staged.weights.notes),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,

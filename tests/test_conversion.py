@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
     "nothing": (lambda d: [path.unlink() for path in d.iterdir()], "found none of them"),
-    "no such directory": (shutil.rmtree, "found none of them"),
+    "no such directory": (shutil.rmtree, "found nothing of that name"),
 }
 
 
