@@ -115,8 +115,9 @@ def test_a_disk_without_space(sample: Path, exact: Path, tmp_path: Path) -> None
 
 
 SLOW = (
-    # A suite in the background of a shell has Ctrl-C ignored, and its children too.
+    # A suite in the background of a shell, or under nohup, has signals ignored, and its children too.
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
     "import time, mtp_extract.litertlm.writer as w; write = w._write\n"
     "def slow(*a):\n    done = write(*a); print('written', flush=True); time.sleep(60); return done\n"
     f"w._write = slow; {CODE}"
