@@ -414,7 +414,8 @@ def test_what_is_read_is_not_written_over(sample: Path, exact: Path, tmp_path: P
     shutil.copytree(exact, tmp_path / "own")
     with planned_insertion(mine, sample) as plan, pytest.raises(OutputError, match="is read"):
         plan.write(mine, overwrite=True)
-    with planned_insertion(exact, sample, graph_from=mine) as plan, pytest.raises(OutputError, match="is read"):
+    bare = without_drafter(sample, tmp_path / "bare.litertlm")
+    with planned_insertion(exact, bare, graph_from=mine) as plan, pytest.raises(OutputError, match="is read"):
         plan.write(mine, overwrite=True)
     with planned_insertion(tmp_path / "own", sample) as plan, pytest.raises(OutputError, match="is read"):
         plan.write(tmp_path / "own" / "config.json", overwrite=True)
