@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import run
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -17,19 +15,6 @@ from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli import convert, inspect
 
 RUNNER = CliRunner()
-
-
-def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    code = f"from mtp_extract.cli.{name} import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
 
 
 def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: Path) -> None:
