@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,12 +29,11 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, as
 from mtp_extract.insert.placing import check_overlaps, fingerprint, role_pieces, spans, sum_of
 from mtp_extract.insertion import check_out
 from mtp_extract.io.output import staged_file
+from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
 
 __all__ = ["BaseInsertionPlan", "BaseInsertionResult", "planned_base_insertion"]
-
-Progress = Callable[[int, int], None]
 
 # A calculation in another order of chunks leaves this much.
 _SAME_ERROR = 1e-6
@@ -88,15 +87,8 @@ class BaseInsertionPlan:
         target, source = Path(out), self._opened.source
         check_out(target, overwrite, self._inputs)
         whole = Piece(0, source.size, source=source)
-        done = 0
-
-        def tick(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(min(done, self.size), self.size)
-
         with staged_file(target, overwrite) as stage:
-            write_laid(stage, Laid(source.size, (whole, *self._pieces)), tick)
+            write_laid(stage, Laid(source.size, (whole, *self._pieces)), counter(progress, self.size))
             self._read_again(stage)
             freshen(stage, target, source)
         return BaseInsertionResult(target, self.size, (*self.notes, *stale_caches(target)))

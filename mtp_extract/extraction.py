@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
@@ -209,11 +209,8 @@ def prove_checkpoint(
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
-    """Role → its numbers; an optional role that is absent is one of ones."""
-    tensors: dict[str, LazyTensor] = {
-        role.name: FilledTensor(shape) for role, shape in shapes_of(checkpoint.config).items() if role.optional
-    }
-    tensors.update(checkpoint.tensors)
+    """Role → its numbers."""
+    tensors = checkpoint.whole().tensors
     return lambda role: tensors[role].floats()
 
 

@@ -22,7 +22,7 @@ from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import read_checkpoint
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor
 from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import (
@@ -41,7 +41,7 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, deci
 from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import new_tensors, patches
 from mtp_extract.io.output import staged_file
-from mtp_extract.io.source import Progress
+from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
@@ -113,15 +113,8 @@ class InsertionPlan:
         """
         target = Path(out)
         check_out(target, overwrite, self._inputs)
-        done = 0
-
-        def tick(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(min(done, self.size), self.size)
-
         with staged_file(target, overwrite) as stage:
-            write_laid(stage, self._laid, tick)
+            write_laid(stage, self._laid, counter(progress, self.size))
             proof = self._read_again(stage)
             freshen(stage, target, self._opened.source)
         notes = [*self.notes, *stale_caches(target)]
@@ -255,7 +248,7 @@ def _plan(
         # What was there before stays, fit or not.
         problems = base_misfits(opened, drafter)
         notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
-    checkpoint = _complete(checkpoint)
+    checkpoint = checkpoint.whole()
     decisions = _decide(checkpoint, drafter, types)
     laid, moved = _layout(opened, drafter, decisions)
     if moved:
@@ -296,15 +289,6 @@ def _activations(
     pieces, kept = recalibrated(drafter, ranges)
     done = f"Static activations of {len(static)} matrices were calibrated anew."
     return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
-
-
-def _complete(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with every role there is; a layer's factor that nothing states is 1."""
-    tensors: dict[str, LazyTensor] = {
-        role.name: FilledTensor(shape) for role, shape in shapes_of(checkpoint.config).items() if role.optional
-    }
-    tensors.update(checkpoint.tensors)
-    return Checkpoint(checkpoint.architecture, checkpoint.config, tensors, checkpoint.dtype)
 
 
 def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) -> dict[str, Decision]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.litertlm.quantized import CHUNK_ELEMENTS, Floats
@@ -80,7 +80,7 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
             with np.errstate(divide="ignore", invalid="ignore"):
                 steps = np.where(apart == 0, 0.0, np.abs(apart) / step)
                 # What was rounded to the checkpoint's type may have lain closer before.
-                slack = _HALF + np.where(theirs == 0, 0.0, _rounding(dtype) * np.abs(theirs) / step)
+                slack = _HALF + np.where(theirs == 0, 0.0, dtype.roundoff * np.abs(theirs) / step)
             most = max(most, float(steps.max(initial=0.0)))
             outside += int((steps > slack).sum())
     error = math.sqrt(squares / reference) if reference else (0.0 if not squares else math.inf)
@@ -99,11 +99,6 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
     else:
         verdict, why = DIFFERENT, f"{outside} weights lie up to {most:.3g} steps apart, {error:.3g} of its size"
     return Distance(verdict, error, most, codes_apart, why)
-
-
-def _rounding(dtype: Dtype) -> float:
-    """Half a unit in the last place of ``dtype``, as a share of the number, at most."""
-    return {"F32": 2.0**-24, "BF16": 2.0**-8, "F16": 2.0**-11}[dtype.safetensors]
 
 
 def _rows(stored: LazyTensor, new: LazyTensor) -> Iterator[tuple[Floats, Floats, Values]]:

@@ -32,9 +32,6 @@ __all__ = [
     "same_floats",
 ]
 
-_ELEMENTS = 1 << 18
-"""Floats at a time: 1 MiB."""
-
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
 
@@ -198,7 +195,7 @@ class RoundedTensor(CodesOfRows):
     def _rounded(self, first: int, last: int) -> Iterator[tuple[int, Floats, Codes, Floats]]:
         """(first row, numbers, their codes, their steps) of some rows after the other."""
         columns, rule = self.shape[1], RULES[self.name]
-        for values in in_rows(self.tensor.floats(first, last), columns, max(1, _ELEMENTS // columns)):
+        for values in in_rows(self.tensor.floats(first, last), columns):
             if not np.isfinite(values).all():
                 raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
             codes, steps = rule.round(values.reshape(-1, rule.block or columns))
@@ -307,7 +304,7 @@ def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
     if one.shape != other.shape:
         return False
     columns = rows_of(one.shape)[1]
-    mine, theirs = (in_rows(tensor.floats(), columns, max(1, _ELEMENTS // max(columns, 1))) for tensor in (one, other))
+    mine, theirs = (in_rows(tensor.floats(), columns) for tensor in (one, other))
     return all(
         np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
         for a, b in zip(mine, theirs, strict=True)

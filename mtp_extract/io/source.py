@@ -23,10 +23,23 @@ from types import TracebackType
 from mtp_extract.errors import SourceError, TruncatedError, escape
 from mtp_extract.io.output import write_all
 
-__all__ = ["FileSource", "LocalSource", "Progress", "Region", "Source"]
+__all__ = ["FileSource", "LocalSource", "Progress", "Region", "Source", "counter"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+
+
+def counter(progress: Progress, total: int) -> Callable[[int], None]:
+    """What tells ``progress`` of all that is done, given what was done since the last call; ``total`` at the most."""
+    done = 0
+
+    def tick(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(min(done, total), total)
+
+    return tick
+
 
 _PAGE = 1 << 15
 _PAGES_KEPT = 256

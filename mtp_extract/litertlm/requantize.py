@@ -43,7 +43,7 @@ def rechunked(chunks: Iterable[npt.NDArray[Any]], unit: int) -> Iterator[npt.NDA
             held.append(taken.copy())
             count += taken.size
             if count == size:
-                yield np.concatenate(held)
+                yield held[0] if len(held) == 1 else np.concatenate(held)
                 held, count = [], 0
     if held:
         yield np.concatenate(held)
