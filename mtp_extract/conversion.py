@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from mtp_extract.architecture.config import known_drafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import files_in, verify
+from mtp_extract.checkpoint.check import files_in, verify, with_record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import format_of
@@ -25,8 +25,9 @@ from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
+from mtp_extract.errors import OutputError, escape
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
@@ -97,7 +98,14 @@ def convert(
         overwrite=overwrite,
         tokenizer=tokenizer,
     )
+    target = Path(out) if out is not None else default_directory(directory, format)
     read = ReadDirectory.of(Path(directory))
+    if read.old is not None and read.directory.resolve() in target.resolve().parents:
+        raise OutputError(
+            f"{escape(target)}: lies inside the directory that is converted, which would no longer match its {RECORD}. "
+            "Choose another place.",
+            remedies=("out",),
+        )
     prepared = choice.prepare(read.checkpoint)
 
     def describe(staged: Staged) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def convert(
 
     return write_checkpoint(
         prepared,
-        Path(out) if out is not None else default_directory(directory, format),
+        target,
         describe,
         check=None if source is None else lambda stage: verify_against_source(stage, source),
         notes=read.notes(),
@@ -141,8 +149,7 @@ class ReadDirectory:
         Raises:
             CheckpointError, DrafterError: it is damaged, or holds no drafter.
         """
-        if directory.is_file() and (directory.parent / RECORD).is_file():
-            directory = directory.parent
+        directory = with_record(directory)
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
         format_ = format_of(directory)
         floats = format_.read(directory)

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of, shapes_of
+import numpy as np
+
+from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
@@ -201,15 +203,14 @@ def prove_checkpoint(
         UnsupportedError: the graph holds an operator that cannot be executed here.
     """
     rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
-    return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
+    # Damaged numbers may overflow; what comes of it is not equal, and so refused.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
-    """Role → its numbers; an optional role that is absent is one of ones."""
-    tensors: dict[str, LazyTensor] = {
-        role.name: FilledTensor(shape) for role, shape in shapes_of(checkpoint.config).items() if role.optional
-    }
-    tensors.update(checkpoint.tensors)
+    """Role → its numbers."""
+    tensors = checkpoint.whole().tensors
     return lambda role: tensors[role].floats()
 
 

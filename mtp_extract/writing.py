@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
 from mtp_extract.checkpoint.staging import RECORD, staged_directory, write_file
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.hub.card import CARD, model_card
-from mtp_extract.io.source import Progress
+from mtp_extract.io.source import Progress, counter
 
 __all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
 
@@ -232,7 +232,7 @@ def write_checkpoint(
     weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
     with staged_directory(target, choice.overwrite) as stage:
-        tick = _counter(progress, sum(t.length for file in files for t in file.tensors))
+        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
         written: dict[str, dict[str, Any]] = {}
         for file in files:
             written[file.name] = write_file(stage, file, tick, tuple(beside) if file is weights else ())
@@ -292,18 +292,8 @@ def record_of(
             else record.part_record(planned, staged.sums[planned.name])
             for planned in staged.weights.tensors
         },
+        "notes": list(staged.weights.notes),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,
     }
-
-
-def _counter(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def tick(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    return tick

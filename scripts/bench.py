@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -111,8 +112,9 @@ def entry(name: str) -> str:
 
 
 WITHOUT_PROOF = (
-    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}}; "
-    "e._prove = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
+    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}, "
+    "'rounding': None}; "
+    "e.prove_written = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
 
@@ -162,6 +164,62 @@ def extraction_against_copying(source: Path, work: Path, repeats: int) -> list[t
         ("… without the proof", f"{times['unproven']:.3f} s"),
         ("… … less that start, over copying", f"{net / times['copy']:.2f} ×"),
         ("… peak memory; without the proof", f"{peak:.0f} MB; {without:.0f} MB"),
+    ]
+
+
+def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple[str, str]]:
+    """Extraction into every format that keeps integers, against extraction in F32; the proof and the check of what was
+    written included.
+    """
+    out = work / "out"
+    words = {"f32": ("--dtype", "f32")} | {
+        name: ("--format", name) for name, listed in FORMATS.items() if "codes" in listed.dtypes and not listed.variant
+    }
+    runs = {name: command(entry("extract"), str(source), "-o", str(out), *options) for name, options in words.items()}
+    times = alternately(runs, repeats, lambda: shutil.rmtree(out, ignore_errors=True))
+    rows = []
+    for name, options in words.items():
+        if name == "f32":
+            continue
+        shutil.rmtree(out, ignore_errors=True)
+        peak = peak_memory(entry("extract"), str(source), "-o", str(out), *options)
+        size = (out / format_named(name).weights_file).stat().st_size / 1e6
+        figures = f"{times[name]:.3f} s, {times[name] / times['f32']:.2f} ×; {size:.1f} MB; {peak:.0f} MB"
+        rows.append((f"`--format {name}`: time, over that of F32; size; peak memory", figures))
+    return rows
+
+
+UNPROVEN_INSERTION = (
+    "import types, mtp_extract.insertion as i; said = {'differences_below': {'logits': 0.0}}; "
+    "i.prove_checkpoint = lambda *_: types.SimpleNamespace(as_json=lambda: said, positions=()); "
+)
+"""The same for insertion."""
+
+
+def insertion_against_copying(source: Path, work: Path, repeats: int) -> list[tuple[str, str]]:
+    """Every weight changed and put back, against copying the bundle."""
+    checkpoint, out, copy = work / "checkpoint", work / "inserted.litertlm", work / "copy"
+    subprocess.run([sys.executable, "-c", entry("extract"), source, "-o", checkpoint, "--dtype", "f32"], check=True)
+    weights = checkpoint / "model.safetensors"
+    changing = (
+        "import sys, numpy as np; from safetensors.numpy import load_file, save_file; t = load_file(sys.argv[1]); "
+        "save_file({k: v * np.float32(1.01) for k, v in t.items()}, sys.argv[1], {'format': 'pt'})"
+    )
+    subprocess.run([sys.executable, "-c", changing, weights], check=True)
+
+    def cleaning() -> None:
+        copy.unlink(missing_ok=True)
+        out.unlink(missing_ok=True)
+
+    words = (UNPROVEN_INSERTION + entry("insert"), str(checkpoint), str(source), "-o", str(out))
+    peak = peak_memory(*words)
+    runs = {"copy": lambda: shutil.copyfile(source, copy), "insert": command(*words)}
+    times = alternately(runs, repeats, cleaning)
+    size = source.stat().st_size / 1e9
+    return [
+        (f"copying the bundle ({size:.1f} GB)", f"{times['copy']:.2f} s"),
+        ("`mtp-insert` of 78 M changed weights, read back and compared, without the proof", f"{times['insert']:.2f} s"),
+        ("… over copying; peak memory", f"{times['insert'] / times['copy']:.2f} ×; {peak:.0f} MB"),
     ]
 
 
@@ -244,7 +302,9 @@ def main() -> None:
             maker.start()
             maker.join()
         rows = extraction_against_copying(source, work, options.repeats)
+        rows += formats_against_floats(source, work, options.repeats)
         rows += proving(source)
+        rows += insertion_against_copying(source, work, max(1, options.repeats // 3))
         rows += dequantizing(source, max(3, options.repeats // 2))
         rows += inspecting(source, options.repeats)
     print("| what | measured |\n| --- | --- |")

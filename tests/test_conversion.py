@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
     "nothing": (lambda d: [path.unlink() for path in d.iterdir()], "found none of them"),
-    "no such directory": (shutil.rmtree, "found none of them"),
+    "no such directory": (shutil.rmtree, "found nothing of that name"),
 }
 
 
@@ -280,6 +280,15 @@ def test_another_bundle_as_the_source(bf16: Path, tmp_path: Path) -> None:
     with open_bundle(variant("jax_published")) as opened, pytest.raises(MtpExtractError):
         convert(bf16, tmp_path / "out", format="litert", source=opened)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_inside_what_is_converted(bf16: Path, tmp_path: Path) -> None:
+    """There it would be a file that the record does not know."""
+    copy = Path(shutil.copytree(bf16, tmp_path / "copy"))
+    with pytest.raises(OutputError, match="lies inside the directory"):
+        convert(copy, copy / "more" / "litert", format="litert")
+    assert contents(copy) == contents(bf16)
+    assert verify(copy).files
 
 
 def test_a_full_disk(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,3 +337,46 @@ def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monke
     with pytest.raises(CheckpointError, match="cut short"):
         convert(alone, tmp_path / "out", format="transformers")
     assert not (tmp_path / "out").exists()
+
+
+CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("sample", [{"format": "gguf"}, {"format": "compressed-tensors"}]),
+    ("sample", [{"format": "gguf"}, {"format": "transformers", "codes": True}]),
+    ("sample", [{"format": "gguf"}, {"format": "gemma"}, {"format": "mlx"}]),
+    ("torch_folded_softcap", [{"format": "mlx"}, {"format": "compressed-tensors"}]),
+    ("torch_blockwise32", [{"format": "gemma"}, {"format": "transformers", "codes": True}]),
+    ("torch_folded_softcap", [{"format": "gguf", "dtype": "f32"}, {"format": "gguf"}]),
+    ("sample", [{"format": "transformers", "dtype": "f32"}, {"format": "mlx", "quantize": "q8_0"}]),
+    (
+        "sample",
+        [{"format": "transformers"}, {"format": "gguf", "quantize": "q4_0"}, {"format": "gguf", "dtype": "f32"}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "chain"), CHAINS, ids=lambda it: it if isinstance(it, str) else _told(it))
+def test_what_went_through_other_formats_is_derived_again(
+    name: str, chain: list[dict[str, Any]], sample: Path, tmp_path: Path
+) -> None:
+    """Steps that a format repeated along a row are one again, and codes that were left behind are not asked for."""
+    source = sample if name == "sample" else variant(name)
+    first, *more = chain
+    extract(source, tmp_path / "0", **first)
+    with open_bundle(source) as opened:
+        for index, step in enumerate(more):
+            convert(tmp_path / f"{index}", tmp_path / f"{index + 1}", **step)
+            assert verify_against_source(tmp_path / f"{index + 1}", opened).against == str(source)
+
+
+def _told(chain: list[dict[str, Any]]) -> str:
+    return " > ".join("+".join(map(str, step.values())) for step in chain)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere", "found nothing of that name"), ("sample.litertlm", "a bundle is to be extracted first")],
+)
+def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "sample.litertlm").symlink_to(sample)
+    with pytest.raises(DrafterError, match=said):
+        convert(tmp_path / name, tmp_path / "out", format="gguf")

@@ -29,9 +29,11 @@ def test_metadata() -> None:
     distribution = metadata.distribution("mtp-extract")
     assert distribution.version == mtp_extract.__version__
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
-    assert set(scripts) == {"mtp-bench", "mtp-extract", "mtp-inspect", "mtp-tune", "mtp-upload", "mtp-validate"}
+    commands = {"bench", "convert", "extract", "insert", "inspect", "tune", "upload", "validate"}
+    assert set(scripts) == {f"mtp-{name}" for name in commands}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    assert {name.replace("_", "-") for name in required} == {"numpy", "typer", "huggingface-hub", "xxhash"}
+    run_time = {"flatbuffers", "gguf", "numpy", "typer", "huggingface-hub", "xxhash"}
+    assert {name.replace("_", "-") for name in required} == run_time
 
 
 @pytest.mark.parametrize("name", ["roles", "geometries", "tflite_schema", "bundles"])

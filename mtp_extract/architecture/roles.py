@@ -13,10 +13,13 @@ from types import MappingProxyType
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 from mtp_extract.data import load_mapping
 
-__all__ = ["GEMMA4_MTP", "INDEX", "MATRIX", "NORM", "SCALAR", "Role", "role_table", "roles_of", "shapes_of"]
+__all__ = ["GEMMA4", "GEMMA4_MTP", "INDEX", "MATRIX", "NORM", "SCALAR", "Role", "role_table", "roles_of", "shapes_of"]
 
 GEMMA4_MTP = "gemma4-mtp"
 """The architecture of Gemma 4's multi-token-prediction drafters."""
+
+GEMMA4 = "gemma4"
+"""The text model of a Gemma 4 base."""
 
 MATRIX, NORM, SCALAR, INDEX = "matrix", "norm", "scalar", "index"
 """Kinds of weights: ``[out, in]``, a vector that scales a normed vector, a factor, integers that are no numbers."""
@@ -33,7 +36,7 @@ class Role:
         name: "pre_projection", "layers.0.q_proj", …
         kind: :data:`MATRIX`, :data:`NORM`, :data:`SCALAR` or :data:`INDEX`.
         shape: dimensions by name, as :func:`shapes_of` resolves them.
-        optional: whether a drafter may lack it.
+        optional: whether a model may lack it.
         names: tensor name by format.
         published_names: regular expressions; one of them is found in the names of Google's published files.
         also_seen: the same for names that exporters borrow from another role; they neither confirm nor contradict.
@@ -75,9 +78,9 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     )
 
 
-def roles_of(num_layers: int, *, ordered_head: bool = False) -> tuple[Role, ...]:
-    """Every role of a drafter with ``num_layers`` layers, in the order in which tensors are written."""
-    table = [role for role in role_table() if ordered_head or not role.name.startswith(_ORDERED_HEAD)]
+def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
+    """Every role of a model with ``num_layers`` layers, in the order in which tensors are written."""
+    table = [role for role in role_table(architecture) if ordered_head or not role.name.startswith(_ORDERED_HEAD)]
     first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
     last = max(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
     layers = (_fill(role, layer) for layer in range(num_layers) for role in table[first : last + 1])

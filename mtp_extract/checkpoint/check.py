@@ -11,22 +11,27 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
+from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, sums_of
+from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against"]
+__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
 
 _LARGEST_RECORD = 1 << 26
+_WRITER = ("mtp_extract", "mtp_extract.version")
+_BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_extract.section.")
+"""What a header may say that a bundle does not: by whom it was written, where it came from, a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Verification:
     against: str | None = None
 
 
+def with_record(place: Path) -> Path:
+    """``place``, or the directory of the file there where a record lies beside it, which speaks of both."""
+    return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
 def read_record(directory: Path) -> dict[str, Any]:
     """``extraction.json`` of ``directory``.
 
@@ -52,6 +62,10 @@ def read_record(directory: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is not what this package writes.
     """
     path = directory / RECORD
+    if directory.is_file():
+        raise CheckpointError(
+            f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a lone file."
+        )
     try:
         if path.stat().st_size > _LARGEST_RECORD:
             raise CheckpointError(f"{path}: larger than any record of mtp-extract.")
@@ -194,13 +208,13 @@ def verify_against(
     """
     own = verify(directory, beside)
     wrong: list[str] = []
-    original = _as_recorded(original, own.record["tensors"])
+    original = _as_recorded(original, own.record)
     weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
     codes = plan_codes(weights) if CODES_FILE in own.record["files"] else []
     for file in (weights, *codes, *documents):
         path = own.directory / file.name
         if file.tensors:
-            wrong += _compare(path, file.tensors)
+            wrong += [*_compare(path, file.tensors), *_said_otherwise(path, file.metadata)]
         elif _json_of(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
@@ -208,13 +222,17 @@ def verify_against(
     return replace(own, against=name)
 
 
-def _as_recorded(original: Checkpoint, entries: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+def _as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
+    """``original`` with its numbers rounded as ``record`` says, and without the codes that were left behind."""
     tensors = dict(original.tensors)
-    for entry in entries.values():
+    beside = [file["tensors"] for name, file in record["files"].items() if name == CODES_FILE and "tensors" in file]
+    for name, entry in record["tensors"].items():
         role, before, made = entry.get("role"), entry.get("rounded_before"), entry.get("made_codes")
         if role in tensors and "part" not in entry:
             steps = [*(before or []), *([made["rule"]] if made else [])]
-            tensors[role] = rounded_again(tensors[role], steps)
+            tensor = rounded_again(tensors[role], steps)
+            kept = entry.get("kept") == CODES or any(f"{name}.codes" in codes for codes in beside)
+            tensors[role] = tensor if kept else rounded_again(tensor, [ROUNDED_TO["f32"]])
     return replace(original, tensors=MappingProxyType(tensors))
 
 
@@ -234,3 +252,23 @@ def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:
     alike = [tensor for tensor in planned if described.get(tensor.name) == (tensor.dtype, tensor.shape)]
     wrong = [f"tensor {t.name} has another type or shape" for t in planned if t not in alike]
     return [*wrong, *(f"tensor {name} has other values" for name in differing(path, stored, alike))]
+
+
+def _said_otherwise(path: Path, planned: Mapping[str, Any]) -> list[str]:
+    """What the header of the file at ``path`` says beside its tensors, in some containers the configuration, that is
+    not what ``planned`` says.
+    """
+    found = read_metadata(path)
+    more = [key for key in found if key not in planned and not key.startswith(_BESIDE_THE_DRAFTER)]
+    return [
+        f"{path.name} says something else of {escape(key)}"
+        for key in [*planned, *more]
+        if key not in _WRITER and not key.startswith("tokenizer.") and found.get(key) != _as_stored(planned.get(key))
+    ]
+
+
+def _as_stored(value: Any) -> Any:
+    """A number or a list of metadata as reading finds it: plain floats are FP32 there, lists tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return np.float32(value) if type(value) is float else value

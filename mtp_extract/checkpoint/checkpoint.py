@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import Role
-from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.architecture.roles import Role, shapes_of
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 
 __all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding"]
 
@@ -46,6 +46,13 @@ class Checkpoint:
         default_factory=lambda: MappingProxyType({})
     )
     tokenizer: Path | None = None
+
+    def whole(self) -> Checkpoint:
+        """The same with every role there is: an optional one that nothing states is of ones."""
+        implied: dict[str, LazyTensor] = {
+            role.name: FilledTensor(shape) for role, shape in shapes_of(self.config).items() if role.optional
+        }
+        return replace(self, tensors=MappingProxyType({**implied, **self.tensors}))
 
 
 @dataclass(frozen=True)

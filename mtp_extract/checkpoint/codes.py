@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
-from mtp_extract.checkpoint.safetensors_file import CONTAINER, read_metadata
+from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.checkpoint.tensor_file import differing
@@ -103,7 +103,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
 def _schemes(directory: Path, path: Path) -> Mapping[str, Any]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
     try:
-        text = read_metadata(path).get(_SCHEMES)
+        text = CONTAINER.read_metadata(path).get(_SCHEMES)
         if text is not None:
             found: Mapping[str, Any] = json.loads(text)
             return dict(found)

@@ -67,6 +67,7 @@ class Dtype:
     Attributes:
         safetensors, transformers: its names there.
         size: bytes.
+        roundoff: the most by which rounding to it changes a number, as a share of it (FP16: while it is normal).
         narrow: rounds float32 to it; takes the tensor's name for the message when it does not fit.
         widen: stored little-endian bytes as float32, exactly.
     """
@@ -74,15 +75,16 @@ class Dtype:
     safetensors: str
     transformers: str
     size: int
+    roundoff: float
     narrow: Callable[[Floats, str], Stored]
     widen: Callable[[bytes], Floats]
 
 
 DTYPES = MappingProxyType(
     {
-        "f32": Dtype("F32", "float32", 4, _to_f32, _from_f32),
-        "bf16": Dtype("BF16", "bfloat16", 2, _to_bf16, _from_bf16),
-        "f16": Dtype("F16", "float16", 2, _to_f16, _from_f16),
+        "f32": Dtype("F32", "float32", 4, 2.0**-24, _to_f32, _from_f32),
+        "bf16": Dtype("BF16", "bfloat16", 2, 2.0**-8, _to_bf16, _from_bf16),
+        "f16": Dtype("F16", "float16", 2, 2.0**-11, _to_f16, _from_f16),
     }
 )
 """Output types by their name on the command line."""

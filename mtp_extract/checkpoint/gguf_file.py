@@ -113,6 +113,9 @@ class Gguf:
     def read_header(self, path: Path) -> dict[str, StoredTensor]:
         return read_gguf(path).tensors
 
+    def read_metadata(self, path: Path) -> Mapping[str, Any]:
+        return read_gguf(path).metadata
+
 
 CONTAINER = Gguf()
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.litertlm.requantize import rechunked
 
 __all__ = ["Codes", "RowCodes", "in_rows", "row_codes", "same_codes"]
 
@@ -18,8 +19,6 @@ Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
 
 _WIDTHS = (2, 4, 8)
-_ELEMENTS = 1 << 18
-"""Codes at a time: 256 KiB."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class RowCodes:
         """(first row, codes ``[rows, in]``) of all rows, a little at a time; the same rows for equal shapes."""
         columns = self.shape[1]
         first = 0
-        for codes in in_rows(self.tensor.integers(), columns, max(1, _ELEMENTS // max(columns, 1))):
+        for codes in in_rows(self.tensor.integers(), columns):
             zeros = self.stored.zero_point[first : first + len(codes), :, None]
             if zeros.any():
                 shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
@@ -56,21 +55,9 @@ class RowCodes:
             first += len(codes)
 
 
-def in_rows(chunks: Iterable[npt.NDArray[Numbers]], columns: int, rows: int) -> Iterator[npt.NDArray[Numbers]]:
-    """Flat chunks of any size as ``[rows, columns]``; the last may have fewer rows."""
-    held: list[npt.NDArray[Numbers]] = []
-    size, wanted = 0, rows * columns
-    for chunk in chunks:
-        held.append(chunk.reshape(-1))
-        size += chunk.size
-        while size >= wanted:
-            flat = held[0] if len(held) == 1 else np.concatenate(held)
-            yield flat[:wanted].reshape(rows, columns)
-            held, size = [flat[wanted:]], size - wanted
-        # The next chunk may overwrite this one.
-        held[-1] = held[-1].copy()
-    if size:
-        yield np.concatenate(held).reshape(-1, columns)
+def in_rows(chunks: Iterable[npt.NDArray[Numbers]], columns: int) -> Iterator[npt.NDArray[Numbers]]:
+    """Flat chunks of any size as some rows after the other, ``[rows, columns]``; the same rows for equal shapes."""
+    return (chunk.reshape(-1, columns) for chunk in rechunked(chunks, max(columns, 1)))
 
 
 def row_codes(tensor: LazyTensor) -> RowCodes | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "LazyTensor",
     "Scheme",
     "Steps",
+    "divided",
     "read_floats",
     "rows_of",
 ]
@@ -65,6 +66,14 @@ class Steps:
     zero_point: npt.NDArray[np.int64]
     factor: float = 1.0
 
+    def by_row(self) -> Steps:
+        """The same, with one step a row where the blocks of every row share it: a format may have repeated it."""
+        if self.size.shape[1] < 2 or (self.size != self.size[:, :1]).any() or self.zero_point.any():
+            return self
+        return replace(
+            self, block=self.block * self.size.shape[1], size=self.size[:, :1], zero_point=self.zero_point[:, :1]
+        )
+
     def floats(self, codes: Integers, first: int = 0) -> Floats:
         """The real numbers of rows ``[first, first + len(codes))``, flat."""
         rows = slice(first, first + len(codes))
@@ -72,7 +81,7 @@ class Steps:
         if self.zero_point[rows].any():
             values -= self.zero_point[rows, :, None].astype(np.float32)
         values *= self.size[rows, :, None]
-        return _divided(values.reshape(-1), self.factor)
+        return divided(values.reshape(-1), self.factor)
 
 
 class LazyTensor(Protocol):
@@ -221,13 +230,13 @@ class ConstantTensor:
         if self.source.tensor.elements != math.prod(self.shape):
             # Converters fold a vector of equal weights into one number.
             value = self.source.dequantize().reshape(-1)[:1]
-            yield _divided(np.repeat(value, math.prod(self.shape)), self.factor)
+            yield divided(np.repeat(value, math.prod(self.shape)), self.factor)
             return
         if self.transposed:
-            yield _divided(self._turned(self.source.dequantize(), first, last), self.factor)
+            yield divided(self._turned(self.source.dequantize(), first, last), self.factor)
             return
         for chunk in self.source.chunks(*self._grid_rows(first, last)):
-            yield _divided(chunk, self.factor)
+            yield divided(chunk, self.factor)
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
         if self.source.tensor.elements != math.prod(self.shape):
@@ -279,7 +288,12 @@ class ArrayTensor(FloatsOnly):
         yield np.ascontiguousarray(self.array).reshape(rows, columns)[first:last].reshape(-1)
 
 
-def _divided(values: Floats, factor: float) -> Floats:
+def divided(values: Floats, factor: float) -> Floats:
+    """``values`` as stored, without the ``factor`` that was folded into them.
+
+    Raises:
+        FormatError: they leave float32.
+    """
     if factor == 1.0:
         return values
     # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.

@@ -118,6 +118,13 @@ class Container(Protocol):
             CheckpointError: not such a file, or one whose header contradicts its size.
         """
 
+    def read_metadata(self, path: Path) -> Mapping[str, Any]:
+        """What the header of the file at ``path`` says beside its tensors.
+
+        Raises:
+            CheckpointError: as for the tensors.
+        """
+
 
 def json_text(document: Mapping[str, Any]) -> str:
     """``document`` as every JSON file of a checkpoint is written."""

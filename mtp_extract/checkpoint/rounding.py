@@ -32,9 +32,6 @@ __all__ = [
     "same_floats",
 ]
 
-_ELEMENTS = 1 << 18
-"""Floats at a time: 1 MiB."""
-
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
 
@@ -198,7 +195,7 @@ class RoundedTensor(CodesOfRows):
     def _rounded(self, first: int, last: int) -> Iterator[tuple[int, Floats, Codes, Floats]]:
         """(first row, numbers, their codes, their steps) of some rows after the other."""
         columns, rule = self.shape[1], RULES[self.name]
-        for values in in_rows(self.tensor.floats(first, last), columns, max(1, _ELEMENTS // columns)):
+        for values in in_rows(self.tensor.floats(first, last), columns):
             if not np.isfinite(values).all():
                 raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
             codes, steps = rule.round(values.reshape(-1, rule.block or columns))
@@ -270,8 +267,9 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
         CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
     """
     for step in steps:
-        if step in RULES and tensor.scheme is None:
-            tensor = RoundedTensor.of(tensor, step)
+        if step in RULES:
+            # Rules are for matrices of floats: codes that there were had been left behind by then.
+            tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
         elif step in ROUNDED_TO.values():
             tensor = NarrowedTensor(tensor, step)
         elif step in _STEP_TYPES and not isinstance(found := row_codes(tensor), str):
@@ -306,7 +304,7 @@ def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
     if one.shape != other.shape:
         return False
     columns = rows_of(one.shape)[1]
-    mine, theirs = (in_rows(tensor.floats(), columns, max(1, _ELEMENTS // max(columns, 1))) for tensor in (one, other))
+    mine, theirs = (in_rows(tensor.floats(), columns) for tensor in (one, other))
     return all(
         np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
         for a, b in zip(mine, theirs, strict=True)

@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError
 
-__all__ = ["CONTAINER", "read_metadata"]
+__all__ = ["CONTAINER"]
 
 _LONGEST_HEADER = 100_000_000
 
@@ -72,21 +72,15 @@ class Safetensors:
             raise CheckpointError(f"{path}: it has {size} bytes, its header describes {at}.")
         return tensors
 
+    def read_metadata(self, path: Path) -> dict[str, str]:
+        self.read_header(path)
+        found = _read_json(path, path.stat().st_size)[1].get("__metadata__", {})
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise CheckpointError(f"{path}: its safetensors header is damaged.")
+        return found
+
 
 CONTAINER = Safetensors()
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """What the header of the file at ``path`` says beside its tensors.
-
-    Raises:
-        CheckpointError: it is damaged, or says something else than text.
-    """
-    CONTAINER.read_header(path)
-    found = _read_json(path, path.stat().st_size)[1].get("__metadata__", {})
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"{path}: its safetensors header is damaged.")
-    return found
 
 
 def _read_json(path: Path, size: int) -> tuple[int, dict[str, Any]]:

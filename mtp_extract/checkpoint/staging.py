@@ -12,8 +12,9 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.checkpoint.tensor_file import header_sum, output_error, read_header, write_tensors
+from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import OutputError
+from mtp_extract.io.output import output_error
 
 __all__ = ["RECORD", "check_target", "staged_directory", "write_file"]
 

@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = ["CodesOfRows", "StoredCodes", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
+__all__ = ["CodesOfRows", "StoredCodes", "StoredColumns", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -80,6 +80,40 @@ class StoredWeight(FloatsOnly):
         with open(self.path, "rb", buffering=0) as file:
             stored = b"".join(pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
         return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredColumns(FloatsOnly):
+    """Columns ``[begin, end)`` of the matrix ``whole``; the others are not read."""
+
+    whole: StoredWeight
+    begin: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[0], self.end - self.begin
+
+    @property
+    def dtype(self) -> Dtype:
+        """As the whole's."""
+        return self.whole.dtype
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        rows, columns = self.whole.shape
+        dtype = self.dtype
+        row, start = columns * dtype.size, self.whole.stored.offset + self.begin * dtype.size
+        part = (self.end - self.begin) * dtype.size
+        count = max(1, _READ // max(part, 1))
+        end = rows if last is None else last
+        with open(self.whole.path, "rb", buffering=0) as file:
+            for begin in range(first, end, count):
+                read = bytearray(part * min(count, end - begin))
+                for index, at in enumerate(range(0, len(read), part)):
+                    own = memoryview(read)[at : at + part]
+                    if os.preadv(file.fileno(), [own], start + (begin + index) * row) != part:
+                        raise CheckpointError(f"{self.whole.path}: the file shrank while it was being read.")
+                yield dtype.widen(bytes(read))
 
 
 class CodesOfRows:

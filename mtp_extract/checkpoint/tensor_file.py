@@ -7,7 +7,6 @@ other, and the bytes depend on the input alone.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128
@@ -23,14 +23,15 @@ from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.io.output import output_error, reserve, write_all
 
 __all__ = [
     "container_of",
     "differing",
     "header_sum",
     "holds_tensors",
-    "output_error",
     "read_header",
+    "read_metadata",
     "run_all",
     "sums_of",
     "workers",
@@ -75,6 +76,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return container_of(path).read_header(path)
 
 
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """What the header of the file at ``path`` says beside its tensors.
+
+    Raises:
+        CheckpointError: it is damaged, or another kind of file than its name says.
+    """
+    return container_of(path).read_metadata(path)
+
+
 def workers() -> int:
     """Threads to use: more than four only wait for the disk."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -113,8 +123,8 @@ def write_tensors(
         path.parent.mkdir(exist_ok=True)
         with open(path, "x+b", buffering=0) as opened, ThreadPoolExecutor(workers()) as pool:
             fd = opened.fileno()
-            _reserve(fd, layout.size)
-            _write_all(fd, memoryview(layout.header), 0)
+            reserve(fd, layout.size)
+            write_all(fd, memoryview(layout.header), 0)
 
             def writing(tensor: PlannedTensor) -> Callable[[], None]:
                 def job() -> None:
@@ -147,37 +157,12 @@ def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progres
         data = chunk.view(np.uint8).data
         digest.update(data)
         with _WRITING:
-            _write_all(fd, data, at)
+            write_all(fd, data, at)
         at += len(data)
         progress(len(data))
     if at - offset != tensor.length:
         raise OutputError(f"{tensor.name}: produced {at - offset} bytes, planned {tensor.length}.")
     return digest.hexdigest()
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Claim the space now: a disk that is too small says so before any work is done."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except AttributeError:
-        # macOS has no such call.
-        os.ftruncate(fd, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        # Some file systems cannot reserve: a full disk then shows while writing.
-        os.ftruncate(fd, size)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def output_error(path: Path, error: OSError) -> OutputError:
-    """What to tell the user when writing ``path`` failed."""
-    return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
 
 
 def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:

@@ -50,6 +50,9 @@ def _stopped(number: int, frame: FrameType | None) -> NoReturn:
 def run(app: typer.Typer) -> None:
     """Run ``app`` and exit: 0, 1 for an error of ours, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM."""
     signal.signal(signal.SIGTERM, _stopped)
+    # A terminal that closes; not where `nohup` has it ignored.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _stopped)
     # A shell that starts a job in the background has it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stopped)

@@ -131,10 +131,11 @@ def holds(record: Mapping[str, Any]) -> str:
     """In a few words, what the weights that a record describes are held as."""
     tensors = tensors_of(record)
     kept = [entry for entry in tensors if entry["kept"] == "codes"]
-    if not kept:
-        return str(record["dtype"]).upper()
-    made = sum(entry["made_codes"] is not None for entry in kept)
     types = sorted({entry["dtype"] for entry in tensors if entry["kept"] == "floats"})
+    if not kept:
+        # A format whose numbers are codes may have been given none.
+        return " and ".join(types) if record["dtype"] == "codes" else str(record["dtype"]).upper()
+    made = sum(entry["made_codes"] is not None for entry in kept)
     return (
         f"{len(kept)} of {len(tensors)} weights as integers"
         + (f", {made} of them made here" if made else "")

@@ -1,4 +1,4 @@
-"""``mtp-inspect``: what a bundle holds, or whether a checkpoint is what it says."""
+"""``mtp-inspect``: what a bundle holds, whether it holds a checkpoint, or whether a checkpoint is what it says."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mtp_extract.cli.terminal import progress, say, size, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
+    from mtp_extract.base_comparison import BaseComparison
     from mtp_extract.checkpoint.check import Verification
 
 __all__ = ["app", "main"]
@@ -45,28 +46,34 @@ def command(
     ] = None,
     against: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SOURCE", help="For a checkpoint: derive every tensor again and compare all bits."),
+        typer.Option(
+            metavar="SOURCE|DIR",
+            help="For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; "
+            "says of every weight of the base whether the bundle holds it.",
+        ),
     ] = None,
     sliding_window: SlidingWindow = None,
     download: Download = False,
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
-    if os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source)):
+    is_checkpoint = os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source))
+    if is_checkpoint or against is not None:
         given = {
             "--graph": graph,
             "--section": section is not None,
             "--sliding-window": sliding_window is not None,
         }
         if wrong := [option for option, is_given in given.items() if is_given]:
+            why = "with --against" if against is not None else f"and {escape(source)} is a checkpoint"
             raise typer.BadParameter(
-                f"{', '.join(wrong)}: for a bundle or a model, and {escape(source)} is a checkpoint. Name the file, or "
-                "leave it out."
+                f"{', '.join(wrong)}: describes a bundle or a model, {why}. Name the file alone, or leave it out."
             )
-        _checkpoint(Path(source), tensors, against, download, print_json)
+        if is_checkpoint:
+            _checkpoint(Path(source), tensors, against, download, print_json)
+        elif against is not None:
+            _hold_against(source, against, download, print_json)
         return
-    if against is not None:
-        raise typer.BadParameter("--against goes with a checkpoint that mtp-extract wrote.")
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
@@ -83,14 +90,67 @@ def command(
         raise found.problem
 
 
+def _hold_against(source: str, directory: str, download: bool, print_json: bool) -> None:
+    """A bundle against a directory: a base's checkpoint, or a drafter's the other way round."""
+    if not os.path.isdir(directory):
+        raise typer.BadParameter(
+            f"--against: a bundle is held against the directory of a checkpoint, and {escape(directory)} is none."
+        )
+    from mtp_extract.base_comparison import compare_base
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.base import holds_drafter
+
+    if holds_drafter(Path(directory)):
+        if not print_json:
+            say(f"{escape(directory)} is a drafter's checkpoint: it is checked against the drafter of the bundle")
+        _checkpoint(Path(directory), False, source, download, print_json)
+        return
+    with (
+        progress(quiet=print_json) as tick,
+        open_bundle(source, download=download, progress=tick) as opened,
+    ):
+        found = compare_base(opened, Path(directory), tick)
+    if print_json:
+        write_json(found.as_json())
+    else:
+        _show_comparison(found)
+    if found.problem is not None:
+        raise found.problem
+
+
+def _show_comparison(found: BaseComparison) -> None:
+    say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
+    rows = [
+        [
+            r.role,
+            r.verdict,
+            ",".join(r.types) or "-",
+            list(r.shape),
+            "-" if r.steps is None else f"{r.steps:.3f}",
+            "-" if r.error is None else f"{r.error:.2g}",
+            r.why,
+        ]
+        for r in found.roles
+    ]
+    table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {counts}")
+    if found.unused:
+        say(f"  {len(found.unused)} tensors are K and V of layers that share another's: no model loads them")
+    if found.others:
+        say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.others.items())}")
+    say("  Weights are compared, not what the graphs compute with them.")
+
+
 def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify
+    from mtp_extract.checkpoint.check import verify, with_record
     from mtp_extract.checkpoint.staging import RECORD
     from mtp_extract.extraction import verify_against_source
     from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
 
+    place = with_record(place)
     result: Verification | None = None
     if against is not None:
         with (
@@ -125,7 +185,8 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         if result.against is not None:
-            say(f"  every tensor derived again from {result.against}: equal, bit for bit")
+            how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
+            say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
     else:
         say(f"{escape(place)}: without extraction.json: nothing says where it came from")
     say_geometry(found["geometry"], found["parameters"])
@@ -140,6 +201,10 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
             ],
             ["role", "stored", "shape", "scales", "name"],
         )
+
+
+def _rounded(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("rounded_to") or entry.get("rounded_before") or entry.get("made_codes"))
 
 
 def _show(report: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from the o projection to the q norm; which caches it reads shows on the way, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +16,19 @@ import numpy.typing as npt
 from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.fill import INPUT_POS, PARAM_TENSOR, is_mask
-from mtp_extract.graph.flat import FlatGraph, Node, Value, walk_back
-from mtp_extract.graph.patterns import SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm
+from mtp_extract.graph.flat import Edge, FlatGraph, Node, Value, walk_back
+from mtp_extract.graph.patterns import SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.quantized import NUMBER_TYPES
 
-__all__ = ["EXPONENTIALS", "Attention", "read_attention"]
+__all__ = [
+    "EXPONENTIALS",
+    "Attention",
+    "WritingAttention",
+    "read_attention",
+    "read_writing_attention",
+    "writes_cache",
+]
 
 EXPONENTIALS = frozenset({"SOFTMAX", "EXP"})
 """Operators that only the softmax of an attention has."""
@@ -57,11 +65,93 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
         RoleError: something it must contain is missing.
         UnsupportedError: it has no RoPE, or one that a checkpoint cannot express.
     """
+    region = _region(graph, start, layer, lambda node: False)
+    value = _cache(region.after_leaves, layer, "value")
+    key = _cache([v for v in region.before_leaves if v is not value], layer, "key")
+    nodes = list({id(node): node for node, _, _ in region.before}.values())
+    return Attention(
+        q_norm=region.q_norm,
+        query=region.query,
+        key=key,
+        value=value,
+        mixed=start,
+        inverse_frequencies=measure_frequencies(graph, nodes, region.q_norm.size, layer),
+        masks=tuple(sorted({v.input_name for v in region.before_leaves if v.input_name and is_mask(v.input_name)})),
+        aside=region.aside("a number of the attention, whose result is checked by execution"),
+    )
+
+
+@dataclass(frozen=True)
+class WritingAttention:
+    """What the attention of a base reads: its caches are written in the same graph.
+
+    Attributes:
+        q_norm, query: as in :class:`Attention`.
+        key, value: the ops that write this step's K and V into the caches.
+    """
+
+    q_norm: RmsNorm
+    query: Value
+    key: Node
+    value: Node
+    aside: tuple[Aside, ...]
+
+
+def read_writing_attention(graph: FlatGraph, start: Value, layer: str) -> WritingAttention:
+    """The attention whose result is ``start``, in a graph that writes the caches it reads.
+
+    Raises:
+        RoleError: something it must contain is missing.
+    """
+    region = _region(graph, start, layer, writes_cache)
+    return WritingAttention(
+        q_norm=region.q_norm,
+        query=region.query,
+        key=_writer(region.before, layer, "key"),
+        value=_writer(region.after, layer, "value"),
+        aside=region.aside("a number of the attention, which is not looked at"),
+    )
+
+
+def writes_cache(node: Node) -> bool:
+    """Whether ``node`` writes a part of a cache that is an input of the signature."""
+    return node.kind == "DYNAMIC_UPDATE_SLICE" and strip(node.operand(0)).input_name is not None
+
+
+def _writer(edges: list[Edge], layer: str, which: str) -> Node:
+    found = {id(v.producer): v.producer for _, _, v in edges if v.producer is not None and writes_cache(v.producer)}
+    if len(found) != 1:
+        raise RoleError(
+            f"{layer}: expected its attention to read one {which} cache that DYNAMIC_UPDATE_SLICE writes, found "
+            f"{len(found)}."
+        )
+    return next(iter(found.values()))
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Between o projection and q norm: ``after`` the softmax, which V meets there, and ``before`` it."""
+
+    q_norm: RmsNorm
+    query: Value
+    after: list[Edge]
+    after_leaves: list[Value]
+    before: list[Edge]
+    before_leaves: list[Value]
+
+    def aside(self, number: str) -> tuple[Aside, ...]:
+        """Its constants, each with its reason; ``number`` is that of numbers that are computed with."""
+        edges = [*self.after, *self.before]
+        return (*self.q_norm.aside, *(Aside(v, _reason(node, at, v, number)) for node, at, v in edges if v.constant))
+
+
+def _region(graph: FlatGraph, start: Value, layer: str, ends: Callable[[Node], bool]) -> _Region:
+    """The region behind ``start``; no further than ops that ``ends`` says to be its borders."""
     weights: list[Value] = []
 
     def at_exponential(value: Value, node: Node) -> bool:
         if node.kind not in EXPONENTIALS:
-            return False
+            return ends(node)
         weights.append(value)
         return True
 
@@ -73,7 +163,6 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
             f"{layer}: expected a softmax before its o projection, found none. The graph does not lead from "
             f"{layer}.o_proj to {layer}.q_norm."
         )
-    value = _cache(leaves, layer, "value")
     norms: dict[int, tuple[RmsNorm, Value]] = {}
 
     def at_norm(found: Value, node: Node) -> bool:
@@ -85,7 +174,7 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
                 f"{layer}.q_norm: expected an RMSNorm with a weight between {node.op.label} and the softmax; "
                 "there is none."
             )
-        return norm is not None
+        return norm is not None or ends(node)
 
     exponentials = [v.producer.operand(0) for v in weights if v.producer is not None]
     before, before_leaves = walk_back(exponentials, at_norm)
@@ -94,19 +183,7 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
     if len(norms) != 1:
         raise RoleError(f"{layer}.q_norm: expected one RMSNorm before the softmax of {layer}, found {len(norms)}.")
     q_norm, query = next(iter(norms.values()))
-    key = _cache([v for v in before_leaves if v is not value], layer, "key")
-    every = [*edges, *before]
-    nodes = list({id(node): node for node, _, _ in before}.values())
-    return Attention(
-        q_norm=q_norm,
-        query=query,
-        key=key,
-        value=value,
-        mixed=start,
-        inverse_frequencies=measure_frequencies(graph, nodes, q_norm.size, layer),
-        masks=tuple(sorted({v.input_name for v in before_leaves if v.input_name and is_mask(v.input_name)})),
-        aside=(*q_norm.aside, *(Aside(v, _reason(node, at, v)) for node, at, v in every if v.constant)),
-    )
+    return _Region(q_norm, query, edges, leaves, before, before_leaves)
 
 
 def _is_weight(graph: FlatGraph, node: Node) -> bool:
@@ -136,9 +213,9 @@ def _cache(leaves: list[Value], layer: str, which: str) -> Value:
     return caches[0]
 
 
-def _reason(node: Node, position: int, constant: Value) -> str:
+def _reason(node: Node, position: int, constant: Value, number: str) -> str:
     if position in SHAPE_OPERANDS.get(node.kind, ()):
         return "shape, axis or offset"
     if constant.tensor.type not in NUMBER_TYPES:
         return "index arithmetic of the attention"
-    return "a number of the attention, whose result is checked by execution"
+    return number

@@ -22,7 +22,7 @@ __all__ = ["Edge", "FlatGraph", "Node", "Value", "ancestors", "flatten", "walk_b
 
 _DEEPEST_COMPOSITE = 8
 _MOST_NODES = 10_000
-_MOST_EDGES = 100_000
+_EDGES_PER_NODE = 10
 _MOST_SMALL_ELEMENTS = 1 << 20
 _MOST_READ = 1 << 27
 _COST_OF_A_READ = 1 << 10
@@ -142,8 +142,9 @@ class FlatGraph:
 
 
 class _Builder:
-    def __init__(self, model: TfliteModel) -> None:
+    def __init__(self, model: TfliteModel, most_nodes: int) -> None:
         self.model = model
+        self.most_nodes = most_nodes
         self.nodes: list[Node] = []
         self.constants: dict[tuple[int, int], Value] = {}
         self.opened: list[int] = []
@@ -157,8 +158,8 @@ class _Builder:
         for op in graph.operators:
             # A composite that is read many times is built many times: a small file can describe a huge graph.
             self.edges += len(op.inputs) + len(op.outputs)
-            if len(self.nodes) >= _MOST_NODES or self.edges > _MOST_EDGES:
-                raise RoleError(f"The graph has more than {_MOST_NODES} operators once its composites are opened.")
+            if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
+                raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
             inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
             if self._opens(op):
                 self._open(op, inputs, values)
@@ -231,13 +232,13 @@ class _Builder:
         self.nodes.append(node)
 
 
-def flatten(model: TfliteModel, signature: Signature) -> FlatGraph:
-    """The graph of ``signature`` with its composites opened.
+def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NODES) -> FlatGraph:
+    """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
 
     Raises:
         RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice).
     """
-    builder = _Builder(model)
+    builder = _Builder(model, most_nodes)
     graph = model.subgraphs[signature.subgraph]
     by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
     arguments = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.errors import RoleError, escape
-from mtp_extract.graph.drafter import FoundRole
+from mtp_extract.graph.blocks import FoundRole
 
 __all__ = ["NameCheck", "check_names"]
 

@@ -217,10 +217,13 @@ _GATES = {
 _FAR_FROM_ANY_GATE = 1e-2
 
 
-def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], name: str) -> tuple[int, str]:
+def measure_gate(
+    graph: FlatGraph, product: Value, branches: Sequence[Value], roles: str, reader: str
+) -> tuple[int, str]:
     """Which of two ``branches`` is the gate of ``product``, activation(gate) · up, and which activation it is.
 
-    The product is linear in up and not in the gate; with up at 1 it is the activation.
+    The product is linear in up and not in the gate; with up at 1 it is the activation. ``roles`` are what messages call
+    the two, ``reader`` what reads the product.
 
     Returns:
         index of the gate, and transformers' name of the nearest activation.
@@ -228,11 +231,10 @@ def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], na
     Raises:
         RoleError: the product is linear in neither or both, or no activation of a drafter is near.
     """
-    shape = branches[0].tensor.shape
     _type_of(branches[0].tensor)
-    tiled = np.resize(_POINTS, shape).astype(np.float32)
     for gate in (0, 1):
-        one, two = (np.full(shape, number, np.float32) for number in (1, 2))
+        tiled = np.resize(_POINTS, branches[gate].tensor.shape).astype(np.float32)
+        one, two = (np.full(branches[1 - gate].tensor.shape, number, np.float32) for number in (1, 2))
         given = [(branches[gate], (tiled, tiled)), (branches[1 - gate], (one, two))]
         at_one, at_two = (values.reshape(-1)[: _POINTS.size] for values in evaluate(graph, {}, [product], given)[0])
         if not np.allclose(at_two, 2 * at_one, rtol=1e-4, atol=1e-6):
@@ -243,8 +245,8 @@ def measure_gate(graph: FlatGraph, product: Value, branches: Sequence[Value], na
         if apart[nearest] < _FAR_FROM_ANY_GATE:
             return gate, nearest
     raise RoleError(
-        f"{name}.gate_proj, {name}.up_proj: expected a product of GELU(gate) and up before {name}.down_proj; what the "
-        "graph computes of the two is another function."
+        f"{roles}: expected a product of GELU(gate) and up before {reader}; what the graph computes of the two is "
+        "another function."
     )
 
 

@@ -96,6 +96,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
             "compressed": extraction["layout"].startswith("compressed-tensors"),
+            "notes": "\n".join(f"- {plain(note)}" for note in extraction.get("notes", [])),
             "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),

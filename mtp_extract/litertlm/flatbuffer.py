@@ -133,37 +133,39 @@ class Table:
     position: int
     slots: tuple[int, ...]
 
-    def _at(self, slot: int) -> int:
+    def at(self, slot: int) -> int:
+        """Where a field stands; 0 when absent."""
         offset = self.slots[slot] if slot < len(self.slots) else 0
         return self.position + offset if offset else 0
 
-    def _follow(self, slot: int) -> int:
-        at = self._at(slot)
+    def follow(self, slot: int) -> int:
+        """Where what an offset field leads to begins; 0 when absent."""
+        at = self.at(slot)
         return at + self.buffer.integer("I", at) if at else 0
 
     def integer(self, slot: int, code: str, default: int = 0) -> int:
         """An integer field; ``default`` when absent."""
-        at = self._at(slot)
+        at = self.at(slot)
         return self.buffer.integer(code, at) if at else default
 
     def scalar(self, slot: int, code: str, default: int | float | bool = 0) -> int | float | bool:
         """A scalar field of any kind; ``default`` when absent."""
-        at = self._at(slot)
+        at = self.at(slot)
         return self.buffer.unpack(code, at) if at else default
 
     def string(self, slot: int) -> str | None:
         """A string field; None when absent."""
-        at = self._follow(slot)
+        at = self.follow(slot)
         return self.buffer.string(at) if at else None
 
     def table(self, slot: int) -> Table | None:
         """A table field; None when absent."""
-        at = self._follow(slot)
+        at = self.follow(slot)
         return self.buffer.table(at) if at else None
 
     def vector(self, slot: int, width: int) -> Vector | None:
         """A vector field with elements of ``width`` bytes; None when absent."""
-        at = self._follow(slot)
+        at = self.follow(slot)
         return self.buffer.vector(at, width) if at else None
 
     def integers(self, slot: int, code: str) -> tuple[int, ...]:

@@ -23,13 +23,13 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType, TfliteModel
 
-__all__ = ["Grid", "Packing", "QuantizedTensor", "read_floats", "stored_floats"]
+__all__ = ["LARGEST_SCALE", "Grid", "Packing", "QuantizedTensor", "read_floats", "stored_floats"]
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements dequantized at a time: 1 MiB of float32, which stays in a core's own cache."""
 
-# No code, less its zero point, times this leaves float32.
-_LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
+LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
+"""No code, less its zero point, times this leaves float32."""
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
@@ -186,7 +186,7 @@ class QuantizedTensor:
         if tensor.quantization.scale_count != 1 or tensor.quantization.zero_point.any():
             raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
         scale = tensor.quantization.scale
-        if not 0 <= scale[0] < _LARGEST_SCALE / (1 << 15):
+        if not 0 <= scale[0] < LARGEST_SCALE / (1 << 15):
             raise FormatError(f"{tensor.label} has a scale of {scale[0]:g}: the file is damaged.")
         return cls(tensor, location, "none", 0, 0, scale, np.zeros(1, np.int64))
 
@@ -231,7 +231,7 @@ class QuantizedTensor:
     ) -> QuantizedTensor:
         if not (np.isfinite(scale).all() and (scale >= 0).all()):
             raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
-        if scale.size and scale.max() > _LARGEST_SCALE:
+        if scale.size and scale.max() > LARGEST_SCALE:
             raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
         packing = CODE_TYPES[TensorType(tensor.type_id)]
         low, high = int(packing.codes.min()), int(packing.codes.max())

@@ -146,6 +146,16 @@ class Quantization:
         """Number of zero points; 0 when there are none."""
         return self._zero_point.count if self._zero_point else 0
 
+    @property
+    def scale_at(self) -> int:
+        """Where the scales stand, from the start of the model; 0 when there are none."""
+        return self._scale.start if self._scale else 0
+
+    @property
+    def zero_point_at(self) -> int:
+        """Where the zero points stand, from the start of the model; 0 when there are none."""
+        return self._zero_point.start if self._zero_point else 0
+
     @cached_property
     def scale(self) -> npt.NDArray[np.float32]:
         """Scales as stored, float32 ``[scale_count]``."""
@@ -327,6 +337,17 @@ class TfliteModel:
                 f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {location.length}."
             )
         return location
+
+    def span(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The bytes of the file that ``tensor`` names as its own, whatever it is; None where there are none.
+
+        Raises:
+            FormatError, TruncatedError, UnsupportedError: as :meth:`locate`, less what its type says.
+        """
+        if not self.has_data(tensor):
+            return None
+        location = self._external_location(tensor) if tensor.external_buffer else self._own_location(tensor)
+        return location.file_offset, location.file_offset + location.length
 
     def _own_location(self, tensor: Tensor) -> BufferLocation:
         data, offset, size = self._buffers[tensor.buffer]

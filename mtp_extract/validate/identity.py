@@ -23,6 +23,7 @@ from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
+from mtp_extract.checkpoint.formats.parts import static_scale
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import prove
@@ -213,6 +214,8 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
     types, steps = Counter[str](), {}
     names = {role.name: f"{role.name} ({role.names.get(layout, role.name)})" for role in shapes_of(written.config)}
     expected_shapes = {role.name: shape for role, shape in shapes_of(original.config).items()}
+    # Where there are none at all, none are claimed to be held.
+    held = any(any(pair) for pair in written.activations.values())
     # The table of roles is in the order of execution.
     for role in names:
         there = written.tensors[role]
@@ -223,6 +226,8 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
         found = _codes_compared(there, expected) if there.scheme is not None else _floats_compared(there, expected)
         if isinstance(found, str):
             wrong[role] = found
+        elif _static_scales(written, role) != (_static_scales(original, role) if there.scheme and held else [0, 0]):
+            wrong[role] = "has other static scales of activations than the file's"
         elif found:
             steps[role] = found
         types[CODES if there.scheme is not None else _type(there)] += 1
@@ -233,6 +238,11 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
         evidence = "; ".join(f"{names[role]} {wrong[role]}" for role in ordered)
         return _Compared(_check("tensors", False, evidence), ordered, rounded)
     return _Compared(_check("tensors", True, _told(types, steps.values())), (), rounded)
+
+
+def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
+    """Of what goes into the matrix of ``role`` and comes out, 0 where there is none, as files hold them."""
+    return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
 
 
 def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:

@@ -33,7 +33,7 @@ from mtp_extract.checkpoint.integers import RowCodes, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
 from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.stored import StoredCodes
-from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
+from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, verify_against_source
 
@@ -364,6 +364,32 @@ def test_a_planted_fault_is_refused(sample: Path, copy: Path, fault: Callable[[b
             check_codes(read_checkpoint(copy), original, holdings)
         with pytest.raises(CheckpointError, match=f"tensor {name} has other values"):
             verify_against_source(copy, opened)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "gemma4-assistant.attention.sliding_window",
+        "gemma4-assistant.attention.layer_norm_rms_epsilon",
+        "gemma4-assistant.rope.freq_base",
+        "gemma4-assistant.rope.freq_base_swa",
+        "gemma4-assistant.final_logit_softcapping",
+        "gemma4-assistant.context_length",
+        "general.file_type",
+    ],
+)
+def test_a_key_that_is_changed_and_a_record_that_is_forged(key: str, copy: Path, sample: Path) -> None:
+    """The configuration is in the header, which the record sums: whoever changes one can change the other."""
+    reader = GGUFReader(copy / FILE, "r+")
+    field = reader.fields[key]
+    field.parts[field.data[0]][0] += 1
+    reader.data.flush()
+    record = json.loads((copy / "extraction.json").read_text())
+    record["files"][FILE]["header"] = header_sum(copy / FILE, read_header(copy / FILE))
+    (copy / "extraction.json").write_text(json.dumps(record))
+    verify(copy)
+    with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=f"says something else of {key}"):
+        verify_against_source(copy, opened)
 
 
 # What the proof says of rounding

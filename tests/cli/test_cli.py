@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import run
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
@@ -27,20 +27,6 @@ RUNNER = CliRunner()
 def _tensors_of(opened: Opened) -> list[dict[str, Any]]:
     model = opened._locate[2]
     return [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
-
-
-def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    code = f"from mtp_extract.cli.{name} import main; main()"
-    # Whatever this process imports from, so does the command.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
 
 
 def test_sample_is_one_command(tmp_path: Path) -> None:
@@ -151,7 +137,7 @@ def test_inspect_verifies_a_directory(extracted: Path, sample: Path) -> None:
 def test_inspect_refuses_what_does_not_go_with_a_directory(extracted: Path, options: list[str], named: str) -> None:
     result = run("inspect", extracted, *options)
     assert (result.returncode, result.stdout) == (2, "")
-    assert f"{named}: for a bundle or a model" in " ".join(result.stderr.split())
+    assert f"{named}: describes a bundle or a model" in " ".join(result.stderr.split())
 
 
 def test_inspect_refuses_the_graph_of_another_section(sample: Path) -> None:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import run
 from typer.testing import CliRunner
 
+from mtp_extract import extract
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli import convert, inspect
 
 RUNNER = CliRunner()
-
-
-def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    code = f"from mtp_extract.cli.{name} import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
 
 
 def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: Path) -> None:
@@ -64,7 +50,7 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
         (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
         (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
         (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
-        (["--format", "gguf", "--exact"], 1, "(--dtype f32, --format)"),
+        (["--format", "gguf", "--exact"], 1, "(--format transformers, --dtype f32)"),
     ],
 )
 def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
@@ -105,3 +91,25 @@ def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     alone = shutil.copy(tmp_path / "out" / "drafter.gguf", tmp_path / "some.gguf")
     shown = RUNNER.invoke(inspect.app, [str(alone)])
     assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
+    # One that lies beside a record is what the record speaks of.
+    shown = RUNNER.invoke(inspect.app, [str(tmp_path / "out" / "drafter.gguf")])
+    assert "match extraction.json" in shown.stdout
+
+
+def test_floats_alone(sample: Path, tmp_path: Path) -> None:
+    """A format of integers says how to come by some; one that has room for both says what it holds."""
+    extract(sample, tmp_path / "f32", dtype="f32")
+    arguments = [str(tmp_path / "f32"), "-o", str(tmp_path / "out"), "--format"]
+    refused = run("convert", *arguments, "mlx", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.endswith("(--quantize, --format transformers).\n")
+    assert "(gguf format, F32)" in RUNNER.invoke(convert.app, [*arguments, "gguf"]).stdout
+
+
+def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: Path, tmp_path: Path) -> None:
+    shown = RUNNER.invoke(inspect.app, [str(extracted), "--against", str(sample)])
+    told = "rounded as the record says: equal, bit for bit"
+    record = json.loads((extracted / "extraction.json").read_text())
+    assert (told in shown.stdout) == (record["dtype"] != "f32")
+    extract(sample, tmp_path / "gguf", format="gguf")
+    assert told in RUNNER.invoke(inspect.app, [str(tmp_path / "gguf"), "--against", str(sample)]).stdout

@@ -32,12 +32,12 @@ LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler
 SLOW = """
 import os
 from mtp_extract.checkpoint import tensor_file
-write = tensor_file._write_all
+write = tensor_file.write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
     os.read(0, 1)
-tensor_file._write_all = slow
+tensor_file.write_all = slow
 """
 
 

@@ -209,3 +209,10 @@ def test_known_files_without_a_drafter_are_named() -> None:
     assert known_without_drafter(_Named("hf://o/r@main/gemma-3n-E2B-it-int4.litertlm", 1)) == "Gemma 3n"
     assert known_without_drafter(_Named("/x/any.litertlm", 6547589312)) == "Gemma 4 12B"
     assert known_without_drafter(_Named("/x/gemma-4-E4B-it.litertlm", 1)) is None
+
+
+def test_where_an_engine_does_otherwise_is_a_limit() -> None:
+    note = "llama.cpp does not load this drafter: it is as wide as its base (64)."
+    text = card(layout="gguf", dtype="codes", files={"drafter.gguf": {}}, notes=[note])
+    assert note in text.partition("## Limits")[2]
+    assert note not in card()

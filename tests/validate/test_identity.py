@@ -208,6 +208,31 @@ def test_a_fault_in_codes(name: str, part: str, sample: Path, source: SourceDraf
     assert ";" not in found.evidence
 
 
+@pytest.mark.parametrize("name", ["jax_published", "torch_plain_norm"])
+def test_a_static_scale_of_activations(name: str, tmp_path: Path) -> None:
+    """One that is changed or invented is none of the file's, whatever the weights; without any, none is claimed."""
+    mtp_extract.extract(variant(name), tmp_path / "d", format="gemma")
+    (tmp_path / "d" / "extraction.json").unlink()
+    weights = tmp_path / "d" / "model.safetensors"
+    stored = read_header(weights)["model.layers.1.mlp.up_proj.output_activation_scale"]
+    sound = weights.read_bytes()
+    with open_bundle(variant(name)) as opened:
+        drafter = opened.drafter()
+        assert checked(tmp_path / "d", drafter)["tensors"].passed
+        data = bytearray(sound)
+        data[stored.offset + 3] ^= 0x20
+        weights.write_bytes(data)
+        found = checked(tmp_path / "d", drafter)["tensors"]
+        assert found.passed is False
+        assert found.evidence.startswith("layers.1.up_proj (")
+        assert found.evidence.endswith("has other static scales of activations than the file's")
+        for entry, place in read_header(weights).items():
+            if "activation_scale" in entry:
+                data[place.offset : place.offset + place.length] = bytes(place.length)
+        weights.write_bytes(data)
+        assert checked(tmp_path / "d", drafter)["tensors"].passed
+
+
 def test_numbers_rounded_on_the_way(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
     """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
     mtp_extract.extract(sample, tmp_path / "bf16")

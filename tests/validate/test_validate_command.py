@@ -83,7 +83,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     [
         (
             ("/absent", "--source", str(sample_bundle())),
-            "expected config.json or mtp_drafter_config.json or drafter.gguf in /absent",
+            "/absent: expected a checkpoint's directory, found nothing of that name",
         ),
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),

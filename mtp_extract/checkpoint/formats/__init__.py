@@ -156,6 +156,13 @@ def format_of(directory: Path) -> Format:
     for found in formats:
         if found.recognizes(directory):
             return found
+    if not directory.exists():
+        raise DrafterError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
+    if directory.is_file():
+        raise DrafterError(
+            f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file; a bundle is to be "
+            "extracted first"
+        )
     raise DrafterError(
         f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"

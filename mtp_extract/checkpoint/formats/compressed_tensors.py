@@ -22,6 +22,8 @@ __all__ = ["FORMAT", "SGLANG"]
 
 _QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
 _FIXED = {"num_bits": None, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False}
+_OFF = ("kv_cache_scheme", "sparsity_config", "transform_config")
+"""What would change the numbers that an engine computes."""
 
 
 class CompressedTensorsFormat(PackedFormat):
@@ -84,6 +86,11 @@ class CompressedTensorsFormat(PackedFormat):
                 "expected compressed-tensors in the format pack-quantized with nothing ignored, found "
                 f"{escape(document.get('format'))}, ignoring {escape(document.get('ignore'))}; it is not supported"
             )
+        for key in _OFF:
+            if document.get(key):
+                raise DrafterError(
+                    f"expected no {key} in {self.key}, found {escape(document[key])}; it is not supported"
+                )
         known = {_target(module, fused): module for module in modules for fused in (False, True)}
         found: dict[str, tuple[int, int]] = {}
         groups = reading.table(document, "config_groups")
@@ -91,12 +98,14 @@ class CompressedTensorsFormat(PackedFormat):
             group = reading.table(groups, name)
             weights = reading.table(group, "weights")
             bits, size = reading.positive_integer(weights, "num_bits"), weights.get("group_size")
-            expected = {**_FIXED, "num_bits": bits, **_strategy(size)}
+            expected = {**_FIXED, "num_bits": bits, **_strategy(size), "actorder": None}
             if size not in (None, *GROUPS) or {key: weights.get(key) for key in expected} != expected:
                 raise DrafterError(
                     f"expected signed integers around zero by channel or in groups of 32, 64 or 128 in {escape(name)}, "
                     f"found {escape(weights)}; it is not supported"
                 )
+            if group.get("format") not in (None, document["format"]):
+                raise DrafterError(f"expected {name} in the format pack-quantized, found {escape(group['format'])}")
             if group.get("input_activations") or group.get("output_activations"):
                 raise DrafterError(f"expected weights only in {escape(name)}, found activations; it is not supported")
             for target in reading.sequence(group, "targets"):

@@ -103,6 +103,11 @@ class GemmaFormat(PackedFormat):
                 f"expected {', '.join(others) or 'nothing'} under modules_to_not_convert, found "
                 f"{escape(skipped)}; the config contradicts itself"
             )
+        if document.get("quantize_embeddings", False) is not (HEAD in found):
+            raise DrafterError(
+                f"expected quantize_embeddings to be {str(HEAD in found).lower()}, as {HEAD} is, found "
+                f"{escape(document.get('quantize_embeddings'))}; the config contradicts itself"
+            )
         return found
 
 

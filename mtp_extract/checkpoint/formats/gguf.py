@@ -28,7 +28,7 @@ from mtp_extract.checkpoint.formats.gguf_metadata import (
     rope_frequency_factors,
 )
 from mtp_extract.checkpoint.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
-from mtp_extract.checkpoint.formats.holding import UNIT_ROUNDOFF, hold_floats
+from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
@@ -71,8 +71,8 @@ class GgufFormat:
         if isinstance(codes, str):
             return hold_floats(tensor, "f32", codes)
         if (codes.steps == codes.steps.astype(np.float16)).all():
-            return Holding(CODES) if codes.exact else Holding(CODES, "F32", 2.0**-24)
-        return Holding(CODES, "FP16", UNIT_ROUNDOFF["f16"])
+            return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
+        return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         config = checkpoint.config
@@ -148,7 +148,7 @@ def _codes(tensor: LazyTensor) -> RowCodes | str:
         )
     with np.errstate(over="ignore", under="ignore"):
         rounded = codes.steps.astype(np.float16).astype(np.float32)
-    unlike = np.abs(rounded - codes.steps) > UNIT_ROUNDOFF["f16"] * np.abs(codes.steps)
+    unlike = np.abs(rounded - codes.steps) > DTYPES["f16"].roundoff * np.abs(codes.steps)
     if unlike.any() or not np.isfinite(rounded).all():
         return (
             f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
@@ -225,6 +225,6 @@ def _grid(path: Path, stored: StoredTensor, kind: BlockType) -> Callable[[], Ste
             size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape))
+        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape)).by_row()
 
     return grid

@@ -57,7 +57,7 @@ class MlxFormat(PackedFormat):
     ) -> dict[str, tuple[int, int]]:
         found = {}
         for module, entry in document.items():
-            if module in ("group_size", "bits", "mode"):
+            if module in ("group_size", "bits") or (module, entry) == ("mode", _MODE):
                 continue
             if module not in modules or not isinstance(entry, dict) or entry.get("mode", _MODE) != _MODE:
                 raise DrafterError(

@@ -14,6 +14,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.parts import Activations, Matrix, Packed, Part, plan_parts
@@ -39,7 +40,6 @@ _WEIGHT = ".weight"
 GROUPS = (128, 64, 32)
 """Neighbouring elements of a row that may share a scale, in the kernels of engines."""
 
-_F32_ROUNDING = 2.0**-24
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
@@ -97,7 +97,7 @@ class PackedFormat(ABC):
             return hold_floats(tensor, "f32", found)
         codes, _ = found
         # What a converter folded into the scales is divided out, and the quotient rounded once.
-        return Holding(CODES) if codes.exact else Holding(CODES, "F32", _F32_ROUNDING)
+        return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
 
     def _packed(self, role: Role, tensor: LazyTensor) -> tuple[RowCodes, Packed] | str:
         codes = row_codes(tensor)
@@ -119,10 +119,12 @@ class PackedFormat(ABC):
         }
         packed = {role: how for role, how in found.items() if not isinstance(how, str)}
         if not packed:
+            plain = any(checkpoint.tensors[role].scheme is None for role in found)
             raise UnsupportedError(
-                f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. Choose "
-                "the transformers format, which the same engines load.",
-                remedies=("format=transformers",),
+                f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
+                f"{'Round its matrices to such, or choose' if plain else 'Choose'} the transformers format, which the "
+                "same engines load.",
+                remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
         if checkpoint.config.ordered_head is not None and HEAD in packed:
             raise UnsupportedError(

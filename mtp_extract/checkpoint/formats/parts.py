@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.graph.drafter import Activation
+from mtp_extract.graph import Activation
 
 __all__ = ["INPUT", "OUTPUT", "Activations", "Matrix", "Packed", "Part", "plan_parts", "static_scale"]
 
@@ -168,7 +168,7 @@ class Matrix:
             raise self._damaged("expected scales that are finite and not negative, found others")
         if self._has("biases") and not np.array_equal(self._array("biases"), _biases(bits, scales)):
             raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
-        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64))
+        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64)).by_row()
 
     def _has(self, kind: str) -> bool:
         return any(part.kind == kind for part in self.parts)

@@ -1,0 +1,1 @@
+"""Putting a checkpoint's weights back where a bundle keeps them."""

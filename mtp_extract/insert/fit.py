@@ -1,0 +1,139 @@
+"""Whether a checkpoint fits a drafter's graph, and a drafter the base beside it: said before a byte is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.errors import PairError, escape
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
+from mtp_extract.litertlm.container import TFLITE_MODEL
+from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
+
+__all__ = ["base_misfits", "check_geometry"]
+
+_BASE = "prefill_decode"
+_DECODE, _VERIFY = "decode", "verify"
+_CLOSE = 1e-6
+_MOST_SHOWN = 4
+
+
+def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig) -> list[str]:
+    """Check that the weights of one drafter can stand in the graph of another; what is worth a note.
+
+    The graph computes with its own constants (RoPE, epsilon, soft cap), so that what a checkpoint's config says
+    otherwise would be lost.
+
+    Raises:
+        PairError: they are not of one shape, or compute differently; the message lists how.
+    """
+    wrong = [
+        f"{what} {escape(theirs)} instead of {escape(mine)}"
+        for what, mine, theirs in _compared(checkpoint, graph)
+        if not _alike(mine, theirs)
+    ]
+    if wrong:
+        raise PairError(
+            f"the checkpoint does not fit the bundle's drafter, which has {'; '.join(wrong)}. Give a checkpoint of the "
+            "same geometry."
+        )
+    notes = []
+    if checkpoint.final_logit_softcap != graph.final_logit_softcap:
+        mine, theirs = (f"of {cap:g}" if cap else "none" for cap in _caps(checkpoint, graph))
+        notes.append(f"The graph's soft cap ({theirs}) stays; the checkpoint's is {mine}. The best token is the same.")
+    if checkpoint.ordered_head is not None:
+        notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
+    return notes
+
+
+def _caps(*configs: DrafterConfig) -> Iterator[float | None]:
+    return (config.final_logit_softcap for config in configs)
+
+
+def _compared(checkpoint: DrafterConfig, graph: DrafterConfig) -> Iterator[tuple[str, object, object]]:
+    names = (
+        ("backbone_hidden_size", "a base's width of"),
+        ("hidden_size", "a width of"),
+        ("intermediate_size", "a feed-forward width of"),
+        ("vocab_size", "a vocabulary of"),
+        ("num_heads", "a number of heads of"),
+        ("num_layers", "a number of layers of"),
+        ("layer_types", "layers of type"),
+        ("head_dims", "heads of width"),
+        ("num_kv_heads", "KV heads"),
+        ("sliding_window", "a window of"),
+        ("rms_norm_eps", "an epsilon of"),
+        ("attention_scale", "an attention scale of"),
+        ("hidden_activation", "the activation"),
+    )
+    for name, what in names:
+        yield what, getattr(checkpoint, name), getattr(graph, name)
+    for layer_type, rope in graph.rope.items():
+        mine = checkpoint.rope.get(layer_type)
+        for name in ("theta", "partial_rotary_factor", "factor"):
+            yield f"RoPE's {name} in {layer_type}", getattr(mine, name, None), getattr(rope, name)
+
+
+def _alike(mine: object, theirs: object) -> bool:
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return math.isclose(mine, theirs, rel_tol=_CLOSE)
+    return mine == theirs
+
+
+def base_misfits(opened: Opened, drafter: Drafter) -> list[str]:
+    """Why the base in the bundle could not run ``drafter``; empty where it can, or there is none to ask.
+
+    LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
+    the drafter's graph cannot be invoked.
+    """
+    sections = [s for s in opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _BASE]
+    if not sections:
+        return []
+    model = opened.model(sections[0])
+    decode, verify = model.signature(_DECODE), model.signature(_VERIFY)
+    if decode is None:
+        return [f"the base has no signature {_DECODE!r}"]
+    problems = []
+    if verify is None:
+        problems.append(f"the base has no signature {_VERIFY!r}, by which it would check drafts")
+    problems += [
+        f"the base's {signature.key} has no output {ACTIVATIONS!r}, from which a drafter starts"
+        for signature in (decode, verify)
+        if signature is not None and ACTIVATIONS not in signature.outputs
+    ]
+    problems += _cache_misfits(model, decode, drafter)
+    problems += _width_misfits(model, decode, drafter)
+    return problems
+
+
+def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> Iterator[str]:
+    for name, cache in drafter.walk.caches.items():
+        if name not in decode.outputs:
+            yield f"the base has no cache {escape(name)}"
+            continue
+        own = model.tensor(decode.subgraph, decode.outputs[name])
+        if (own.shape, own.type) != (cache.shape, cache.type):
+            yield (
+                f"the cache {escape(name)} is {own.type_name} {list(own.shape)} in the base and {cache.type_name} "
+                f"{list(cache.shape)} in the drafter"
+            )
+
+
+def _width_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> Iterator[str]:
+    graph = drafter.graph
+
+    def last(tensor: Tensor) -> int:
+        return tensor.shape[-1] if tensor.shape else 0
+
+    pairs = (
+        (ACTIVATIONS, last(graph.outputs[PROJECTED].tensor), "projected activations"),
+        (LOGITS, last(graph.outputs[LOGITS].tensor), "logits"),
+    )
+    for name, width, what in pairs:
+        if name not in decode.outputs:
+            continue
+        own = last(model.tensor(decode.subgraph, decode.outputs[name]))
+        if own != width:
+            yield f"the base's {name} are {own} wide, the drafter's {what} {width}"

@@ -1,0 +1,85 @@
+"""What ranges a drafter's activations have beside its base, over real prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_extract.architecture.roles import MATRIX, roles_of
+from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.insert.activations import Range, Ranges
+from mtp_extract.validate.extras import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["measure_ranges"]
+
+_BATCH = 16
+_STEPS = 4
+"""Drafts after each token: later ones start from the drafter's own state."""
+
+
+def measure_ranges(
+    directory: str | os.PathLike[str],
+    base: str,
+    prompts: str | os.PathLike[str] | None = None,
+    *,
+    new_tokens: int = 48,
+    device: str = "auto",
+    chat_template: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Ranges:
+    """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
+
+    Args:
+        directory: the drafter's checkpoint.
+        base: a directory, or a repository of the Hugging Face Hub.
+        prompts: a file as validation takes; by default the prompts that are shipped.
+
+    Raises:
+        MtpExtractError: a package is missing, the pair does not fit, or does not fit into memory.
+    """
+    require("torch", "transformers", "safetensors")
+    from mtp_extract.drafter import load_drafter
+    from mtp_extract.engines import LocalEngine
+    from mtp_extract.speculate import SpeculativeGenerator
+    from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
+    from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
+    from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
+
+    folder = Path(directory)
+    chosen = read_prompts(Path(prompts)) if prompts is not None else shipped_prompts()
+    say(f"loading the base {base}")
+    loaded = load_base(base, device)
+    drafter = load_drafter(folder, dtype=loaded.drafter_dtype, device=loaded.device)
+    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    encoded = encode_prompts(chosen, generator.codec, chat_template=chat_template)
+    seen: dict[str, tuple[Range, Range]] = {}
+
+    def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        mine = _range(inputs[0]), _range(output)
+        seen[role] = tuple(map(_joined, seen[role], mine)) if role in seen else mine  # type: ignore[assignment]
+
+    matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
+    with memory_guard("running the base"):
+        say(f"continuing {len(chosen)} prompts with the base alone")
+        written = continue_greedily(LocalEngine(generator, _BATCH), chosen, encoded, new_tokens=new_tokens)
+        hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
+        say("drafting after every token of them")
+        # One text at a time: what pads a shorter one would be measured, too.
+        measure_agreement(generator.base, drafter, written, _STEPS, batch=1)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _range(values: Tensor) -> Range:
+    return Range(float(values.min()), float(values.max()))
+
+
+def _joined(one: Range, other: Range) -> Range:
+    return Range(min(one.low, other.low), max(one.high, other.high))

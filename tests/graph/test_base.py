@@ -1,0 +1,165 @@
+"""The walk through a base's graphs: what is found where, and what is refused when something is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+from helpers.bases import edited_section
+from helpers.make_bundle import kind, set_buffer
+
+from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.base import find_base
+from mtp_extract.bundle import open_bundle
+from mtp_extract.errors import MtpExtractError, RoleError, UnsupportedError
+
+DECODE = 1
+
+
+def test_every_role_is_found_in_every_signature(sample: Path) -> None:
+    with open_bundle(sample) as opened:
+        base = find_base(opened)
+    assert (base.layers, base.width, base.vocab_size, base.soft_cap, base.rms_norm_eps) == (6, 64, 512, 30.0, 1e-6)
+    absent = {f"layers.{i}.layer_scalar" for i in range(6)}
+    absent |= {f"layers.{i}.{name}" for i in (4, 5) for name in ("k_proj", "k_norm", "v_proj")}
+    expected = {role.name for role in roles_of(6, architecture=GEMMA4)} - absent
+    assert set(base.places) == expected
+    for role, places in base.places.items():
+        signatures = [place.signature for place in places]
+        own_cache = role.startswith("layers.3.") and role.split(".")[2] in (
+            "pre_attention_norm",
+            "k_proj",
+            "k_norm",
+            "v_proj",
+        )
+        if role.startswith("embed_tokens"):
+            assert len(signatures) == 1
+        elif role.startswith(("layers.0.", "layers.1.", "layers.2.", "per_layer")) or own_cache:
+            assert signatures == ["prefill_32", "decode", "verify"], role
+        else:
+            assert signatures == ["decode", "verify"], role
+    # Codes are shared by the signatures.
+    for places in base.places.values():
+        assert len({p.model.locate(p.found.tensor).file_offset for p in places if p.found.tensor}) == 1
+
+
+def _ops(model: Any, subgraph: int, name: str) -> list[Any]:
+    return [op for op in model.subgraphs[subgraph].operators if kind(model, op) == name]
+
+
+def _set(model: Any, subgraph: int, tensor: int, values: Any) -> None:
+    set_buffer(model, model.subgraphs[subgraph].tensors[tensor], values.tobytes())
+
+
+def _slices(model: Any) -> None:
+    """Two layers take each other's part of the per-layer embeddings."""
+    parts = [op for op in _ops(model, DECODE, "SLICE") if model.subgraphs[DECODE].tensors[op.outputs[0]].shape[-2] == 1]
+    tables = [op for op in parts if model.subgraphs[DECODE].tensors[op.inputs[0]].shape[-2] == 6]
+    tables[1].inputs[1], tables[2].inputs[1] = tables[2].inputs[1], tables[1].inputs[1]
+
+
+def _constant_of(model: Any, values: Any, *, subgraph: int = DECODE) -> int:
+    """The tensor that holds ``values``."""
+    data = np.asarray(values, np.float32).tobytes()
+    for index, tensor in enumerate(model.subgraphs[subgraph].tensors):
+        held = model.buffers[tensor.buffer].data
+        if held is not None and tensor.type == schema.TensorType.FLOAT32 and bytes(held) == data:
+            return index
+    raise AssertionError("no such constant")
+
+
+def _v_norm(model: Any) -> None:
+    _set(model, DECODE, _constant_of(model, np.ones(32)), np.full(32, 2, np.float32))
+
+
+def _number(old: float, new: float, subgraph: int = DECODE) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        _set(model, subgraph, _constant_of(model, [old], subgraph=subgraph), np.array([new], np.float32))
+
+    return change
+
+
+def _projections(model: Any, name: str) -> list[Any]:
+    """FULLY_CONNECTED ops by what exporters call their weight."""
+    tensors = model.subgraphs[DECODE].tensors
+    return [op for op in _ops(model, DECODE, "FULLY_CONNECTED") if name in tensors[op.inputs[1]].name.decode()]
+
+
+def _key_from_elsewhere(model: Any) -> None:
+    """K of layer 1 is computed from what layer 0 reads."""
+    first, second = _projections(model, "Linear_k_proj")[:2]
+    second.inputs[0] = first.inputs[0]
+
+
+def _old_cache(model: Any) -> None:
+    """The attention reads the cache as it was before this step."""
+    writer = _ops(model, DECODE, "DYNAMIC_UPDATE_SLICE")[0]
+    for op in model.subgraphs[DECODE].operators:
+        if kind(model, op) == "BATCH_MATMUL":
+            op.inputs = [writer.inputs[0] if i == writer.outputs[0] else i for i in op.inputs]
+
+
+def _head_before_norm(model: Any) -> None:
+    """The logits are computed from the stream before the last norm."""
+    head = _ops(model, DECODE, "FULLY_CONNECTED")[-1]
+    norm = next(op for op in reversed(model.subgraphs[DECODE].operators) if list(op.outputs) == [head.inputs[0]])
+    head.inputs[0] = norm.inputs[0]
+
+
+def _relu(model: Any) -> None:
+    """The gate of the per-layer branch is another function."""
+    tensors = model.subgraphs[DECODE].tensors
+    gelu = next(op for op in _ops(model, DECODE, "GELU") if tensors[op.inputs[0]].shape[-1] == 32)
+    code = schema.OperatorCodeT()
+    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.RELU
+    code.version = 1
+    model.operatorCodes.append(code)
+    gelu.opcodeIndex = len(model.operatorCodes) - 1
+    gelu.builtinOptions, gelu.builtinOptionsType = None, 0
+
+
+@pytest.mark.parametrize(
+    ("section", "edit", "error", "words"),
+    [
+        ("prefill_decode", _slices, RoleError, r"layers\.2: expected the part of the per-layer embeddings at 64"),
+        ("prefill_decode", _v_norm, UnsupportedError, "its V norm has a weight"),
+        ("prefill_decode", _number(2**-0.5, 0.5), RoleError, "the per-layer embeddings: expected the factor 0.707107"),
+        ("prefill_decode", _number(0.125, 0.25), RoleError, "per_layer_model_projection: expected the factor 0.125"),
+        (
+            "prefill_decode",
+            _key_from_elsewhere,
+            RoleError,
+            r"layers\.0: its K goes to kv_cache_k_1, whose first reader is layers\.1",
+        ),
+        ("prefill_decode", _old_cache, RoleError, "cache that DYNAMIC_UPDATE_SLICE writes"),
+        ("prefill_decode", _head_before_norm, RoleError, "final_norm"),
+        ("prefill_decode", _relu, RoleError, "per_layer_gate"),
+        ("embedder", _number(8, 4, 0), RoleError, "embed_tokens: expected the factor 8"),
+        (
+            "per_layer_embedder",
+            _number(32**0.5, 1, 0),
+            RoleError,
+            "embed_tokens_per_layer: expected the factor 5.65685",
+        ),
+    ],
+)
+def test_what_is_elsewhere_is_refused_by_name(
+    tmp_path: Path, section: str, edit: Callable[[Any], None], error: type[MtpExtractError], words: str
+) -> None:
+    path = edited_section(tmp_path / "b.litertlm", section, edit)
+    with open_bundle(path) as opened, pytest.raises(error, match=words) as raised:
+        find_base(opened)
+    assert "signature" in str(raised.value)
+
+
+def test_a_bundle_without_a_base_says_so(tmp_path: Path, sample: Path) -> None:
+    from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of
+
+    path = tmp_path / "drafter.litertlm"
+    path.write_bytes(bundle([Part(3, drafter_of(sample), DRAFTER)]))
+    with open_bundle(path) as opened, pytest.raises(UnsupportedError, match="expected a section prefill_decode"):
+        find_base(opened)

@@ -1,0 +1,105 @@
+"""Bases and bundles that are changed on purpose: the sample's, with a weight, a byte or an operator that is another."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+
+from helpers.make_bundle import bundle, load, pack, parts_of
+from mtp_extract.base import Place, find_base
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.data import sample_base, sample_bundle
+
+__all__ = ["PREFIX", "Weights", "base_with", "edited_section", "patched", "places_of"]
+
+PREFIX = "model.language_model."
+Weights = dict[str, npt.NDArray[Any]]
+
+
+def base_with(
+    out: Path,
+    change: Callable[[Weights], None] = lambda weights: None,
+    *,
+    dtype: str = "",
+    shards: int = 1,
+    **config: Any,
+) -> Path:
+    """A copy of the sample's base with changed weights, and changed keys of its text model's configuration.
+
+    ``dtype`` (f16, bf16) rounds the weights; several ``shards`` come with an index.
+    """
+    out.mkdir()
+    read = json.loads((sample_base() / "config.json").read_text())
+    top = {key: config.pop(key) for key in ("model_type", "quantization_config") if key in config}
+    read["text_config"] |= config
+    (out / "config.json").write_text(json.dumps(read | top))
+    weights = load_file(sample_base() / "model.safetensors")
+    change(weights)
+    stored = {name: _stored(name, np.ascontiguousarray(weight), dtype) for name, weight in weights.items()}
+    if shards == 1:
+        _write(out / "model.safetensors", stored)
+        return out
+    placed = {name: f"model-{index % shards + 1:05d}-of-{shards:05d}.safetensors" for index, name in enumerate(stored)}
+    for file in set(placed.values()):
+        _write(out / file, {name: entry for name, entry in stored.items() if placed[name] == file})
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return out
+
+
+_NAMES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
+
+
+def _stored(name: str, weight: npt.NDArray[Any], dtype: str) -> tuple[str, tuple[int, ...], bytes]:
+    if dtype:
+        kind = DTYPES[dtype]
+        return kind.safetensors, weight.shape, kind.narrow(weight.reshape(-1), name).tobytes()
+    return _NAMES[str(weight.dtype)], weight.shape, weight.tobytes()
+
+
+def _write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    header, at = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+
+
+def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:
+    """The sample with other bytes."""
+    data = bytearray(sample_bundle().read_bytes())
+    for at, new in bytes_at.items():
+        data[at : at + len(new)] = new
+    out.write_bytes(data)
+    return out
+
+
+def places_of(path: Path, role: str) -> tuple[Place, ...]:
+    """Where ``role`` is stored in the bundle at ``path``."""
+    with open_bundle(path) as opened:
+        return find_base(opened).places[role]
+
+
+def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:
+    """The sample with the model of section ``kind``, as the schema's object tree, changed by ``edit``."""
+    parts = parts_of(sample_bundle())
+    for index, part in enumerate(parts):
+        if part.items.get("model_type") == f"tf_lite_{kind}":
+            model = load(part.data)
+            for buffer in model.buffers:
+                if buffer.offset > 1:
+                    buffer.data = np.frombuffer(part.data, np.uint8)[buffer.offset : buffer.offset + buffer.size]
+                    buffer.offset = buffer.size = 0
+            edit(model)
+            parts[index] = replace(part, data=pack(model))
+    out.write_bytes(bundle(parts))
+    return out

@@ -1,0 +1,112 @@
+"""Scales of static activations that are calibrated anew."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.make_bundle import load, pack
+from helpers.variant_files import variant
+
+from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.insert.activations import Range, Ranges
+from mtp_extract.insertion import planned_insertion
+
+STATIC = variant("torch_static8_mix48_kv8")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return extract(STATIC, tmp_path_factory.mktemp("static") / "out", dtype="bf16").directory
+
+
+def scales_of(path: Path) -> dict[str, tuple[float, int, float, int]]:
+    with open_bundle(path) as opened:
+        return {
+            role.role: (role.input.scale, role.input.zero_point, role.output.scale, role.output.zero_point)
+            for role in opened.drafter().walk.roles
+            if role.input is not None and role.output is not None
+        }
+
+
+def ranges_of(roles: list[str]) -> Ranges:
+    """Another range for every role; gate and up read one value."""
+    return {
+        role: (
+            Range(-1.0 - index * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
+            Range(-0.25, 2.0 + index),
+        )
+        for index, role in enumerate(roles)
+    }
+
+
+def test_without_a_base_there_is_a_warning(own: Path, noisy: Path, sample: Path) -> None:
+    with planned_insertion(own, STATIC) as plan:
+        assert not any("calibrated" in note for note in plan.notes)
+    with planned_insertion(noisy, STATIC) as plan:
+        assert any("calibrated for the old weights" in note for note in plan.notes)
+    with planned_insertion(noisy, sample) as plan:
+        assert not any("calibrated" in note for note in plan.notes)
+
+
+def test_new_scales_are_the_ranges(own: Path, tmp_path: Path) -> None:
+    before = scales_of(STATIC)
+    assert len(before) == 22
+    ranges = ranges_of(list(before))
+    with planned_insertion(own, STATIC, ranges=ranges) as plan:
+        plan.write(tmp_path / "new.tflite")
+        assert any("22 matrices were calibrated anew" in note for note in plan.notes)
+    after = scales_of(tmp_path / "new.tflite")
+    assert after.keys() == before.keys()
+    for role, (scale, zero_point, out, out_zero) in after.items():
+        low, high = -ranges[role][0].low, ranges[role][1].high
+        assert (scale, zero_point) == (pytest.approx(low / 127), 0)
+        assert (out, out_zero) == (pytest.approx(high / 127), 0)
+    old, new = STATIC.read_bytes(), (tmp_path / "new.tflite").read_bytes()
+    assert len(old) == len(new)
+    # Two scales a role, of which gate and up share one.
+    changed = np.flatnonzero(np.frombuffer(old, np.uint8) != np.frombuffer(new, np.uint8))
+    assert 40 <= changed.size <= 4 * 40
+
+
+def test_zero_points_that_are_none(own: Path, tmp_path: Path) -> None:
+    """An asymmetric activation gets both; a range of nothing changes nothing."""
+    model = load(STATIC.read_bytes())
+    with open_bundle(STATIC) as opened:
+        drafter = opened.drafter()
+        result = next(r.result for r in drafter.walk.roles if r.role == "layers.0.o_proj")
+        assert result is not None
+        assert result.producer is not None
+        tensor = result.producer.operand(0).tensors[-1]
+    model.subgraphs[0].tensors[tensor.index].quantization.zeroPoint = np.array([-7], np.int64)
+    (tmp_path / "old.tflite").write_bytes(pack(model))
+    nothing = Range(0.0, 0.0)
+    ranges = {"layers.0.o_proj": (Range(-1.0, 4.1), nothing), "layers.1.o_proj": (nothing, nothing)}
+    with planned_insertion(own, tmp_path / "old.tflite", ranges=ranges) as plan:
+        plan.write(tmp_path / "new.tflite")
+    before, after = scales_of(tmp_path / "old.tflite"), scales_of(tmp_path / "new.tflite")
+    scale, zero_point, *out = after["layers.0.o_proj"]
+    assert scale == pytest.approx(5.1 / 255)
+    assert zero_point == -128 + round(1 / (5.1 / 255))
+    assert out == list(before["layers.0.o_proj"][2:])
+    assert after["layers.1.o_proj"] == before["layers.1.o_proj"]
+
+
+def test_a_graph_without_static_activations(exact: Path, sample: Path, tmp_path: Path) -> None:
+    with planned_insertion(exact, sample, ranges={"lm_head": (Range(-1, 1), Range(-1, 1))}) as plan:
+        assert "The graph has no static activations: nothing was calibrated." in plan.notes
+        plan.write(tmp_path / "new.litertlm")
+    assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
+
+
+def test_codes_are_not_multiplied_with_floats(own: Path) -> None:
+    from mtp_extract.errors import UnsupportedError
+
+    with (
+        pytest.raises(UnsupportedError, match="integers there"),
+        planned_insertion(own, STATIC, types={"*": "float32"}),
+    ):
+        pass

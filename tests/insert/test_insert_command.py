@@ -1,0 +1,170 @@
+"""``mtp-insert`` as a user meets it, and what becomes of it when it is stopped."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CODE = "from mtp_extract.cli.insert import main; main()"
+NEW = "new.litertlm"
+
+
+def start(*arguments: str | Path, code: str = CODE, cwd: Path | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+def run(*arguments: str | Path, code: str = CODE, cwd: Path | None = None) -> tuple[int, str, str]:
+    process = start(*arguments, code=code, cwd=cwd)
+    out, error = process.communicate()
+    return process.returncode, out, error
+
+
+def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tmp_path: Path) -> None:
+    status, dry, error = run(noisy, sample, "--dry-run", "--type", "lm_head=int8")
+    assert (status, error) == (0, "")
+    assert "lm_head                       INT4 → INT8  requantized" in dry
+    assert "final_norm                    FLOAT32      floats       0" in dry
+    assert "rebuilt, with 1 roles in a new place" in dry
+    assert list(tmp_path.iterdir()) == []
+    status, out, error = run(noisy, sample, "-o", tmp_path / NEW, "--type", "lm_head=int8")
+    assert (status, error) == (0, "")
+    assert out.startswith(dry)
+    assert "its drafter was read back and compared" in out
+    assert "agree to" in out
+    assert [p.name for p in tmp_path.iterdir()] == [NEW]
+
+
+def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
+    status, out, _ = run(exact, sample, "-o", tmp_path / NEW, "--json", "--types", "int8")
+    document = json.loads(out)
+    assert status == 0
+    assert document["size"] == (tmp_path / NEW).stat().st_size
+    assert document["roles"]["lm_head"]["stored"] == "INT8"
+    assert document["roles"]["lm_head"]["stored_before"] == "INT4"
+    assert document["roles"]["final_norm"] == {
+        "what": "kept",
+        "stored_before": "FLOAT32",
+        "stored": "FLOAT32",
+        "relative_rms_error": 0.0,
+    }
+    assert document["proof"]["positions"]
+    assert json.loads(run(exact, sample, "--dry-run", "--json")[1])["out"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--out"),
+        (("-o", "x", "--dry-run"), "--out"),
+        (("--dry-run", "--types", "int3"), "int8, int4, int2, float32"),
+        (("--dry-run", "--type", "lm_head"), "ROLE=TYPE"),
+        (("--dry-run", "--prompts", "x.txt"), "--base"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], said: str, sample: Path, exact: Path) -> None:
+    status, out, error = run(exact, sample, *arguments)
+    assert (status, out) == (2, "")
+    assert said in error
+
+
+@pytest.mark.parametrize("pattern", ["final_norm=int8", "no_such=int8"])
+def test_a_role_that_is_no_matrix(pattern: str, sample: Path, exact: Path) -> None:
+    status, _, error = run(exact, sample, "--dry-run", "--type", pattern)
+    assert status == 1
+    assert "expected a matrix" in error
+    assert "Traceback" not in error
+
+
+def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> None:
+    (tmp_path / NEW).write_bytes(b"precious")
+    status, _, error = run(exact, sample, "-o", tmp_path / NEW)
+    assert status == 1
+    assert "--overwrite" in error
+    assert (tmp_path / NEW).read_bytes() == b"precious"
+    status, out, error = run(exact, sample, "-o", tmp_path / "nowhere" / NEW)
+    assert (status, out) == (1, ""), "said before any work"
+    assert "there is no directory" in error
+    assert "--out" in error
+
+
+def test_a_disk_without_space(sample: Path, exact: Path, tmp_path: Path) -> None:
+    size = sample.stat().st_size // 2
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); {CODE}"
+    status, _, error = run(exact, sample, "-o", tmp_path / NEW, code=limited)
+    assert status == 1
+    assert "cannot be written" in error
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != size
+
+
+SLOW = (
+    # A suite in the background of a shell, or under nohup, has signals ignored, and its children too.
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    "import time, mtp_extract.litertlm.writer as w; write = w._write\n"
+    "def slow(*a):\n    done = write(*a); print('written', flush=True); time.sleep(60); return done\n"
+    f"w._write = slow; {CODE}"
+)
+"""The command, which stops for a minute when a part of the file is there."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_killed_in_the_middle(number: signal.Signals, sample: Path, exact: Path, tmp_path: Path) -> None:
+    before = sample.read_bytes()
+    process = start(exact, sample, "-o", tmp_path / NEW, code=SLOW)
+    assert process.stdout is not None
+    while "written" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(number)
+    _, error = process.communicate()
+    left = [p.name for p in tmp_path.iterdir()]
+    if number == signal.SIGKILL:
+        (name,) = left
+        assert name.startswith(f".{NEW}.partial-")
+    else:
+        assert left == []
+        assert error == "error: interrupted; nothing was kept.\n"
+        assert process.returncode == 128 + number
+    assert sample.read_bytes() == before
+    # What was left behind is in nobody's way.
+    assert run(exact, sample, "-o", tmp_path / NEW)[0] == 0
+    assert filecmp.cmp(sample, tmp_path / NEW, shallow=False)
+
+
+def test_packed_weights_of_an_older_file(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """A cache beside the new file is pointed out, and the file has not the second that is in its name."""
+    now = int(time.time())
+    names = [f"{NEW}_{second}_123.mtp_drafter.xnnpack_cache" for second in range(now - 2, now + 600)]
+    for name in names:
+        (tmp_path / name).touch()
+    status, out, _ = run(exact, sample, "-o", tmp_path / NEW)
+    assert status == 0
+    assert "Note: Delete " in out
+    assert "the runtime packed them from an older file" in out
+    assert int((tmp_path / NEW).stat().st_mtime) == now + 600
+
+
+def test_a_file_that_replaces_another_is_younger(sample: Path, exact: Path, tmp_path: Path) -> None:
+    old = tmp_path / NEW
+    old.write_bytes(sample.read_bytes())
+    ahead = int(time.time()) + 5
+    os.utime(old, (ahead, ahead))
+    assert run(exact, sample, "-o", old, "--overwrite")[0] == 0
+    assert int(old.stat().st_mtime) != ahead

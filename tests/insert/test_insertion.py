@@ -1,0 +1,498 @@
+"""The way back: what was extracted gives the same bundle, what was changed is in the new one, and nothing else is."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, load, pack, parts_of
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
+from mtp_extract.extraction import checkpoint_of
+from mtp_extract.insertion import InsertionPlan, InsertionResult, planned_insertion
+from mtp_extract.litertlm.writer import bundle_with, write_laid
+
+MADE = sorted(set(VARIANTS) - REFUSED)
+EXACT = {"dtype": "f32", "codes": True}
+HEAD = "model.embed_tokens.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+def insert(source: Path, into: Path, out: Path, **options: Any) -> tuple[InsertionPlan, InsertionResult]:
+    with planned_insertion(source, into, **options) as plan:
+        return plan, plan.write(out)
+
+
+def floats_of(path: Path) -> dict[str, np.ndarray]:
+    """Role → what the drafter at ``path`` holds."""
+    with open_bundle(path) as opened:
+        return {role: read_floats(tensor) for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
+
+
+def hows(plan: InsertionPlan) -> set[str]:
+    return {decision.how for decision in plan.decisions.values()}
+
+
+@pytest.mark.parametrize("options", [EXACT, {"dtype": "bf16"}, {"dtype": "f16"}], ids=["f32+codes", "bf16", "f16"])
+def test_an_untouched_checkpoint_gives_the_same_bundle(sample: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    source = extract(sample, tmp_path / "out", **options).directory
+    plan, result = insert(source, sample, tmp_path / "new.litertlm")
+    assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
+    assert hows(plan) == {"kept"}
+    assert result.proof.positions
+
+
+@pytest.mark.parametrize("layout", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
+@pytest.mark.parametrize("name", ["torch_blockwise32", "torch_folded_softcap", "torch_asymmetric", "torch_int2"])
+def test_integers_come_back_from_every_format(name: str, layout: str, tmp_path: Path) -> None:
+    """Scales that GGUF rounds to FP16 are those of the file, and so are those with a folded factor divided out."""
+    source = extract(variant(name), tmp_path / "out", format=layout).directory
+    insert(source, variant(name), tmp_path / "new.tflite")
+    assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
+
+
+def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
+    """One code is another, as training on the grid leaves it; BF16 floats alone could not say which."""
+    source = extract(sample, tmp_path / "out", dtype="bf16", codes=True).directory
+    codes, floats = source / CODES_FILE, source / "model.safetensors"
+    tensors, weights = load_file(codes), safetensors.torch.load_file(floats)
+    tensors[f"{HEAD}.codes"][3, 5] = 3 if tensors[f"{HEAD}.codes"][3, 5] != 3 else 2
+    changed = int(tensors[f"{HEAD}.codes"][3, 5])
+    weights[HEAD][3, 5] = changed * float(tensors[f"{HEAD}.scale"].reshape(-1)[3])
+    with safetensors.safe_open(codes, "np") as opened:
+        save_file(tensors, codes, opened.metadata())
+    safetensors.torch.save_file(weights, floats, {"format": "pt"})
+    plan, _ = insert(source, sample, tmp_path / "new.litertlm")
+    assert plan.decisions["lm_head"].how == "codes"
+    assert {role for role, decision in plan.decisions.items() if decision.how != "kept"} == {"lm_head"}
+    with open_bundle(sample) as old, open_bundle(tmp_path / "new.litertlm") as new:
+        before, after = (
+            np.concatenate([c.copy() for c in checkpoint_of(o.drafter()).tensors["lm_head"].integers()])
+            for o in (old, new)
+        )
+    width = load_file(codes)[f"{HEAD}.codes"].shape[1]
+    assert np.flatnonzero(before != after).tolist() == [3 * width + 5]
+    assert after[3 * width + 5] == changed
+
+
+@pytest.mark.parametrize("options", [EXACT, {"dtype": "bf16"}], ids=["f32+codes", "bf16"])
+@pytest.mark.parametrize("name", MADE)
+def test_an_untouched_variant(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    source = extract(variant(name), tmp_path / "out", **options).directory
+    with planned_insertion(source, variant(name)) as plan:
+        assert hows(plan) == {"kept"}
+        plan.write(tmp_path / "new.tflite")
+    assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_changed_variant(name: str, tmp_path: Path) -> None:
+    """Every matrix and every vector of it is another; the file holds them as well as its types can."""
+    source = extract(variant(name), tmp_path / "out", dtype="f32").directory
+    rng = np.random.default_rng(1)
+    weights = load_file(source / "model.safetensors")
+    folded = "unit" in name or "noscalar" in name
+    shared: dict[bytes, np.ndarray] = {}
+    for key, tensor in weights.items():
+        if tensor.ndim == 1 and folded:
+            continue
+        # Roles that share a constant stay equal: another test takes them apart.
+        other = (tensor * rng.uniform(0.9, 1.1, tensor.shape)).astype(np.float32)
+        weights[key] = shared.setdefault(tensor.tobytes(), other)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    plan, _ = insert(source, variant(name), tmp_path / "new.tflite")
+    assert "requantized" in hows(plan)
+    # Norms of equal weights, which the converter stored as one number, are vectors again.
+    assert plan.rebuilt == (4 if name == "jax_norm_static_plain" else 0)
+    assert plan.rebuilt or (tmp_path / "new.tflite").stat().st_size == variant(name).stat().st_size
+    worst = {"INT8": 0.02, "INT4": 0.2, "INT2": 0.9, "UINT8": 0.02, "FLOAT32": 0.0, "FLOAT16": 1e-3}
+    for role, decision in plan.decisions.items():
+        assert decision.error <= worst[decision.storage.type.name], role
+    again = extract(tmp_path / "new.tflite", tmp_path / "again", dtype="f32")
+    written = load_file(again.directory / "model.safetensors")
+    vectors = [key for key in weights if weights[key].ndim == 1 and not folded]
+    assert all(np.array_equal(written[key], weights[key]) for key in vectors)
+
+
+def test_nothing_but_the_drafter_changes(sample: Path, noisy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.litertlm"
+    insert(noisy, sample, out)
+    old, new = parts_of(sample), parts_of(out)
+    assert [(p.data_type, p.items) for p in old] == [(p.data_type, p.items) for p in new]
+    assert [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a.data != b.data] == [len(old) - 1]
+    before, after = load(old[-1].data), load(new[-1].data)
+    for name in ("operatorCodes", "signatureDefs"):
+        assert len(getattr(before, name)) == len(getattr(after, name))
+    assert [t.type for t in before.subgraphs[0].tensors] == [t.type for t in after.subgraphs[0].tensors]
+
+
+def test_codes_go_in_as_they_are(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """Codes of INT4 in a bundle that has INT8 there: the same codes and scales, and no error."""
+    wide = tmp_path / "wide.litertlm"
+    insert(exact, sample, wide, types={"*": "int8"})
+    source = extract(sample, tmp_path / "codes", **EXACT).directory
+    plan, _ = insert(source, wide, tmp_path / "new.litertlm")
+    assert hows(plan) <= {"kept", "codes"}
+    mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
+    assert all(np.array_equal(mine[role], theirs[role]) for role in theirs)
+
+
+def test_requantized_floats_are_the_quantizers_file(
+    sample: Path, truth: dict[str, dict[str, np.ndarray]], changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Codes that were moved by less than half a step come back as what the quantizer made of its own floats."""
+    scale = truth[HEAD]["scale"].reshape(-1, 1)
+
+    def moved(head: np.ndarray) -> np.ndarray:
+        nudged = head + np.random.default_rng(0).uniform(-0.3, 0.3, head.shape) * scale
+        # The largest of a row decides its scale.
+        largest = np.abs(head) == np.abs(head).max(axis=1, keepdims=True)
+        return np.where(largest, head, np.clip(nudged, -7 * scale, 7 * scale))
+
+    plan, _ = insert(changed({HEAD: moved}), sample, tmp_path / "new.litertlm")
+    full = (np.abs(truth[HEAD]["q"]).max(axis=1) == 7).all()
+    assert plan.decisions["lm_head"].how == "requantized"
+    assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False) == bool(full)
+
+
+@pytest.mark.parametrize("type_", ["int8", "int4", "int2", "float32"])
+def test_another_type(type_: str, sample: Path, noisy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.litertlm"
+    plan, result = insert(noisy, sample, out, types={"*": type_})
+    assert {d.storage.type.name for r, d in plan.decisions.items() if r.endswith("proj")} == {type_.upper()}
+    assert result.proof.positions
+    weights, written = load_file(noisy / "model.safetensors"), floats_of(out)
+    worst = {"int8": 0.02, "int4": 0.2, "int2": 0.9, "float32": 0.0}[type_]
+    head = weights[HEAD]
+    assert np.linalg.norm(written["lm_head"] - head) <= worst * np.linalg.norm(head)
+    for other in parts_of(sample)[:-1]:
+        assert other in parts_of(out)
+
+
+def test_one_role_another_type(sample: Path, exact: Path, tmp_path: Path) -> None:
+    types = {"layers.*.gate_proj": "int8", "layers.0.gate_proj": "float32"}
+    plan, _ = insert(exact, sample, tmp_path / "new.litertlm", types=types)
+    stored = {role: d.storage.type.name for role, d in plan.decisions.items()}
+    assert (stored["layers.0.gate_proj"], stored["layers.1.gate_proj"]) == ("FLOAT32", "INT8")
+    assert stored["layers.1.up_proj"] == "INT4"
+    mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
+    assert all(np.array_equal(mine[role], theirs[role]) for role in theirs), "INT4 goes into INT8 code for code"
+
+
+def test_back_to_the_first_type(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """INT4 → INT8 → INT4: the buffers that were appended move up, and the weights are the first ones."""
+    wide, narrow = tmp_path / "wide.litertlm", tmp_path / "narrow.litertlm"
+    insert(exact, sample, wide, types={"*": "int8"})
+    source = extract(sample, tmp_path / "codes", **EXACT).directory
+    four = {role: "int4" for role, d in _plan_of(source, sample).decisions.items() if d.before.name == "INT4"}
+    insert(source, wide, narrow, types=four)
+    assert narrow.stat().st_size < wide.stat().st_size
+    mine, theirs = floats_of(narrow), floats_of(sample)
+    assert all(np.array_equal(mine[role], theirs[role]) for role in theirs)
+
+
+def _plan_of(source: Path, into: Path) -> InsertionPlan:
+    with planned_insertion(source, into) as plan:
+        return plan
+
+
+def with_shared_norms(sample: Path, out: Path, *, tensor: bool) -> None:
+    """The sample whose q norms of the first two layers are one tensor, or two tensors of one buffer."""
+    *others, last = parts_of(sample)
+    with open_bundle(sample) as opened:
+        roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
+    first, second = (roles[f"layers.{i}.q_norm"].index for i in (0, 1))
+    model = load(last.data)
+    graph = model.subgraphs[0]
+    graph.tensors[second].buffer = graph.tensors[first].buffer
+    if tensor:
+        for op in graph.operators:
+            op.inputs = [first if index == second else index for index in op.inputs]
+        # Nothing reads it any more: what is left of it is no constant.
+        graph.tensors[second].buffer = 0
+    out.write_bytes(bundle([*others, Part(last.data_type, pack(model), last.items)]))
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["one tensor", "one buffer"])
+def test_shared_constants_are_taken_apart_where_they_differ(
+    tensor: bool, sample: Path, exact: Path, noisy: Path, tmp_path: Path
+) -> None:
+    merged = tmp_path / "merged.litertlm"
+    with_shared_norms(sample, merged, tensor=tensor)
+    assert np.array_equal(*(floats_of(merged)[f"layers.{i}.q_norm"] for i in (0, 1)))
+
+    source = extract(merged, tmp_path / "same", dtype="bf16").directory
+    assert insert(source, merged, tmp_path / "same.litertlm")[0].rebuilt == 0
+    assert filecmp.cmp(merged, tmp_path / "same.litertlm", shallow=False)
+
+    for name, checkpoint in (("sample", exact), ("noisy", noisy)):
+        plan, _ = insert(checkpoint, merged, tmp_path / f"{name}.litertlm")
+        assert plan.rebuilt
+        written = floats_of(tmp_path / f"{name}.litertlm")
+        weights = load_file(checkpoint / "model.safetensors")
+        for index in (0, 1):
+            norm = weights[f"model.layers.{index}.self_attn.q_norm.weight"]
+            np.testing.assert_array_equal(written[f"layers.{index}.q_norm"], norm)
+
+
+def test_shared_constants_that_change_alike_stay_one(
+    sample: Path, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    merged = tmp_path / "merged.litertlm"
+    with_shared_norms(sample, merged, tensor=True)
+    own = extract(merged, tmp_path / "own", dtype="f32").directory
+    names = [f"model.layers.{i}.self_attn.q_norm.weight" for i in (0, 1)]
+    source = changed(dict.fromkeys(names, lambda norm: norm * 2), source=own)
+    plan, _ = insert(source, merged, tmp_path / "new.litertlm")
+    assert plan.rebuilt == 0
+    assert (tmp_path / "new.litertlm").stat().st_size == merged.stat().st_size
+
+
+def without_drafter(sample: Path, out: Path) -> Path:
+    with open_bundle(sample) as opened:
+        assert opened.bundle is not None
+        gone = frozenset(s.index for s in opened.sections if s.model_type == "mtp_drafter")
+        write_laid(out, bundle_with(opened.bundle, {}, removed=gone))
+    return out
+
+
+def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: Path, tmp_path: Path) -> None:
+    bare = without_drafter(sample, tmp_path / "bare.litertlm")
+    assert parts_of(bare) == parts_of(sample)[:-1]
+    plan, _ = insert(sample, bare, tmp_path / "again.litertlm")
+    assert plan.added
+    assert parts_of(tmp_path / "again.litertlm") == parts_of(sample)
+    plan, _ = insert(noisy, bare, tmp_path / "noisy.litertlm", graph_from=sample, types={"lm_head": "int8"})
+    assert (plan.added, plan.rebuilt) == (True, 1)
+    np.testing.assert_array_equal(
+        floats_of(tmp_path / "noisy.litertlm")["final_norm"],
+        load_file(noisy / "model.safetensors")["model.norm.weight"],
+    )
+    with pytest.raises(NoDrafterError, match="no section holds an MTP drafter"):
+        insert(exact, bare, tmp_path / "none.litertlm")
+
+
+def base_changed(sample: Path, out: Path, change: Callable[[Any], None]) -> Path:
+    """The sample without its drafter, and with something of its base changed."""
+    parts = parts_of(sample)[:-1]
+    model = load(parts[-1].data)
+    change(model)
+    parts[-1] = Part(parts[-1].data_type, pack(model), parts[-1].items)
+    out.write_bytes(bundle(parts))
+    return out
+
+
+def _signature(model: Any, key: bytes) -> Any:
+    return next(s for s in model.signatureDefs if s.signatureKey == key)
+
+
+def no_verify(model: Any) -> None:
+    model.signatureDefs.remove(_signature(model, b"verify"))
+
+
+def no_activations(model: Any) -> None:
+    decode = _signature(model, b"decode")
+    decode.outputs = [o for o in decode.outputs if o.name != b"activations"]
+
+
+def other_names(model: Any) -> None:
+    for entry in _signature(model, b"decode").outputs:
+        entry.name = entry.name.replace(b"kv_cache_k_3", b"kv_cache_k_13")
+
+
+def other_length(model: Any) -> None:
+    decode = _signature(model, b"decode")
+    entry = next(o for o in decode.outputs if o.name == b"kv_cache_k_3")
+    model.subgraphs[decode.subgraphIndex].tensors[entry.tensorIndex].shape = [1, 2, 64, 64]
+
+
+def other_width(model: Any) -> None:
+    decode = _signature(model, b"decode")
+    entry = next(o for o in decode.outputs if o.name == b"activations")
+    model.subgraphs[decode.subgraphIndex].tensors[entry.tensorIndex].shape = [1, 1, 96]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (no_verify, "no signature 'verify'"),
+        (no_activations, "decode has no output 'activations'"),
+        (other_names, "no cache kv_cache_k_3"),
+        (other_length, r"kv_cache_k_3 is FLOAT32 \[1, 2, 64, 64\] in the base and FLOAT32 \[1, 2, 256, 64\]"),
+        (other_width, "activations are 96 wide, the drafter's projected activations 64"),
+    ],
+)
+def test_a_base_that_the_runtime_would_fail_with(
+    change: Callable[[Any], None], said: str, sample: Path, tmp_path: Path
+) -> None:
+    base = base_changed(sample, tmp_path / "base.litertlm", change)
+    with pytest.raises(PairError, match=said):
+        insert(sample, base, tmp_path / "new.litertlm")
+    assert not (tmp_path / "new.litertlm").exists()
+
+
+def test_what_was_folded_away_cannot_change(tmp_path: Path, changed: Callable[..., Path]) -> None:
+    """Layer scalars of 1 and norms of ones have no constant: they stay so, or the insertion is refused by name."""
+    into = variant("jax_published_noscalar")
+    own = extract(into, tmp_path / "own", dtype="f32").directory
+    source = changed({"model.layers.1.layer_scalar": np.array([0.5])}, source=own)
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.layer_scalar: the graph multiplies by nothing"):
+        insert(source, into, tmp_path / "new.tflite")
+    assert not (tmp_path / "new.tflite").exists()
+
+
+def test_another_geometry(sample: Path, tmp_path: Path) -> None:
+    source = extract(variant("torch_odd_sizes"), tmp_path / "other", dtype="bf16").directory
+    with pytest.raises(PairError, match="a vocabulary of"):
+        insert(source, sample, tmp_path / "new.litertlm")
+    assert [p.name for p in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_soft_cap_that_the_checkpoint_has_not(sample: Path, changed: Callable[..., Path]) -> None:
+    """Google's own assistants say none: the graph's stays, and a note says so."""
+    source = changed({})
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"final_logit_softcapping": 30.0', '"final_logit_softcapping": null'))
+    with planned_insertion(source, sample) as plan:
+        assert any("soft cap (of 30) stays" in note for note in plan.notes)
+        assert hows(plan) == {"kept"}
+
+
+def test_an_epsilon_that_is_another(sample: Path, changed: Callable[..., Path]) -> None:
+    source = changed({})
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    with pytest.raises(PairError, match="an epsilon of 1e-06 instead of 1e-05"), planned_insertion(source, sample):
+        pass
+
+
+def test_a_vocabulary_that_is_another(sample: Path, changed: Callable[..., Path], tmp_path: Path) -> None:
+    source = changed({HEAD: lambda head: head[:-8]})
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 504'))
+    with pytest.raises(PairError, match="a vocabulary of 512 instead of 504"):
+        insert(source, sample, tmp_path / "new.litertlm")
+
+
+def test_a_truncated_bundle(sample: Path, exact: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.litertlm"
+    short.write_bytes(sample.read_bytes()[:-5000])
+    with pytest.raises(TruncatedError, match="incomplete"):
+        insert(exact, short, tmp_path / "new.litertlm")
+    assert [p.name for p in tmp_path.iterdir()] == ["short.litertlm"]
+
+
+def test_the_bundle_is_not_its_own_output(sample: Path, exact: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.litertlm"
+    mine.write_bytes(sample.read_bytes())
+    (tmp_path / "link.litertlm").symlink_to(mine)
+    (tmp_path / "hard.litertlm").hardlink_to(mine)
+    for name in ("mine", "link", "hard"):
+        with planned_insertion(exact, mine) as plan, pytest.raises(OutputError):
+            plan.write(tmp_path / f"{name}.litertlm", overwrite=True)
+    assert filecmp.cmp(mine, sample, shallow=False)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_read_is_not_written_over(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """Neither the bundle whose drafter is taken, nor the one whose graph is, nor a file of the checkpoint."""
+    mine = tmp_path / "mine.litertlm"
+    mine.write_bytes(sample.read_bytes())
+    shutil.copytree(exact, tmp_path / "own")
+    with planned_insertion(mine, sample) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(mine, overwrite=True)
+    bare = without_drafter(sample, tmp_path / "bare.litertlm")
+    with planned_insertion(exact, bare, graph_from=mine) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(mine, overwrite=True)
+    with planned_insertion(tmp_path / "own", sample) as plan, pytest.raises(OutputError, match="is read"):
+        plan.write(tmp_path / "own" / "config.json", overwrite=True)
+    assert filecmp.cmp(mine, sample, shallow=False)
+    assert filecmp.cmp(tmp_path / "own" / "config.json", exact / "config.json", shallow=False)
+
+
+def test_a_signature_that_is_not_there_adds_no_drafter(sample: Path) -> None:
+    with (
+        pytest.raises(NoDrafterError, match="no signature 'x'") as raised,
+        planned_insertion(sample, sample, signature="x"),
+    ):
+        pass
+    assert not raised.value.remedies
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "types"),
+    [
+        (NORM, np.nan, {}),
+        (HEAD, np.inf, {}),
+        (HEAD, np.nan, {"lm_head": "float32"}),
+        (HEAD, 3e38, {}),
+    ],
+)
+def test_values_that_cannot_be_stored_are_refused_in_the_plan(
+    name: str, value: float, types: dict[str, str], sample: Path, changed: Callable[..., Path]
+) -> None:
+    def spoil(tensor: np.ndarray) -> np.ndarray:
+        tensor.flat[3] = value
+        return tensor
+
+    with (
+        pytest.raises(CheckpointError, match="Train it again"),
+        planned_insertion(changed({name: spoil}), sample, types=types),
+    ):
+        pass
+
+
+def test_errors_of_very_small_and_large_weights(sample: Path, noisy: Path, changed: Callable[..., Path]) -> None:
+    """Squares neither vanish nor overflow: the share is that of ordinary weights, and 1 below the least scale."""
+
+    def error(size: float) -> float:
+        source = changed({HEAD: lambda head: head * size}, name=f"{size}", source=noisy)
+        with planned_insertion(source, sample) as plan:
+            return plan.decisions["lm_head"].error
+
+    assert error(1e30) == pytest.approx(error(1.0), rel=1e-3)
+    assert error(1e-30) == pytest.approx(1.0)
+
+
+def test_what_is_there_is_replaced_only_when_asked(sample: Path, exact: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.litertlm"
+    out.write_bytes(b"precious")
+    with planned_insertion(exact, sample) as plan:
+        with pytest.raises(OutputError, match="exists"):
+            plan.write(out)
+        assert out.read_bytes() == b"precious"
+        plan.write(out, overwrite=True)
+    assert filecmp.cmp(out, sample, shallow=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["new.litertlm"]
+
+
+def test_a_bare_model(noisy: Path, sample: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "drafter.tflite"
+    bare.write_bytes(drafter_of(sample))
+    plan, _ = insert(noisy, bare, tmp_path / "new.tflite", types={"lm_head": "int8"})
+    insert(noisy, sample, tmp_path / "new.litertlm", types={"lm_head": "int8"})
+    assert plan.rebuilt == 1
+    assert (tmp_path / "new.tflite").read_bytes() == drafter_of(tmp_path / "new.litertlm")
+    assert parts_of(tmp_path / "new.litertlm")[-1].items.items() >= DRAFTER.items()
+
+
+def test_a_graph_for_a_bundle_that_has_one(sample: Path, tmp_path: Path) -> None:
+    source = extract(sample, tmp_path / "out").directory
+    with (
+        pytest.raises(UnsupportedError, match="has a drafter, whose graph stays"),
+        planned_insertion(source, sample, graph_from=sample),
+    ):
+        raise AssertionError("it was planned")

@@ -1,0 +1,122 @@
+"""Numbers to codes, against what ai-edge-quantizer computes.
+
+``requantized.npz`` holds a matrix, and what ai-edge-quantizer 0.10.0 (``tensor_zp_scale_from_min_max`` and
+``uniform_quantize``) made of it: codes, scales and zero points a row, a column, the whole and blocks of 32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.litertlm.quantized import CODE_TYPES
+from mtp_extract.litertlm.requantize import Storage, float_bytes, pack, rechunked
+from mtp_extract.litertlm.tflite import TensorType
+
+GOLDEN = np.load(Path(__file__).parent / "requantized.npz")
+CASES = sorted({name.rsplit("/", 1)[0] for name in GOLDEN.files if "/" in name})
+BITS = {8: TensorType.INT8, 4: TensorType.INT4, 2: TensorType.INT2}
+KINDS = {"channel": ("per_channel", 0), "column": ("per_channel", 1), "tensor": ("per_tensor", 0)}
+
+
+def storage_of(case: str, shape: tuple[int, ...]) -> Storage:
+    kind, bits, symmetric = case.split("/")
+    name, axis = KINDS.get(kind, ("blockwise", 0))
+    block = 32 if name == "blockwise" else 0
+    return Storage(BITS[int(bits)], shape, name, axis, block, symmetric == "symmetric")
+
+
+def torn(values: np.ndarray, seed: int = 0) -> list[np.ndarray]:
+    """``values``, flat, in pieces of any size."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, values.size, 5))
+    return np.split(values.reshape(-1), cuts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_quantizers_own_numbers(case: str) -> None:
+    weight = GOLDEN["weight_of_blocks" if case.startswith("block") else "weight"]
+    storage = storage_of(case, weight.shape)
+    scale, zero_point = storage.measure(torn(weight))
+    np.testing.assert_array_equal(scale, GOLDEN[f"{case}/scale"])
+    np.testing.assert_array_equal(zero_point, GOLDEN[f"{case}/zero_point"])
+    codes = np.concatenate(list(storage.encode(torn(weight, 1), scale, zero_point)))
+    np.testing.assert_array_equal(codes.reshape(weight.shape), GOLDEN[f"{case}/codes"])
+    decoded = np.concatenate(list(storage.decode(torn(codes, 2), scale, zero_point))).reshape(weight.shape)
+    widest = scale.max() if storage.kind == "per_tensor" else np.inf
+    assert np.abs(decoded - weight).max() <= min(widest, np.abs(weight).max())
+
+
+def test_every_case_is_there() -> None:
+    assert len(CASES) == 21
+
+
+@given(
+    arrays(np.int8, st.integers(0, 70), elements=st.integers(-8, 7)),
+    st.sampled_from([TensorType.INT4, TensorType.UINT4, TensorType.INT2, TensorType.INT8]),
+)
+def test_packing_is_undone_by_the_readers_table(codes: np.ndarray, type_: TensorType) -> None:
+    packing = CODE_TYPES[type_]
+    inside = np.clip(codes, packing.codes.min(), packing.codes.max()).astype(packing.dtype)
+    stored = pack(inside, packing)
+    assert stored.size == -(-codes.size // packing.per_byte)
+    np.testing.assert_array_equal(packing.codes[stored].reshape(-1)[: codes.size], inside)
+
+
+def test_bytes_of_the_schema() -> None:
+    """The bytes that the schema's documentation and LiteRT's kernels give."""
+    assert pack(np.array([-8, 7, 1, -2], np.int8), CODE_TYPES[TensorType.INT4]).tobytes() == b"\x78\xe1"
+    assert pack(np.array([-2, -1, 0, 1], np.int8), CODE_TYPES[TensorType.INT2]).tobytes() == b"\x4e"
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 64))
+def test_chunks_of_any_size_become_chunks_of_a_unit(sizes: list[int], unit: int) -> None:
+    values = np.arange(sum(sizes))
+    chunks = list(rechunked(np.split(values, np.cumsum(sizes)[:-1]) if sizes else [], unit))
+    assert all(chunk.size % unit == 0 for chunk in chunks[:-1])
+    np.testing.assert_array_equal(np.concatenate([*chunks, values[:0]]), values)
+
+
+def test_chunks_do_not_change_with_what_they_are_from() -> None:
+    """Sources hand out one buffer again and again."""
+    buffer = np.empty(4)
+
+    def chunks():
+        for value in range(3):
+            buffer[:] = value
+            yield buffer
+
+    np.testing.assert_array_equal(np.concatenate(list(rechunked(chunks(), 5))), np.repeat([0, 1, 2], 4))
+
+
+def test_floats_that_a_type_cannot_hold() -> None:
+    big = np.array([1.0, 3.39e38], np.float32)
+    assert float_bytes(big, TensorType.FLOAT32, "norm") == big.tobytes()
+    for type_ in (TensorType.FLOAT16, TensorType.BFLOAT16):
+        with pytest.raises(UnsupportedError, match="norm: holds values beyond"):
+            float_bytes(np.array([3.4e38], np.float32), type_, "norm")
+    assert float_bytes(np.array([1.0, -2.5], np.float32), TensorType.BFLOAT16, "norm") == b"\x80\x3f\x20\xc0"
+
+
+def test_a_row_of_zeros_has_a_scale() -> None:
+    for kind, axis, block in (("per_channel", 0, 0), ("blockwise", 0, 4)):
+        storage = Storage(TensorType.INT4, (2, 8), kind, axis, block)
+        scale, zero_point = storage.measure([np.zeros(16, np.float32)])
+        assert (scale > 0).all()
+        assert not np.concatenate(list(storage.encode([np.zeros(16, np.float32)], scale, zero_point))).any()
+
+
+def test_int16_is_one_scale_for_all() -> None:
+    values = np.linspace(-3, 2, 40, dtype=np.float32)
+    storage = Storage(TensorType.INT16, (40,), "none")
+    scale, zero_point = storage.measure([values])
+    codes = list(storage.encode([values], scale, zero_point))
+    assert codes[0].dtype == np.int16
+    assert codes[0].min() == -32767
+    stored = b"".join(storage.stored_codes(codes))
+    np.testing.assert_allclose(np.frombuffer(stored, "<i2") * scale[0], values, atol=1e-4)

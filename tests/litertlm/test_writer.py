@@ -1,0 +1,158 @@
+"""Bundles written anew: every section is where the header says, whatever was replaced, added or left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.make_bundle import ALIGNMENT, Memory, Part, bundle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
+from mtp_extract.io.output import staged_file
+from mtp_extract.io.source import LocalSource, Source
+from mtp_extract.litertlm.container import read_bundle
+from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, made, write_laid
+
+CONTENT = st.tuples(st.integers(0, 255), st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1]))
+PARTS = st.lists(
+    st.tuples(
+        st.integers(0, 12),
+        CONTENT,
+        st.dictionaries(st.sampled_from(["model_type", "backend_constraint", "x"]), st.text(max_size=9), max_size=3),
+    ),
+    min_size=1,
+    max_size=5,
+)
+Sketch = tuple[int, tuple[int, int], dict[str, str]]
+
+
+def filled(content: tuple[int, int]) -> bytes:
+    value, size = content
+    return bytes([value]) * size
+
+
+def drawn(sketch: Sketch) -> Part:
+    return Part(sketch[0], filled(sketch[1]), sketch[2])
+
+
+def section(data: bytes) -> Laid:
+    """A section that is ``data``, in pieces that lie over each other."""
+    half = len(data) // 2
+    return Laid(
+        len(data), (Piece(0, len(data)), made(0, data[:half] + b"?"[: len(data) - half]), made(half, data[half:]))
+    )
+
+
+@given(PARTS, PARTS, st.dictionaries(st.integers(0, 4), CONTENT, max_size=3), st.frozensets(st.integers(0, 4)))
+def test_sections_replaced_added_and_left_out(
+    old: list[Sketch], more: list[Sketch], replaced: dict[int, tuple[int, int]], removed: frozenset[int]
+) -> None:
+    parts, new = [drawn(sketch) for sketch in old], [drawn(sketch) for sketch in more]
+    read = read_bundle(Memory(bundle(parts)))
+    laid = bundle_with(
+        read,
+        {index: section(filled(content)) for index, content in replaced.items()},
+        [Added(part.data_type, part.items, section(part.data)) for part in new],
+        removed,
+    )
+    again = LaidSource(laid, "again")
+    found = read_bundle(again)
+    expected = [
+        Part(part.data_type, filled(replaced[index]) if index in replaced else part.data, part.items)
+        for index, part in enumerate(parts)
+        if index not in removed
+    ] + new
+    assert [(s.data_type, dict(s.items), again.read(s.begin, s.size)) for s in found.sections] == [
+        (part.data_type, dict(part.items), part.data) for part in expected
+    ]
+    assert all(s.begin % ALIGNMENT == 0 for s in found.sections if s.size)
+    assert found.version == read.version
+
+
+def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(range(256)) * 100)
+    with LocalSource(tmp_path / "source") as source:
+        laid = Laid(
+            30_000,
+            (
+                Piece(10, 25_000, source=source, offset=300),
+                made(100, b"over it"),
+                Piece(200, 50),
+                Piece(29_000, 1000, produce=lambda: iter([b"x" * 600, b"y" * 400])),
+                made(29_500, b"patched"),
+            ),
+        )
+        planned = LaidSource(laid, "planned")
+        write_laid(tmp_path / "out", laid)
+        assert (tmp_path / "out").read_bytes() == planned.read(0, 30_000)
+    written = (tmp_path / "out").read_bytes()
+    assert written[100:107] == b"over it"
+    assert written[200:250] == bytes(50)
+    assert written[29_500:29_507] == b"patched"
+
+
+def test_copying_without_the_kernels_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source").write_bytes(os.urandom(3_000_000))
+
+    def refusing(*arguments: object) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refusing, raising=False)
+    with LocalSource(tmp_path / "source") as source:
+        write_laid(tmp_path / "out", Laid(3_000_000, (Piece(0, 3_000_000, source=source),)))
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "source").read_bytes()
+
+
+@pytest.mark.parametrize("covered", [False, True])
+def test_what_reads_back_differently_is_refused(covered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that does not keep what it was given."""
+    read = LocalSource.read
+    monkeypatch.setattr(LocalSource, "read", lambda *a: bytes(b ^ 1 for b in read(*a)))
+    pieces = (made(0, b"abcde"), *([made(2, b"x")] if covered else []))
+    with pytest.raises(OutputError, match="reads back differently"):
+        write_laid(tmp_path / "out", Laid(5, pieces))
+
+
+def test_a_source_that_shrank(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(10_000))
+    with LocalSource(tmp_path / "source") as source:
+        os.truncate(tmp_path / "source", 5000)
+        with pytest.raises(TruncatedError):
+            write_laid(tmp_path / "out", Laid(10_000, (Piece(0, 10_000, source=source),)))
+
+
+def test_a_producer_that_gives_too_little(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="produced 2 bytes"):
+        write_laid(tmp_path / "out", Laid(5, (Piece(0, 5, produce=lambda: iter([b"ab"])),)))
+
+
+def test_a_header_without_room() -> None:
+    read = read_bundle(Memory(bundle([Part(1, b"x")])))
+    many = [Added(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
+    with pytest.raises(UnsupportedError, match="no room"):
+        bundle_with(read, {}, many)
+
+
+def test_staged_files_take_their_name_or_leave_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with staged_file(target, overwrite=False) as stage:
+        stage.write_bytes(b"new")
+        assert not target.exists()
+    assert target.read_bytes() == b"new"
+
+    def failing() -> Iterator[Source]:
+        with staged_file(target, overwrite=True) as stage:
+            stage.write_bytes(b"half")
+            raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        next(failing())
+    with pytest.raises(OutputError, match="exists by now"), staged_file(target, overwrite=False) as stage:
+        stage.write_bytes(b"other")
+    assert target.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
