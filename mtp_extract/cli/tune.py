@@ -225,7 +225,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _show(tuned: Tuned, work: Path) -> None:
-    trained, overall = tuned.trained, tuned.comparisons.overall
+    trained, overall, other = tuned.trained, tuned.comparisons.overall, tuned.comparisons.otherwise
     say(
         f"Trained {tuned.numbers} numbers on {len(tuned.corpus.trained)} texts, {trained.done} steps, best after "
         f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
@@ -235,6 +235,7 @@ def _show(tuned: Tuned, work: Path) -> None:
         [
             *[_row(name, comparison) for name, comparison in tuned.comparisons.workloads.items()],
             _row("all that was trained on", overall),
+            *([_row(f"the same prompts, {_served(tuned)}", other)] if other is not None else []),
         ],
         ("workload", "texts", "before", "", "after", "", "change", ""),
     )
@@ -245,6 +246,11 @@ def _show(tuned: Tuned, work: Path) -> None:
     if tuned.directory is not None:
         forced = f"; forced: {'; '.join(tuned.refused)}" if tuned.refused else ""
         say(f"Wrote {escape(tuned.directory)}/, read back and compared{forced}")
+
+
+def _served(tuned: Tuned) -> str:
+    temperature = tuned.comparisons.other_temperature
+    return f"served at temperature {temperature:g}" if temperature else "served greedily"
 
 
 def _row(name: str, comparison: Comparison) -> list[Any]:
@@ -268,4 +274,4 @@ def _row(name: str, comparison: Comparison) -> list[Any]:
 
 def main() -> None:
     """Entry point."""
-    run(app)
+    run(app, kept="no drafter was written; the same command goes on where this one stopped")

@@ -151,12 +151,16 @@ def _tuned(tuning: Mapping[str, Any]) -> dict[str, object]:
         return (plain(name), str(found["texts"]), *cells, change)
 
     rows = [row(name, found) for name, found in tuning["workloads"].items()]
+    rows.append(row("all that it was tuned for", tuning["overall"]))
+    if other := tuning["other_serving"]:
+        served = f"at temperature {other['temperature']:g}" if other["temperature"] else "greedily"
+        rows.append(row(f"the same prompts, served {served}", other["comparison"]))
     refused = "; ".join(map(plain, tuning["refused"]))
     verdict = f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
     return {
         "tuned": table(
             ("workload", "texts", "before", "after", "change"),
-            [*rows, row("all that it was tuned for", tuning["overall"])],
+            rows,
         ),
         "tuned_what": _TRAINED[tuning["mode"]],
         "tuned_base": code(tuning["base"]),

@@ -12,7 +12,7 @@ import numpy as np
 
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
@@ -27,7 +27,7 @@ __all__ = ["as_written", "check_writable", "write_tuned"]
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """What a reader of ``origin`` would get, were ``checkpoint`` in it: rounded to what it is written in."""
     tensors = dict(checkpoint.tensors)
-    for role, holding in holdings_of(format_named(origin.layout), checkpoint, checkpoint.dtype).items():
+    for role, holding in holdings_of(format_named(origin.layout), checkpoint, _dtype(origin)).items():
         if holding.rounded_to and role in tensors:
             step = holding.rounded_to + (SCALES if holding.kept == CODES else "")
             tensors[role] = rounded_again(tensors[role], [step])
@@ -45,8 +45,9 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     Raises:
         UnsupportedError: the format of ``origin`` has no room for it.
     """
+    choice = _choice(origin, overwrite=False)
     try:
-        _choice(origin, like, overwrite=False).prepare(like)
+        choice.format.plan(choice.prepare(like).checkpoint, choice.dtype)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
@@ -55,8 +56,17 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
         ) from error
 
 
-def _choice(origin: ReadDirectory, tuned: Checkpoint, *, overwrite: bool) -> Choice:
-    return Choice(format_named(origin.layout), tuned.dtype, codes=bool(origin.beside), overwrite=overwrite)
+def _dtype(origin: ReadDirectory) -> str:
+    """What ``origin`` is written in: integers where they are not beside floats but in their place."""
+    coded = (
+        tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
+    )
+    dtypes = FORMATS[origin.layout].dtypes
+    return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
+
+
+def _choice(origin: ReadDirectory, *, overwrite: bool) -> Choice:
+    return Choice(format_named(origin.layout), _dtype(origin), codes=bool(origin.beside), overwrite=overwrite)
 
 
 def write_tuned(
@@ -74,7 +84,7 @@ def write_tuned(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    prepared = _choice(origin, tuned, overwrite=overwrite).prepare(tuned)
+    prepared = _choice(origin, overwrite=overwrite).prepare(tuned)
 
     def describe(staged: Staged) -> dict[str, Any]:
         check_codes(staged.written, tuned, prepared.holdings)
