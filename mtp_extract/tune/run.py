@@ -20,8 +20,8 @@ from mtp_extract.validate.extras import require
 if TYPE_CHECKING:
     from mtp_extract.speculate import Text
     from mtp_extract.tune.loop import Progress, Recipe, Trained
+    from mtp_extract.tune.measure import Change, Measured
     from mtp_extract.tune.text import Item
-    from mtp_extract.validate.acceptance.measured import Change, Measured
 
 __all__ = ["Comparison", "Plan", "Tuned", "default_directory", "run_tuning"]
 
@@ -484,7 +484,7 @@ class _Texts:
 
 
 def _compared(before: Measured, after: Measured, rows: Sequence[int], *, own: bool) -> Comparison:
-    from mtp_extract.validate.acceptance.measured import compare
+    from mtp_extract.tune.measure import compare
 
     old, new = before.of(rows), after.of(rows)
     return Comparison(old, new, compare(old, new), own)

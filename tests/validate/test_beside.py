@@ -158,7 +158,7 @@ def test_the_report(found: Validation, tmp_path: Path) -> None:
         assert tables[title].markdown() in page
     whats = [row[1] for row in tables["Drafters side by side"].rows]
     assert whats == [
-        "as extracted, transformers",
+        "extracted, transformers",
         "tuned (qat), transformers",
         "no record, transformers",
         "no record, transformers, ordered head, 16 of 16 clusters",

@@ -322,7 +322,7 @@ def _generation(generation: Mapping[str, Any], arithmetic: Mapping[str, Any]) ->
     )
 
 
-_MADE = {"extracted": "as extracted", "tuned": "tuned", "unknown": "no record"}
+_MADE = {"extracted": "extracted", "tuned": "tuned", "unknown": "no record"}
 
 
 def _what(drafter: Mapping[str, Any]) -> str:
