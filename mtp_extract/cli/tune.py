@@ -21,7 +21,8 @@ from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
     from mtp_extract.tune.loop import Progress
-    from mtp_extract.tune.run import Comparison, Tuned
+    from mtp_extract.tune.run import Tuned
+    from mtp_extract.tune.verdict import Comparison
 
 __all__ = ["app", "main"]
 
@@ -106,27 +107,31 @@ def command(
     command goes on where it stopped.
     """
     from mtp_extract.tune.run import Plan, default_directory, run_tuning
+    from mtp_extract.tune.setting import Setting
 
     target = out or default_directory(directory)
-    plan = Plan(
+    setting = Setting(
         directory,
         base,
-        target,
         work or target.with_name(target.name + ".work"),
-        mode=mode.value,
         prompts=prompts,
         text=text,
         new_tokens=new_tokens,
         temperature=temperature,
-        objective=objective.value if objective else None,
-        steps=steps,
+        chat_template=chat_template,
         draft_steps=draft_steps,
         batch=batch,
-        anchors=anchors,
-        learning_rate=learning_rate,
         seed=seed,
         device=device,
-        chat_template=chat_template,
+    )
+    plan = Plan(
+        setting,
+        target,
+        mode=mode.value,
+        objective=objective.value if objective else None,
+        steps=steps,
+        anchors=anchors,
+        learning_rate=learning_rate,
         force=force,
         overwrite=overwrite,
     )
@@ -136,7 +141,7 @@ def command(
         written = str(tuned.directory) if tuned.directory is not None else None
         write_json({"directory": written, "tuning": tuned.record, "notes": tuned.notes})
     else:
-        _show(tuned, plan.work)
+        _show(tuned, setting.work)
     if tuned.directory is None:
         why = "; ".join(tuned.refused)
         error(
@@ -207,22 +212,20 @@ def _duration(seconds: float | None) -> str:
 
 
 def _show(tuned: Tuned, work: Path) -> None:
-    trained = tuned.trained
+    trained, overall = tuned.trained, tuned.comparisons.overall
     say(
-        f"Trained {tuned.numbers} numbers on {tuned.texts['trained']} texts, {trained.done} steps, best after "
+        f"Trained {tuned.numbers} numbers on {len(tuned.corpus.trained)} texts, {trained.done} steps, best after "
         f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
     )
-    say(
-        f"Mean accepted length with {len(tuned.overall.before.conditional)} drafts, 95 % intervals over held-out texts:"
-    )
+    say(f"Mean accepted length with {len(overall.before.conditional)} drafts, 95 % intervals over held-out texts:")
     table(
         [
-            *[_row(name, comparison) for name, comparison in tuned.workloads.items()],
-            _row("all that was trained on", tuned.overall),
+            *[_row(name, comparison) for name, comparison in tuned.comparisons.workloads.items()],
+            _row("all that was trained on", overall),
         ],
         ("workload", "texts", "before", "", "after", "", "change", ""),
     )
-    say(f"  {100 * tuned.shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
+    say(f"  {100 * tuned.corpus.shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
     for note in tuned.notes:
         say(f"Note: {escape(note)}")
     say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")

@@ -68,23 +68,28 @@ def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "changes"),
+    ("mode", "rate", "changes"),
     [
-        ("qat", {"objective": "ce"}),
-        ("norms", {"objective": "ce"}),
-        ("float", {"objective": "kl", "temperature": 1.0}),
-        ("float", {"objective": "tv", "temperature": 0.8}),
+        ("qat", 1e-2, {"objective": "ce"}),
+        # A few factors must turn the choices of random matrices: at 1e-2 they fall short of it in as many steps.
+        ("norms", 3e-2, {"objective": "ce"}),
+        ("float", 1e-2, {"objective": "kl", "temperature": 1.0}),
+        ("float", 1e-2, {"objective": "tv", "temperature": 0.8}),
     ],
 )
-def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]) -> None:
+def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: dict[str, object]) -> None:
     """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
-    _, found = tiny.train(tmp_path, mode, steps=40, batch=5, anchors=12, learning_rate=1e-2, **changes)
+    _, found = tiny.train(tmp_path, mode, steps=40, batch=5, anchors=12, learning_rate=rate, **changes)
     steps = [entry for entry in found.history if "loss" in entry]
-    first, last = (sum(float(entry["loss"]) for entry in part) / len(part) for part in (steps[:5], steps[-5:]))
-    assert last < first * 0.95
-    assert max(float(entry["agreement"]) for entry in steps[-5:]) > max(
-        float(entry["agreement"]) for entry in steps[:3]
-    )
+
+    def ends(name: str) -> tuple[float, float]:
+        first, last = (sum(float(entry[name]) for entry in part) / len(part) for part in (steps[:3], steps[-5:]))
+        return first, last
+
+    before, after = ends("loss")
+    assert after < before * 0.8
+    before, after = ends("agreement")
+    assert after > before + 0.2
 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:

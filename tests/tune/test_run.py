@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import MtpExtractError, OutputError
-from mtp_extract.tune import Plan, run_tuning
-from mtp_extract.tune import text as texts
+from mtp_extract.tune import Plan, Setting, run_tuning
+from mtp_extract.tune import prompts as texts
 from mtp_extract.validate import prompts as shipped
 
 HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
@@ -54,18 +54,10 @@ def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.Te
     work = tmp_path_factory.mktemp("work")
 
     def make(out: Path, **changes: Any) -> Plan:
-        settings = {
-            "mode": "norms",
-            "prompts": prompts,
-            "new_tokens": 16,
-            "steps": 4,
-            "batch": 4,
-            "anchors": 6,
-            "device": "cpu",
-            "chat_template": False,
-            "force": True,
-        }
-        return Plan(extracted, str(base), out, work, **(settings | changes))
+        setting = {"prompts": prompts, "new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
+        setting |= {name: changes.pop(name) for name in list(changes) if name in Setting.__dataclass_fields__}
+        settings = {"mode": "norms", "steps": 4, "anchors": 6, "force": True}
+        return Plan(Setting(extracted, str(base), work, **setting), out, **(settings | changes))
 
     return make
 
@@ -93,10 +85,10 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> No
     workloads = record["tuning"]["workloads"]
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
-    assert record["tuning"]["overall"]["texts"] == found.overall.before.texts
-    assert (made.work / "progress.png").is_file()
-    assert (made.work / "log.jsonl").is_file()
-    (made.work / "state.pt").unlink()
+    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
+    assert (made.setting.work / "progress.png").is_file()
+    assert (made.setting.work / "log.jsonl").is_file()
+    (made.setting.work / "state.pt").unlink()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name

@@ -1,0 +1,104 @@
+"""Before and after on texts that nothing was trained on, and whether what came out is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_extract.speculate import Interval
+from mtp_extract.tune.corpus import Corpus
+from mtp_extract.tune.measure import Change, Measured, compare
+
+__all__ = ["Comparison", "Comparisons"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Before and after, on texts that nothing was trained on or chosen by.
+
+    Attributes:
+        own: whether its workload is one of those trained on, and not only looked at for harm.
+    """
+
+    before: Measured
+    after: Measured
+    change: Change
+    own: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+
+        def figures(measured: Measured) -> dict[str, Any]:
+            return {
+                "mean_accepted_length": round(measured.mean_accepted_length, 4),
+                "interval": _bounds(measured.interval),
+                "conditional": [round(rate, 4) for rate in measured.conditional],
+            }
+
+        return {
+            "texts": self.before.texts,
+            "anchors": len(self.before.anchor),
+            "trained_on_its_kind": self.own,
+            "before": figures(self.before),
+            "after": figures(self.after),
+            "change": {"mean": round(self.change.mean, 4), "interval": _bounds(self.change.interval)},
+        }
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """All of one corpus.
+
+    Attributes:
+        overall: over all held-out texts of the workloads that were trained on.
+        workloads: by name; those of shipped prompts that were not trained on are there to see harm.
+    """
+
+    overall: Comparison
+    workloads: Mapping[str, Comparison]
+
+    @classmethod
+    def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
+        """Of two measurements over the held-out texts of ``corpus``."""
+        workloads = {
+            name: _compared(before, after, rows, own=rows[0] < corpus.own)
+            for name in dict.fromkeys(corpus.workloads)
+            for rows in [[index for index, workload in enumerate(corpus.workloads) if workload == name]]
+        }
+        return cls(_compared(before, after, range(corpus.own), own=True), workloads)
+
+    def refused(self) -> tuple[str, ...]:
+        """Why what came after is not to be kept; empty if it is: better at 95 %, and worse on no workload."""
+        reasons = []
+        if not self.overall.change.better:
+            reasons.append(
+                f"it is not better on held-out text at 95 % ({_signed(self.overall.change)} in mean accepted length)"
+            )
+        reasons += [
+            f"it is worse on {name} at 95 % ({_signed(comparison.change)})"
+            for name, comparison in self.workloads.items()
+            if comparison.change.worse
+        ]
+        return tuple(reasons)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "overall": self.overall.as_json(),
+            "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
+        }
+
+
+def _compared(before: Measured, after: Measured, rows: Sequence[int], *, own: bool) -> Comparison:
+    old, new = before.of(rows), after.of(rows)
+    return Comparison(old, new, compare(old, new), own)
+
+
+def _bounds(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [round(interval.low, 4), round(interval.high, 4)]
+
+
+def _signed(change: Change) -> str:
+    interval = change.interval
+    return f"{change.mean:+.3f}" + (f", {interval.low:+.3f} to {interval.high:+.3f}" if interval else "")
