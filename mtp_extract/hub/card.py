@@ -15,6 +15,7 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
+from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.formats import ENGINES, FORMATS
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
@@ -91,7 +92,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "source": _source_argument(extraction),
             "before": ", ".join(sorted({escape(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
             "made": _made(list(tensors.values())),
-            "ordered": any(entry.get("role", "").startswith("ordered_head.") for entry in tensors.values()),
+            "ordered": any(entry.get("role", "") in HEAD_ROLES for entry in tensors.values()),
             "layout": escape(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
