@@ -175,7 +175,9 @@ def run_ordered_head(plan: HeadPlan, say: Callable[[str], None] = lambda line: N
     record = {
         "centroids": count,
         "top_k": top_k,
+        "tokens_a_cluster": before.config.vocab_size // count,
         "rows_read": count + top_k * (before.config.vocab_size // count),
+        "rows_dense": before.config.vocab_size,
         "base": plan.setting.base,
         "base_xxh3": pair.base_fingerprint,
         "temperature": plan.setting.temperature,
