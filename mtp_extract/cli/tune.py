@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
     from mtp_extract.tune.head import Ordered
-    from mtp_extract.tune.loop import Progress
+    from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.run import Tuned
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
@@ -172,7 +173,8 @@ def command(
             force=force,
             overwrite=overwrite,
         )
-        made = run_ordered_head(head_plan, (lambda line: None) if print_json else doing)
+        with _progress(quiet=print_json) as tell:
+            made = run_ordered_head(head_plan, (lambda line: None) if print_json else doing, tell)
         if print_json:
             write_json({"directory": _name(made.directory), "ordered_head": made.record, "notes": made.notes})
         else:
@@ -190,68 +192,77 @@ def command(
         force=force,
         overwrite=overwrite,
     )
-    with _progress(quiet=print_json) as show, _asked_to_stop(show) as (tell, stop):
+    # As torchrun and accelerate number the processes that they start: the first speaks for all.
+    first = os.environ.get("RANK", "0") == "0"
+    with _progress(quiet=print_json or not first) as tell, _asked_to_stop(tell_so=first) as stop:
         tuned = run_tuning(plan, (lambda line: None) if print_json else doing, tell, stop)
-    if print_json:
-        write_json({"directory": _name(tuned.directory), "tuning": tuned.record, "notes": tuned.notes})
-    else:
-        _show(tuned, setting.work)
-    _require_written(tuned, target)
+    if first:
+        if print_json:
+            write_json({"directory": _name(tuned.directory), "tuning": tuned.record, "notes": tuned.notes})
+        else:
+            _show(tuned, setting.work)
+    _require_written(tuned, target, first)
 
 
 def _name(directory: Path | None) -> str | None:
     return None if directory is None else str(directory)
 
 
-def _require_written(made: Tuned | Ordered, target: Path) -> None:
+def _require_written(made: Tuned | Ordered, target: Path, first: bool = True) -> None:
     if made.directory is None:
-        why = "; ".join(made.refused)
-        error(
-            f"{escape(target)}: nothing was written: {why}. Tune on more or other text, or write it anyway (--force)."
-        )
+        if first:
+            why = "; ".join(made.refused)
+            error(f"{escape(target)}: nothing was written: {why}. Tune on more or other text, or write it (--force).")
         raise typer.Exit(1)
 
 
 @contextmanager
-def _asked_to_stop(
-    show: Callable[[Progress], None],
-) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
-    """What to call after every step, and whether Ctrl-C was pressed since the first; twice, it is as everywhere."""
+def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since this was first asked; twice, it is as everywhere."""
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
-        doing("measuring the best so far; Ctrl-C again to keep nothing")
+        if tell_so:
+            doing("measuring the best so far; Ctrl-C again to keep nothing")
 
-    def tell(progress: Progress) -> None:
+    def stop() -> bool:
         # A job in the background ignores it, and goes on doing so.
         if before is not signal.SIG_IGN and not asked.is_set():
             signal.signal(signal.SIGINT, ask)
-        show(progress)
+        return asked.is_set()
 
     try:
-        yield tell, asked.is_set
+        yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
     """A line that is redrawn on a terminal; else one now and then."""
-    redrawn, last = sys.stderr.isatty(), 0.0
+    from mtp_extract.tune.progress import Written
 
-    def tell(progress: Progress) -> None:
-        nonlocal last
-        line = (
-            f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}, mean accepted length "
-            f"{progress.watched:.3f} on watched texts, {_duration(progress.seconds_left)} left"
-        )
+    redrawn, last, told = sys.stderr.isatty(), 0.0, 0
+
+    def tell(progress: Progress | Written) -> None:
+        nonlocal last, told
         if quiet:
             return
+        if isinstance(progress, Written):
+            done, total, line = progress.done, progress.texts, f"text {progress.done} of {progress.texts}"
+        else:
+            done, total = progress.step, progress.steps
+            line = (
+                f"step {done} of {total}, loss {progress.loss:.3f}, mean accepted length {progress.watched:.3f} on "
+                "watched texts"
+            )
+        line += f", {_duration(progress.seconds_left)} left"
         if not redrawn:
-            if progress.step % max(1, progress.steps // _TOLD) == 0:
+            if (part := _TOLD * done // total) != told:
+                told = part
                 doing(line)
         elif time.monotonic() - last > _REDRAW:
             last = time.monotonic()
@@ -270,7 +281,9 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "an unknown time"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _show(tuned: Tuned, work: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Text
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
+from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 from mtp_extract.validate.prompts import shipped_prompts
@@ -51,8 +52,12 @@ class Corpus:
         return repeated_share(self.held_out[: self.own], self.trained)
 
     @classmethod
-    def of(cls, pair: Pair) -> Corpus:
+    def of(cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
+
+        Args:
+            pair: with its setting.
+            tell: called after every batch that was written.
 
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.
@@ -75,7 +80,7 @@ class Corpus:
         every = [*(item for side in sides.values() for item in side if written), *guards]
         if every:
             pair.say(f"continuing {len(every)} prompts with the base")
-            writing.prepare(every)
+            writing.prepare(every, tell)
             pair.accelerator.wait_for_everyone()
         made: dict[str, list[tuple[Item, Text]]] = {}
         for side, found in sides.items():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mtp_extract.conversion import ReadDirectory
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, Used
+    from mtp_extract.tune.progress import Written
     from mtp_extract.tune.verdict import Comparisons
 
 __all__ = ["MOST_LOST", "HeadPlan", "Ordered", "run_ordered_head"]
@@ -118,12 +119,17 @@ class Ordered:
     notes: tuple[str, ...]
 
 
-def run_ordered_head(plan: HeadPlan, say: Callable[[str], None] = lambda line: None) -> Ordered:
+def run_ordered_head(
+    plan: HeadPlan,
+    say: Callable[[str], None] = lambda line: None,
+    tell: Callable[[Written], None] = lambda written: None,
+) -> Ordered:
     """Make an ordered head, measure it, and write it where it drafts as the dense one does.
 
     Args:
         plan: what.
         say: told what is being done.
+        tell: called after every batch of text that was written.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -148,7 +154,7 @@ def run_ordered_head(plan: HeadPlan, say: Callable[[str], None] = lambda line: N
     _require_room(pair.origin, before, count)
     with memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
-        corpus = Corpus.of(pair)
+        corpus = Corpus.of(pair, tell)
         pair.say(f"reading the drafter's states over {len(corpus.trained)} texts")
         most = plan.states or max(_LEAST_STATES, _STATES_A_CENTROID * count)
         used = _enough(collect(pair, drafter, corpus.trained, most, every_convention=True))
@@ -178,7 +184,7 @@ def run_ordered_head(plan: HeadPlan, say: Callable[[str], None] = lambda line: N
         "tokens_a_cluster": before.config.vocab_size // count,
         "rows_read": count + top_k * (before.config.vocab_size // count),
         "rows_dense": before.config.vocab_size,
-        "base": plan.setting.base,
+        "base": pair.name,
         "base_xxh3": pair.base_fingerprint,
         "temperature": plan.setting.temperature,
         "draft_steps": plan.setting.draft_steps,

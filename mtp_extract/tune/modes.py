@@ -8,7 +8,7 @@ it were not there (straight-through). Scales and zero points are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -61,12 +61,15 @@ class Latents(nn.Module):
         checkpoint: with its codes where it has any.
         mode: what of it is trained.
         device: where the latents lie.
+        idle: roles that no loss depends on: they stay as they are.
 
     Raises:
         MtpExtractError: ``mode`` wants a grid, and a matrix has none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Container[str] = ()
+    ) -> None:
         super().__init__()
         self.checkpoint, self.mode = checkpoint, mode
         self._roles: dict[str, list[Role]] = {}
@@ -76,7 +79,7 @@ class Latents(nn.Module):
         self.values = nn.ParameterDict()
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
-            if not _trained(role, mode):
+            if role.name in idle or not _trained(role, mode):
                 continue
             tensor = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ class Pair:
         with memory_guard("loading the drafter"):
             self.drafter = self.drafter_of(self.origin.checkpoint)
             self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
+
+    @property
+    def name(self) -> str:
+        """Of the base, for the record: of a directory its name alone, for where it lies is nobody else's."""
+        path = Path(self.setting.base)
+        return path.resolve().name if path.is_dir() else self.setting.base
 
     @property
     def base(self) -> Base:

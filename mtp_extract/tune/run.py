@@ -16,9 +16,10 @@ from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from mtp_extract.tune.corpus import Corpus
-    from mtp_extract.tune.loop import Progress, Recipe, Trained
+    from mtp_extract.tune.loop import Recipe, Trained
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
+    from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
@@ -120,7 +121,7 @@ def default_directory(directory: Path) -> Path:
 def run_tuning(
     plan: Plan,
     say: Callable[[str], None] = lambda line: None,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    tell: Callable[[Progress | Written], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tuned:
     """Tune, measure, and write what is better.
@@ -128,7 +129,7 @@ def run_tuning(
     Args:
         plan: what.
         say: told what is being done.
-        tell: called after every step.
+        tell: called after every batch of text and every step.
         stop: asked after every step: what is best so far is then measured, and written if it is better, marked as
             interrupted; a later run with the same plan goes on.
 
@@ -138,15 +139,14 @@ def run_tuning(
     require("torch", "safetensors", "transformers", "accelerate", "matplotlib")
     plan.check()
     from mtp_extract.tune.corpus import Corpus
-    from mtp_extract.tune.modes import MODES, Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
     from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
     with memory_guard("tuning"):
-        latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device)
-        corpus = Corpus.of(pair)
+        latents = _latents(plan, pair)
+        corpus = Corpus.of(pair, tell)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = pair.measured(pair.drafter, corpus.held_out)
         trained = _train(plan, pair, corpus, latents, tell, stop)
@@ -157,7 +157,7 @@ def run_tuning(
     refused = comparisons.refused()
     record = {
         "mode": plan.mode,
-        "base": plan.setting.base,
+        "base": pair.name,
         "base_xxh3": pair.base_fingerprint,
         "recipe": dataclasses.asdict(plan.recipe()),
         "numbers": latents.numbers,
@@ -174,6 +174,18 @@ def run_tuning(
     return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, pair.loaded.notes)
 
 
+def _latents(plan: Plan, pair: Pair) -> Latents:
+    """What is trained; that its like can be written is known before the work begins."""
+    from mtp_extract.tune.modes import MODES, Latents
+    from mtp_extract.tune.writing import check_writable
+
+    # One step alone has no use for the state that it hands on.
+    idle = ("post_projection",) if plan.setting.draft_steps == 1 else ()
+    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+    check_writable(pair.origin, latents.tuned({key: value + 1 for key, value in latents.values.items()}), plan.mode)
+    return latents
+
+
 def _train(
     plan: Plan,
     pair: Pair,
@@ -184,8 +196,7 @@ def _train(
 ) -> Trained:
     from mtp_extract.tune.loop import train
 
-    recipe, work = plan.recipe(), plan.setting.work
-    work.mkdir(parents=True, exist_ok=True)
+    recipe = plan.recipe()
     pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
     everything = [
         pair.origin.sums,
@@ -203,7 +214,7 @@ def _train(
         recipe,
         pair.accelerator,
         lambda drafter: pair.measured(drafter, corpus.watched),
-        work,
+        plan.setting.work,
         sha256(json.dumps(everything).encode()).hexdigest(),
         tell=tell,
         stop=stop,
@@ -214,12 +225,13 @@ def _write(
     plan: Plan, pair: Pair, tuned: Any, trained: Trained, record: Mapping[str, Any], *, keep: bool
 ) -> Path | None:
     from mtp_extract.tune.figure import draw_progress
+    from mtp_extract.tune.work import kept
     from mtp_extract.tune.writing import write_tuned
 
-    written = None
     if pair.accelerator.is_main_process:
-        draw_progress(trained.history, plan.setting.work / "progress.png")
+        with kept(plan.setting.work):
+            draw_progress(trained.history, plan.setting.work / "progress.png")
         if keep:
-            written = write_tuned(pair.origin, tuned, plan.out, record, overwrite=plan.overwrite).directory
+            write_tuned(pair.origin, tuned, plan.out, record, overwrite=plan.overwrite)
     pair.accelerator.wait_for_everyone()
-    return written
+    return plan.out if keep else None

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from mtp_extract.errors import PairError
+from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
+from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
+from mtp_extract.tune.work import kept
 from mtp_extract.validate.prompts import Prompt, encode_prompts
 
 __all__ = ["Writing", "people_texts", "repeated_share"]
@@ -61,25 +64,29 @@ class Writing:
     chat_template: bool
     share: tuple[int, int] = (0, 1)
 
-    def prepare(self, items: Sequence[Item], tell: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def prepare(self, items: Sequence[Item], tell: Callable[[Written], None] = lambda written: None) -> None:
         """Write what is not there yet, of this process's share.
 
         Args:
             items: prompts.
-            tell: called with texts done, and texts in all.
+            tell: called after every batch that was written.
 
         Raises:
+            CheckpointError: a file of text is damaged.
+            OutputError: the folder cannot be written.
             PairError: a prompt cannot be encoded, or does not fit the base's context.
         """
         jobs = self._jobs(items)
         there = self._stored()
         mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
-        total, done = sum(len(prompts) for _, prompts in mine), 0
-        for seed, prompts in mine:
-            if any(_name(prompt, seed) not in there for prompt in prompts):
-                self._write(seed, prompts)
-            done += len(prompts)
-            tell(done, total)
+        left = [(seed, prompts) for seed, prompts in mine if any(_name(p, seed) not in there for p in prompts)]
+        texts, missing = (sum(len(prompts) for _, prompts in jobs) for jobs in (mine, left))
+        began, new = time.monotonic(), 0
+        for seed, prompts in left:
+            self._write(seed, prompts)
+            new += len(prompts)
+            pace = (time.monotonic() - began) / new
+            tell(Written(texts - missing + new, texts, pace * (missing - new)))
 
     def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
@@ -117,9 +124,7 @@ class Writing:
     def _stored(self) -> dict[str, Text]:
         found = {}
         for path in sorted(self.folder.glob(f"texts-{self._key}-*.jsonl")):
-            for line in _whole_lines(path):
-                row = json.loads(line)
-                found[row["name"]] = Text(tuple(row["tokens"]), row["prompt_length"])
+            found.update(_read(path))
         return found
 
     def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
@@ -134,15 +139,25 @@ class Writing:
             }
             for prompt, result in zip(prompts, results, strict=True)
         ]
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"texts-{self._key}-{self.share[0]}.jsonl"
         size = sum(len(line) for line in _whole_lines(path)) if path.is_file() else 0
-        with open(path, "ab") as file:
+        with kept(self.folder), open(path, "ab") as file:
             # A line that was cut off makes way.
             file.truncate(size)
             file.write("".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[str, Text]:
+    try:
+        rows = [json.loads(line) for line in _whole_lines(path)]
+        return {row["name"]: Text(tuple(map(int, row["tokens"])), int(row["prompt_length"])) for row in rows}
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
+            "it written again."
+        ) from error
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -19,10 +19,10 @@ from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.conversion import ReadDirectory
+from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
-__all__ = ["as_written", "write_ordered", "write_tuned"]
-
+__all__ = ["as_written", "check_writable", "write_ordered", "write_tuned"]
 
 _MADE = "made here, from what the drafter's states look for"
 
@@ -35,6 +35,31 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
             step = holding.rounded_to + (SCALES if holding.kept == CODES else "")
             tensors[role] = rounded_again(tensors[role], [step])
     return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
+def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+    """Whether what comes of ``origin`` can be written as it is.
+
+    Args:
+        origin: what is tuned.
+        like: the same with all that is trained changed.
+        mode: by which.
+
+    Raises:
+        UnsupportedError: the format of ``origin`` has no room for it.
+    """
+    try:
+        _choice(origin, like, overwrite=False).prepare(like)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
+            f"{error} Train norms or codes, or convert it to the transformers format first.",
+            remedies=("mode=norms", "mode=qat"),
+        ) from error
+
+
+def _choice(origin: ReadDirectory, tuned: Checkpoint, *, overwrite: bool) -> Choice:
+    return Choice(format_named(origin.layout), tuned.dtype, codes=bool(origin.beside), overwrite=overwrite)
 
 
 def write_tuned(
@@ -86,8 +111,7 @@ def _write(
     *,
     overwrite: bool,
 ) -> ExtractionResult:
-    choice = Choice(format_named(origin.layout), checkpoint.dtype, codes=bool(origin.beside), overwrite=overwrite)
-    prepared = choice.prepare(checkpoint)
+    prepared = _choice(origin, checkpoint, overwrite=overwrite).prepare(checkpoint)
 
     def checked(staged: Staged) -> dict[str, Any]:
         check_codes(staged.written, checkpoint, prepared.holdings)

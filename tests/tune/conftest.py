@@ -51,7 +51,8 @@ class Tiny:
 
         folder.mkdir(exist_ok=True)
         recipe = Recipe(**({"steps": 12, "batch": 3, "anchors": 4, "evaluations": 4} | changes))
-        latents = Latents(self.checkpoint, MODES[mode])
+        idle = ("post_projection",) if recipe.draft_steps == 1 else ()
+        latents = Latents(self.checkpoint, MODES[mode], idle=idle)
         trained = train(
             latents,
             self.drafter,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtp_extract.errors import CheckpointError
+from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.tune.loop import Recipe, Trained
 from mtp_extract.tune.modes import Latents
 
@@ -61,10 +63,54 @@ def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
     assert_same(found, tiny.train(tmp_path / "fresh", learning_rate=1e-3))
 
 
-def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "state.pt").write_bytes(b"PK\x03\x04 damaged")
-    with pytest.raises(CheckpointError, match=r"state\.pt: cannot be read"):
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"PK\x03\x04 damaged",
+        b"no state at all",
+        pickle.dumps(Path("x"), protocol=2),
+        _pickled([1, 2]),
+        _pickled({"fingerprint": 1})[:-40],
+        _pickled({"done": 1}),
+    ],
+)
+def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
         tiny.train(tmp_path)
+
+
+def test_a_state_of_other_shapes_is_said(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.train(tmp_path, steps=1)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    for name in ("latents", "optimizer", "best_step"):
+        torch.save({**state, name: {}} if name != "best_step" else state.keys() - {name}, tmp_path / "state.pt")
+        with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
+            tiny.train(tmp_path, steps=1)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place to keep text and state") as found:
+        tiny.train(tmp_path)
+    assert found.value.remedies == ("work",)
+
+
+def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> None:
+    """One draft a round never reads the projected state: that projection has no gradient, and is not trained."""
+    latents, found = tiny.train(tmp_path, "qat", draft_steps=1, learning_rate=1e-2, evaluations=1)
+    assert not [role for role in latents.weights(torch.float32) if "post_projection" in role]
+    assert found.done == 12
+    before, after = tiny.checkpoint.tensors, latents.tuned().tensors
+    assert after["post_projection"] is before["post_projection"]
+    assert after["pre_projection"] is not before["pre_projection"]
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,12 @@ def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None
 
     before = signal.signal(signal.SIGINT, stopped)
     try:
-        with pytest.raises(Stopped), _asked_to_stop(lambda progress: None):
+        with pytest.raises(Stopped), _asked_to_stop(tell_so=True):
             signal.raise_signal(signal.SIGINT)
-        with _asked_to_stop(lambda progress: None) as (tell, stop):
-            tell(None)
+        with _asked_to_stop(tell_so=True) as stop:
             assert not stop()
             signal.raise_signal(signal.SIGINT)
             assert stop()
-            tell(None)
             with pytest.raises(Stopped):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is stopped
