@@ -76,7 +76,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
     engines = format_.engines if format_ else ()
     bundle = extraction["source"].get("kind") != "checkpoint"
-    tuning = extraction.get("tuning") or {}
+    tuning, head = (extraction.get(key) or {} for key in ("tuning", "ordered_head"))
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -125,6 +125,8 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             ),
             "untuned_codes": any(entry.get("quantization") for entry in tensors.values()) and not tuning,
             **_tuned(tuning),
+            **_head(head),
+            "changed": tuning or head,
             "static": _static(extraction),
             "license_name": license_.name if license_ else "",
             "license_url": license_.url if license_ else "",
@@ -146,24 +148,50 @@ def _tuned(tuning: Mapping[str, Any]) -> dict[str, object]:
     if not tuning:
         return dict.fromkeys(("tuned", "tuned_what", "tuned_base", "tuned_verdict", "tuned_drafts"), "")
 
+    return {
+        "tuned": _compared(tuning, ("before", "after"), "all that it was tuned for"),
+        "tuned_what": _TRAINED[tuning["mode"]],
+        "tuned_base": code(tuning["base"]),
+        "tuned_verdict": _accepted(tuning) + (", and it was stopped before its end" if tuning["interrupted"] else ""),
+        "tuned_drafts": str(tuning["recipe"]["draft_steps"]),
+    }
+
+
+def _head(head: Mapping[str, Any]) -> dict[str, object]:
+    """What the card says of an ordered head that was made here; nothing where none was."""
+    names = ("states", "looked", "clusters", "read", "dense", "base", "kept", "verdict", "drafts")
+    if not head:
+        return dict.fromkeys(("head", *(f"head_{name}" for name in names)), "")
+    low, high = head["kept"]["interval"] or (None, None)
+    bounds = "" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)"
+    found = (
+        *(f"{head[key]:,}" for key in ("states", "top_k", "centroids", "rows_read", "rows_dense")),
+        code(head["base"]),
+        f"{head['kept']['share']:.2%}{bounds}",
+        _accepted(head),
+        str(head["draft_steps"]),
+    )
+    return {
+        "head": _compared(head, ("dense", "ordered"), "all that it was made for"),
+        **{f"head_{name}": value for name, value in zip(names, found, strict=True)},
+    }
+
+
+def _accepted(made: Mapping[str, Any]) -> str:
+    refused = "; ".join(map(plain, made["refused"]))
+    return f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
+
+
+def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> str:
+    """Mean accepted lengths before and after, under these names."""
+
     def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         cells = [_length(found[key]["mean_accepted_length"], found[key]["interval"]) for key in ("before", "after")]
         change = _length(found["change"]["mean"], found["change"]["interval"], "+")
         return (plain(name), str(found["texts"]), *cells, change)
 
-    rows = [row(name, found) for name, found in tuning["workloads"].items()]
-    refused = "; ".join(map(plain, tuning["refused"]))
-    verdict = f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
-    return {
-        "tuned": table(
-            ("workload", "texts", "before", "after", "change"),
-            [*rows, row("all that it was tuned for", tuning["overall"])],
-        ),
-        "tuned_what": _TRAINED[tuning["mode"]],
-        "tuned_base": code(tuning["base"]),
-        "tuned_verdict": verdict + (", and it was stopped before its end" if tuning["interrupted"] else ""),
-        "tuned_drafts": str(tuning["recipe"]["draft_steps"]),
-    }
+    rows = [row(name, found) for name, found in made["workloads"].items()]
+    return table(("workload", "texts", *names, "change"), [*rows, row(overall, made["overall"])])
 
 
 def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:
