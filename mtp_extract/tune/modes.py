@@ -17,15 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.architecture.roles import MATRIX, NORM, SCALAR, Role, shapes_of
+from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError
 
 __all__ = ["MODES", "Latents", "Mode"]
-
-_ORDERED_HEAD = "ordered_head."
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Latents(nn.Module):
 
 def _trained(role: Role, mode: Mode) -> bool:
     # Which clusters are looked into is not learned here: choosing them passes no gradient.
-    if role.name.startswith(_ORDERED_HEAD):
+    if role.name in HEAD_ROLES:
         return False
     return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
 

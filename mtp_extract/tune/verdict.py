@@ -10,7 +10,7 @@ from mtp_extract.speculate import Interval
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.measure import Change, Measured, compare
 
-__all__ = ["Comparison", "Comparisons"]
+__all__ = ["Comparison", "Comparisons", "signed"]
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Comparisons:
         reasons = []
         if not self.overall.change.better:
             reasons.append(
-                f"it is not better on held-out text at 95 % ({_signed(self.overall.change)} in mean accepted length)"
+                f"it is not better on held-out text at 95 % ({signed(self.overall.change)} in mean accepted length)"
             )
         reasons += [
-            f"it is worse on {name} at 95 % ({_signed(comparison.change)})"
+            f"it is worse on {name} at 95 % ({signed(comparison.change)})"
             for name, comparison in self.workloads.items()
             if comparison.change.worse
         ]
@@ -115,6 +115,7 @@ def _bounds(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [round(interval.low, 4), round(interval.high, 4)]
 
 
-def _signed(change: Change) -> str:
+def signed(change: Change) -> str:
+    """``change`` with its interval, in words."""
     interval = change.interval
     return f"{change.mean:+.3f}" + (f", {interval.low:+.3f} to {interval.high:+.3f}" if interval else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
@@ -21,7 +22,9 @@ from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
-__all__ = ["as_written", "check_writable", "write_tuned"]
+__all__ = ["as_written", "check_writable", "write_ordered", "write_tuned"]
+
+_MADE = "made here, from what the drafter's states look for"
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
@@ -84,19 +87,51 @@ def write_tuned(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    prepared = _choice(origin, overwrite=overwrite).prepare(tuned)
 
-    def describe(staged: Staged) -> dict[str, Any]:
-        check_codes(staged.written, tuned, prepared.holdings)
-        check_floats(staged.written, tuned, prepared.holdings)
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        changed = _changed(origin.checkpoint, tuned, weights)
+        return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
+
+    return _write(origin, tuned, target, describe, overwrite=overwrite)
+
+
+def write_ordered(
+    origin: ReadDirectory, ordered: Checkpoint, target: Path, about: Mapping[str, Any], *, overwrite: bool
+) -> ExtractionResult:
+    """Write ``ordered``, which is what ``origin`` holds with an ordered head; the rest as :func:`write_tuned`.
+
+    Args:
+        about: what the record is to say of the head.
+    """
+
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        for planned in weights.tensors:
+            if planned.role in HEAD_ROLES:
+                record["tensors"][planned.name]["why"] = _MADE
+        return {**record, "ordered_head": {**about, "made_from": origin.sums}}
+
+    return _write(origin, ordered, target, describe, overwrite=overwrite)
+
+
+def _write(
+    origin: ReadDirectory,
+    checkpoint: Checkpoint,
+    target: Path,
+    describe: Callable[[dict[str, Any], OutputFile], dict[str, Any]],
+    *,
+    overwrite: bool,
+) -> ExtractionResult:
+    prepared = _choice(origin, overwrite=overwrite).prepare(checkpoint)
+
+    def checked(staged: Staged) -> dict[str, Any]:
+        check_codes(staged.written, checkpoint, prepared.holdings)
+        check_floats(staged.written, checkpoint, prepared.holdings)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
-        record = origin.record(prepared, staged, None)
-        changed = _changed(origin.checkpoint, tuned, staged.weights)
-        # What was proven was proven of other weights.
-        return {**record, "proof": None, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
+        # What was proven was proven of other weights, or another head.
+        return describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
 
-    return write_checkpoint(prepared, target, describe)
+    return write_checkpoint(prepared, target, checked)
 
 
 def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:
