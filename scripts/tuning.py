@@ -9,7 +9,7 @@ goes on from there.
 
     greedy   three seeds in two modes: mean accepted length, transformers' own loop, CPU seconds of the whole command
     moved    the same drafter for a base that was fine-tuned on another language, here
-    sampled  three objectives for serving at temperature 1, each judged at 1 and greedily
+    sampled  qat with three objectives for serving at temperature 1, each judged at 1 and greedily
     engines  the tuned drafter in every format that keeps integers, in every engine given (options as engines.py has
              them), and put back into the bundle for Google's runtime (``--python litert-lm=…``)
 """
@@ -23,6 +23,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ COMMAND = "from mtp_extract.cli.tune import main; main()"
 COUNT = 420
 NEW_TOKENS = 96
 LOOP_TOKENS = 150
-MODES = ("norms", "qat")
+MODES = ("qat", "norms")
 OBJECTIVES = ("ce", "kl", "tv")
 MOVED_STEPS = 300
 PARTS = ("greedy", "moved", "sampled", "engines")
@@ -236,34 +237,25 @@ class Pair:
 
     def sampled(self) -> Iterator[Sequence[str]]:
         """Objective, mean accepted length at temperature 1, its change, the greedy one."""
-        yield ("mode", "trained for", "at temperature 1", "change", "greedy")
+        yield ("trained for", "at temperature 1", "change", "greedy")
         warm = ("--temperature", "1")
-        for mode in MODES:
-            for objective in OBJECTIVES:
-                run = tuned(
-                    self.work,
-                    f"sampled-{mode}-{objective}",
-                    self.checkpoint,
-                    self.base,
-                    self.prompts,
-                    *("--mode", mode, "--objective", objective, "--force", *warm, *shared_text(self.work)),
-                )
-                cold = as_it_is(self.work, run.directory.name, run.directory, self.base, self.prompts)
-                yield (
-                    mode,
-                    f"{objective} at 1",
-                    run.figure("after"),
-                    run.figure("change"),
-                    cold.figure("before"),
-                )
-            greedy = self.tune(mode, 0)
-            there = as_it_is(
-                self.work, f"{greedy.directory.name} at 1", greedy.directory, self.base, self.prompts, *warm
+        for objective in OBJECTIVES:
+            run = tuned(
+                self.work,
+                f"sampled-{objective}",
+                self.checkpoint,
+                self.base,
+                self.prompts,
+                *("--mode", "qat", "--objective", objective, "--force", *warm, *shared_text(self.work)),
             )
-            yield (mode, "ce, greedy", there.figure("before"), "", greedy.figure("after"))
+            cold = as_it_is(self.work, run.directory.name, run.directory, self.base, self.prompts)
+            yield (f"{objective} at 1", run.figure("after"), run.figure("change"), cold.figure("before"))
+        greedy = self.tune("qat", 0)
+        there = as_it_is(self.work, f"{greedy.directory.name} at 1", greedy.directory, self.base, self.prompts, *warm)
+        yield ("ce, greedy", there.figure("before"), "", greedy.figure("after"))
         cold = as_it_is(self.work, self.checkpoint.name, self.checkpoint, self.base, self.prompts)
         run = as_it_is(self.work, "as-extracted at 1", self.checkpoint, self.base, self.prompts, *warm)
-        yield ("as extracted", "", run.figure("before"), "", cold.figure("before"))
+        yield ("as extracted", run.figure("before"), "", cold.figure("before"))
 
     def engines(self) -> Iterator[Sequence[str]]:
         """Engine, format, and for both drafters accepted of drafted and whether the text is the base's own."""
@@ -273,8 +265,7 @@ class Pair:
         if not bundle.exists():
             insertion.inserted(qat, self.options.bundle, bundle)
         sources = ((self.checkpoint, self.options.bundle), (qat, bundle))
-        both = [list(self._outcomes(directory, source)) for directory, source in sources]
-        for old, new in zip(*both, strict=True):
+        for old, new in zip(*(self._outcomes(directory, source) for directory, source in sources), strict=True):
             fine = {True: "yes", False: "no", None: "not run"}[new.identical if old.identical is not False else False]
             yield (f"{new.engine} {new.version}", new.format, told_of(old), told_of(new), fine)
         program = Path(self.options.python.get("litert-lm", "litert-lm")).with_name("litert-lm")
@@ -289,14 +280,14 @@ class Pair:
         for name in engines.SCRIPTED:
             yield from engines.scripted(name, python.get(name, sys.executable), self.base, drafter)
         if options.llama and options.llama_source:
-            twin = self.work / f"{directory.name} twin"
-            twin.mkdir(exist_ok=True)
-            wide = twin / "checkpoint"
-            if not wide.exists():
+            with tempfile.TemporaryDirectory() as name:
+                twin = Path(name)
+                wide = twin / "checkpoint"
                 extract(engines.widened(bundle, twin), wide, dtype="f32", codes=True)
-            yield from engines.in_llama(
-                options.llama, options.llama_source, sys.executable, self.base, Converted(wide, twin), twin
-            )
+                drafter = Converted(wide, twin)
+                yield from engines.in_llama(
+                    options.llama, options.llama_source, sys.executable, self.base, drafter, twin
+                )
 
     def _in_the_runtime(self, program: str, bundle: Path, prompt: str) -> Sequence[str]:
         plain, _ = insertion.run(program, self.options.bundle, prompt, False)
@@ -355,8 +346,10 @@ def main() -> None:
     options = arguments()
     pair = Pair(options)
     for part in options.only:
-        columns, *rows = getattr(pair, part)()
-        print(f"\n{part}\n\n{table(columns, rows)}", flush=True)
+        rows = getattr(pair, part)()
+        print(f"\n{part}\n\n{table(next(rows), [])}", flush=True)
+        for row in rows:
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":
