@@ -15,8 +15,10 @@ from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
+    from mtp_extract.drafter import MtpDrafter
     from mtp_extract.speculate import Agreement, Encoded, SpeculativeGenerator
     from mtp_extract.validate.acceptance.base_model import LoadedBase
+    from mtp_extract.validate.acceptance.beside import DrafterFacts
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
@@ -241,8 +243,9 @@ def _against_base(
     loaded = load_base(base, plan.device)
     # All of them before anything is measured: one that does not fit is said now, and not in an hour.
     with memory_guard("loading the drafters"):
-        generators = [_pair(loaded, place) for place in directories]
-    generator, engine = generators[0], LocalEngine(generators[0], plan.batch)
+        pairs = [_pair(loaded, place) for place in directories]
+    drafter, generator = pairs[0]
+    engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     with memory_guard("running the base"):
@@ -250,7 +253,7 @@ def _against_base(
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
         drafters: list[DrafterFigures] = []
         agreements: list[Agreement] = []
-        for known, own in zip(facts, generators, strict=True):
+        for known, (_, own) in zip(facts, pairs, strict=True):
             of = f" with {known.name}" if plan.beside else ""
             say(f"drafting after every token of them{of}")
             agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
@@ -278,7 +281,7 @@ def _against_base(
                 )
             )
         say("the same with one thing broken at a time")
-        controls = run_controls(generator.base, generator.drafter, written, agreements[0], batch=plan.batch)
+        controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)
     found = replace(
         result,
         base=BaseFacts(
@@ -301,13 +304,12 @@ def _against_base(
         controls=tuple(controls),
         generation=drafters[0].generation,
         drafters=tuple(drafters),
-        notes=(*result.notes, *loaded.notes),
+        notes=(*result.notes, *loaded.notes, *_flattered(facts)),
     )
-    config = generator.drafter.config
-    return found, lambda interface: base_cases(generator.base, config, interface, written.texts, plan.samples)
+    return found, lambda interface: base_cases(generator.base, drafter.config, interface, written.texts, plan.samples)
 
 
-def _pair(loaded: LoadedBase, directory: Path) -> SpeculativeGenerator:
+def _pair(loaded: LoadedBase, directory: Path) -> tuple[MtpDrafter, SpeculativeGenerator]:
     """The drafter in ``directory`` with its base.
 
     Raises:
@@ -318,9 +320,20 @@ def _pair(loaded: LoadedBase, directory: Path) -> SpeculativeGenerator:
 
     drafter = load_drafter(directory, dtype=loaded.drafter_dtype, device=loaded.device)
     try:
-        return SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+        return drafter, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     except PairError as error:
         raise PairError(f"{escape(directory)}: {error}", remedies=error.remedies) from error
+
+
+def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
+    """What to know of drafters that may have seen these prompts."""
+    tuned = [known.name for known in facts if known.made == "tuned"]
+    if not tuned:
+        return []
+    return [
+        f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
+        "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
+    ]
 
 
 def _names(first: str, beside: Sequence[Path]) -> list[str]:

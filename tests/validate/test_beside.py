@@ -129,6 +129,7 @@ def test_differences_by_hand() -> None:
 
 
 def test_what_they_are(found: Validation) -> None:
+    assert [note for note in found.notes if note.startswith("tuned: tuned; on prompts that a drafter was tuned on")]
     facts = {drafter.facts.name: (drafter.facts.made, drafter.facts.mode) for drafter in found.drafters}
     assert facts == {
         "drafter": ("extracted", None),

@@ -137,9 +137,8 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
     """The figures of some texts, or of all."""
     part = agreement if texts is None else agreement.of(texts)
     steps = tuple(_step(part, index) for index in range(part.steps))
-    rounds = of_agreement(part)
-    texts = len(set(part.text.tolist()))
-    return WorkloadFigures(texts, len(part.anchor), steps, rounds.mean_accepted_length, rounds.interval)
+    rounds, count = of_agreement(part), len(set(part.text.tolist()))
+    return WorkloadFigures(count, len(part.anchor), steps, rounds.mean_accepted_length, rounds.interval)
 
 
 def _step(part: Agreement, step: int) -> StepFigures:
