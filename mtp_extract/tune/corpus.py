@@ -34,7 +34,7 @@ class Corpus:
         own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
             see harm.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
-            the setting says; none after text by people.
+            the setting says, if that was asked for; none after text by people.
         other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
     """
 
@@ -57,12 +57,15 @@ class Corpus:
         return repeated_share(self.held_out[: self.own], self.trained)
 
     @classmethod
-    def of(cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None) -> Corpus:
+    def of(
+        cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None, *, otherwise: bool = False
+    ) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
 
         Args:
             pair: with its setting.
             tell: called after every batch that was written.
+            otherwise: also those of another serving.
 
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.
@@ -84,7 +87,8 @@ class Corpus:
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None
         every = [*(item for side in sides.values() for item in side if written), *guards]
-        for writer, prompts in ((writing, every), (other, sides[HELD_OUT] if written else [])):
+        again = sides[HELD_OUT] if written and otherwise else []
+        for writer, prompts in ((writing, every), (other, again)):
             if prompts:
                 pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")
                 writer.prepare(prompts, tell)
@@ -99,7 +103,6 @@ class Corpus:
         steps = setting.draft_steps
         made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
-        otherwise = other.texts(sides[HELD_OUT]) if written else []
         judged = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
         return cls(
             trained=tuple(text for _, text in made[TRAINED]),
@@ -107,7 +110,7 @@ class Corpus:
             held_out=tuple(text for _, text in judged),
             workloads=tuple(item.workload for item, _ in judged),
             own=len(made[HELD_OUT]),
-            otherwise=tuple(text for text in otherwise if _has_a_round(text, steps)),
+            otherwise=tuple(text for text in other.texts(again) if _has_a_round(text, steps)) if again else (),
             other_temperature=other.temperature,
         )
 

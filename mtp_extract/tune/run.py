@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
-    from mtp_extract.tune.measure import Measured
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
+    from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
@@ -148,7 +148,7 @@ def run_tuning(
     pair = Pair(plan.setting, say)
     with memory_guard("tuning"):
         latents = _latents(plan, pair)
-        corpus = Corpus.of(pair, tell)
+        corpus = Corpus.of(pair, tell, otherwise=True)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = _measured(pair, pair.drafter, corpus)
         trained = _train(plan, pair, corpus, latents, tell, stop)
@@ -172,6 +172,7 @@ def run_tuning(
         "accepted": not refused,
         "refused": list(refused),
         **comparisons.as_json(),
+        "other_serving": comparisons.other_serving(),
     }
     written = _write(plan, pair, tuned, trained, record, keep=plan.force or not refused)
     return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, pair.loaded.notes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtp_extract.speculate import Interval
 from mtp_extract.tune.corpus import Corpus
-from mtp_extract.tune.measure import Change, Measured, compare
+from mtp_extract.validate.acceptance.measured import Change, Measured, compare
 
 __all__ = ["Comparison", "Comparisons", "signed"]
 
@@ -96,11 +96,14 @@ class Comparisons:
         ]
         return tuple(reasons)
 
-    def as_json(self) -> dict[str, Any]:
-        """For the record."""
+    def other_serving(self) -> dict[str, Any] | None:
+        """For the record, what was measured of another serving."""
         other = self.otherwise
+        return None if other is None else {"temperature": self.other_temperature, "comparison": other.as_json()}
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record, what was measured of the serving it is for."""
         return {
-            "other_serving": other and {"temperature": self.other_temperature, "comparison": other.as_json()},
             "overall": self.overall.as_json(),
             "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
         }
