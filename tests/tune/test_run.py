@@ -139,6 +139,7 @@ def test_refused_before_any_work(plan: Callable[..., Plan], tmp_path: Path) -> N
     for changes, message in [
         ({"text": tmp_path / "x"}, "found both"),
         ({"steps": 0}, "steps of at least 1"),
+        ({"learning_rate": 0.0}, "learning rate above 0"),
         ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "text of the base itself"),
     ]:
         with pytest.raises(MtpExtractError, match=message):
