@@ -317,12 +317,13 @@ def _show_head(made: Ordered) -> None:
 
 
 def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -> None:
-    overall = comparisons.overall
+    overall, other = comparisons.overall, comparisons.otherwise
     say(f"Mean accepted length with {len(overall.before.conditional)} drafts, 95 % intervals over held-out texts:")
     table(
         [
             *[_row(name, comparison) for name, comparison in comparisons.workloads.items()],
             _row("all that was trained on", overall),
+            *([_row(f"the same prompts, {_served(comparisons)}", other)] if other is not None else []),
         ],
         ("workload", "texts", before, "", after, "", "change", ""),
     )
@@ -332,6 +333,11 @@ def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -
 def _wrote(made: Tuned | Ordered) -> None:
     forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
     say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
+
+
+def _served(comparisons: Comparisons) -> str:
+    temperature = comparisons.other_temperature
+    return f"served at temperature {temperature:g}" if temperature else "served greedily"
 
 
 def _row(name: str, comparison: Comparison) -> list[Any]:
@@ -355,4 +361,4 @@ def _row(name: str, comparison: Comparison) -> list[Any]:
 
 def main() -> None:
     """Entry point."""
-    run(app)
+    run(app, kept="no drafter was written; the same command goes on where this one stopped")

@@ -191,7 +191,11 @@ def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> 
         return (plain(name), str(found["texts"]), *cells, change)
 
     rows = [row(name, found) for name, found in made["workloads"].items()]
-    return table(("workload", "texts", *names, "change"), [*rows, row(overall, made["overall"])])
+    rows.append(row(overall, made["overall"]))
+    if other := made["other_serving"]:
+        served = f"at temperature {other['temperature']:g}" if other["temperature"] else "greedily"
+        rows.append(row(f"the same prompts, served {served}", other["comparison"]))
+    return table(("workload", "texts", *names, "change"), rows)
 
 
 def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:

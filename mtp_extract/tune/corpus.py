@@ -33,6 +33,9 @@ class Corpus:
         workloads: of each held-out text, its workload.
         own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
             see harm.
+        otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
+            the setting says; none after text by people.
+        other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
     """
 
     trained: tuple[Text, ...]
@@ -40,6 +43,8 @@ class Corpus:
     held_out: tuple[Text, ...]
     workloads: tuple[str, ...]
     own: int
+    otherwise: tuple[Text, ...] = ()
+    other_temperature: float = 1.0
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -76,12 +81,14 @@ class Corpus:
             chat_template=setting.chat_template,
             share=pair.share,
         )
+        other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None
         every = [*(item for side in sides.values() for item in side if written), *guards]
-        if every:
-            pair.say(f"continuing {len(every)} prompts with the base")
-            writing.prepare(every, tell)
-            pair.accelerator.wait_for_everyone()
+        for writer, prompts in ((writing, every), (other, sides[HELD_OUT] if written else [])):
+            if prompts:
+                pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")
+                writer.prepare(prompts, tell)
+        pair.accelerator.wait_for_everyone()
         made: dict[str, list[tuple[Item, Text]]] = {}
         for side, found in sides.items():
             if written:
@@ -92,6 +99,7 @@ class Corpus:
         steps = setting.draft_steps
         made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
+        otherwise = other.texts(sides[HELD_OUT]) if written else []
         judged = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
         return cls(
             trained=tuple(text for _, text in made[TRAINED]),
@@ -99,6 +107,8 @@ class Corpus:
             held_out=tuple(text for _, text in judged),
             workloads=tuple(item.workload for item, _ in judged),
             own=len(made[HELD_OUT]),
+            otherwise=tuple(text for text in otherwise if _has_a_round(text, steps)),
+            other_temperature=other.temperature,
         )
 
 

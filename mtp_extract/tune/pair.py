@@ -107,15 +107,21 @@ class Pair:
         """What the base computes over ``texts``, for this drafter."""
         return States(self.base, list(self.drafter.needs.shared_kv), texts, _KEPT_STATES, logits_at_once)
 
-    def measured(self, drafter: MtpDrafter, texts: Sequence[Text]) -> Measured:
-        """``drafter`` on ``texts``, divided among the processes; the same for all of them."""
+    def measured(self, drafter: MtpDrafter, texts: Sequence[Text], temperature: float | None = None) -> Measured:
+        """``drafter`` on ``texts``, divided among the processes; the same for all of them.
+
+        Args:
+            drafter: of the base.
+            texts: the base's own.
+            temperature: at which it wrote them; None for the setting's.
+        """
         number, processes = self.share
         part = measure(
             self.base,
             drafter,
             [texts[index] for index in range(number, len(texts), processes)],
             self.setting.draft_steps,
-            temperature=self.setting.temperature,
+            temperature=self.setting.temperature if temperature is None else temperature,
             batch=max(self.setting.batch, TEXTS_AT_ONCE),
         )
         part = dataclasses.replace(part, text=part.text * processes + number)

@@ -10,13 +10,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
+    from mtp_extract.drafter import MtpDrafter
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
+    from mtp_extract.tune.measure import Measured
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.progress import Progress, Written
@@ -148,12 +150,13 @@ def run_tuning(
         latents = _latents(plan, pair)
         corpus = Corpus.of(pair, tell)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
-        before = pair.measured(pair.drafter, corpus.held_out)
+        before = _measured(pair, pair.drafter, corpus)
         trained = _train(plan, pair, corpus, latents, tell, stop)
         tuned = latents.tuned(trained.values)
         pair.say("measuring the tuned drafter on the held-out texts")
-        after = pair.measured(pair.drafter_of(tuned), corpus.held_out)
-    comparisons = Comparisons.of(corpus, before, after)
+        after = _measured(pair, pair.drafter_of(tuned), corpus)
+    otherwise = (before[1], after[1]) if before[1] and after[1] else None
+    comparisons = Comparisons.of(corpus, before[0], after[0], otherwise)
     refused = comparisons.refused()
     record = {
         "mode": plan.mode,
@@ -181,9 +184,18 @@ def _latents(plan: Plan, pair: Pair) -> Latents:
 
     # One step alone has no use for the state that it hands on.
     idle = ("post_projection",) if plan.setting.draft_steps == 1 else ()
-    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+    try:
+        latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+    except MtpExtractError as error:
+        raise MtpExtractError(f"{escape(plan.setting.directory)}: {error}", remedies=error.remedies) from error
     check_writable(pair.origin, latents.tuned({key: value + 1 for key, value in latents.values.items()}), plan.mode)
     return latents
+
+
+def _measured(pair: Pair, drafter: MtpDrafter, corpus: Corpus) -> tuple[Measured, Measured | None]:
+    """On the held-out texts, and on those of another serving."""
+    other = pair.measured(drafter, corpus.otherwise, corpus.other_temperature) if corpus.otherwise else None
+    return pair.measured(drafter, corpus.held_out), other
 
 
 def _train(

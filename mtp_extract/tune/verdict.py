@@ -53,20 +53,34 @@ class Comparisons:
     Attributes:
         overall: over all held-out texts of the workloads that were trained on.
         workloads: by name; those of shipped prompts that were not trained on are there to see harm.
+        otherwise: over the corpus's texts of another serving; None where it has none. It decides nothing.
+        other_temperature: of that serving.
     """
 
     overall: Comparison
     workloads: Mapping[str, Comparison]
+    otherwise: Comparison | None
+    other_temperature: float
 
     @classmethod
-    def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
-        """Of two measurements over the held-out texts of ``corpus``."""
+    def of(
+        cls, corpus: Corpus, before: Measured, after: Measured, otherwise: tuple[Measured, Measured] | None = None
+    ) -> Comparisons:
+        """Of measurements before and after.
+
+        Args:
+            corpus: the texts.
+            before, after: over those that were held out.
+            otherwise: before and after over those of another serving.
+        """
         workloads = {
             name: _compared(before, after, rows, own=rows[0] < corpus.own)
             for name in dict.fromkeys(corpus.workloads)
             for rows in [[index for index, workload in enumerate(corpus.workloads) if workload == name]]
         }
-        return cls(_compared(before, after, range(corpus.own), own=True), workloads)
+        other = otherwise and Comparison(*otherwise, compare(*otherwise), own=True)
+        overall = _compared(before, after, range(corpus.own), own=True)
+        return cls(overall, workloads, other, corpus.other_temperature)
 
     def refused(self) -> tuple[str, ...]:
         """Why what came after is not to be kept; empty if it is: better at 95 %, and worse on no workload."""
@@ -84,7 +98,9 @@ class Comparisons:
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
+        other = self.otherwise
         return {
+            "other_serving": other and {"temperature": self.other_temperature, "comparison": other.as_json()},
             "overall": self.overall.as_json(),
             "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
         }

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.architecture.roles import HEAD_ROLES
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
@@ -22,7 +22,7 @@ from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
-__all__ = ["as_written", "check_writable", "write_ordered", "write_tuned"]
+__all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
 
 _MADE = "made here, from what the drafter's states look for"
 
@@ -30,7 +30,7 @@ _MADE = "made here, from what the drafter's states look for"
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """What a reader of ``origin`` would get, were ``checkpoint`` in it: rounded to what it is written in."""
     tensors = dict(checkpoint.tensors)
-    for role, holding in holdings_of(format_named(origin.layout), checkpoint, checkpoint.dtype).items():
+    for role, holding in holdings_of(format_named(origin.layout), checkpoint, _dtype(origin)).items():
         if holding.rounded_to and role in tensors:
             step = holding.rounded_to + (SCALES if holding.kept == CODES else "")
             tensors[role] = rounded_again(tensors[role], [step])
@@ -48,8 +48,9 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     Raises:
         UnsupportedError: the format of ``origin`` has no room for it.
     """
+    choice = _choice(origin, overwrite=False)
     try:
-        _choice(origin, like, overwrite=False).prepare(like)
+        choice.format.plan(choice.prepare(like).checkpoint, choice.dtype)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
@@ -58,8 +59,42 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
         ) from error
 
 
-def _choice(origin: ReadDirectory, tuned: Checkpoint, *, overwrite: bool) -> Choice:
-    return Choice(format_named(origin.layout), tuned.dtype, codes=bool(origin.beside), overwrite=overwrite)
+def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
+    """Whether an ordered head can be written beside what ``origin`` holds.
+
+    Args:
+        origin: what it is made for.
+        like: the same with such a head.
+
+    Raises:
+        UnsupportedError: the format of ``origin`` has no room for it.
+    """
+    choice = _choice(origin, overwrite=False)
+    prepared = choice.prepare(like)
+    place = f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}"
+    advice = "Convert the drafter to the transformers format first."
+    left = [
+        holding.why for role, holding in prepared.holdings.items() if role in HEAD_ROLES and holding.kept == NOTHING
+    ]
+    if left:
+        raise UnsupportedError(f"{place}: {left[0]}. {advice}")
+    try:
+        choice.format.plan(prepared.checkpoint, choice.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error} {advice}") from error
+
+
+def _dtype(origin: ReadDirectory) -> str:
+    """What ``origin`` is written in: integers where they are not beside floats but in their place."""
+    coded = (
+        tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
+    )
+    dtypes = FORMATS[origin.layout].dtypes
+    return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
+
+
+def _choice(origin: ReadDirectory, *, overwrite: bool) -> Choice:
+    return Choice(format_named(origin.layout), _dtype(origin), codes=bool(origin.beside), overwrite=overwrite)
 
 
 def write_tuned(
@@ -111,7 +146,7 @@ def _write(
     *,
     overwrite: bool,
 ) -> ExtractionResult:
-    prepared = _choice(origin, checkpoint, overwrite=overwrite).prepare(checkpoint)
+    prepared = _choice(origin, overwrite=overwrite).prepare(checkpoint)
 
     def checked(staged: Staged) -> dict[str, Any]:
         check_codes(staged.written, checkpoint, prepared.holdings)

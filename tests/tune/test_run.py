@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,56 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.drafter import load_drafter
-from mtp_extract.errors import MtpExtractError, OutputError
-from mtp_extract.tune import Plan, Setting, run_tuning
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
+from mtp_extract.tune import Plan, run_tuning
 from mtp_extract.tune import prompts as texts
-from mtp_extract.validate import prompts as shipped
-
-HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
-TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Any:
-    """One thread, and few of the shipped prompts: each is a text that the base writes."""
-    threads, every = torch.get_num_threads(), shipped.shipped_prompts()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipped, "shipped_prompts", lambda: every[::20])
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    every = [head + tail for head in HEADS for tail in TAILS]
-    sides = {texts.TRAINED: 8, texts.WATCHED: 4, texts.HELD_OUT: 6}
-    chosen = [p for side, count in sides.items() for p in [q for q in every if texts.side_of(q) == side][:count]]
-    assert len(chosen) == sum(sides.values())
-    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
-    """Plans share what the base wrote."""
-    work = tmp_path_factory.mktemp("work")
-
-    def make(out: Path, **changes: Any) -> Plan:
-        setting = {"prompts": prompts, "new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
-        setting |= {name: changes.pop(name) for name in list(changes) if name in Setting.__dataclass_fields__}
-        settings = {"mode": "norms", "steps": 4, "anchors": 6, "force": True}
-        return Plan(Setting(extracted, str(base), work, **setting), out, **(settings | changes))
-
-    return make
+from mtp_extract.tune.progress import Progress, Written
 
 
 def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
@@ -140,7 +98,7 @@ def test_a_second_stop_leaves_nothing(plan: Callable[..., Plan], tmp_path: Path)
         pass
 
     def tell(progress: Any) -> None:
-        if progress.step == 2:
+        if isinstance(progress, Progress) and progress.step == 2:
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -208,3 +166,59 @@ def test_prompts_of_another_form(tmp_path: Path, line: str) -> None:
     path.write_text('{"prompt": "good"}\n' + line + "\n")
     with pytest.raises(MtpExtractError, match=r"prompts\.jsonl"):
         texts.read_items(path)
+
+
+def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """While the base writes, and not a second time for what is there."""
+    for first in (True, False):
+        told: list[Any] = []
+        work = tmp_path / "work"
+        run_tuning(plan(tmp_path / "tuned", work=work, steps=1, overwrite=True), tell=told.append)
+        # The second goes on after the last step.
+        assert [type(found) for found in told].count(Progress) == first
+        written = [found for found in told if isinstance(found, Written)]
+        assert bool(written) == first
+        assert all(0 < found.done <= found.texts for found in written)
+
+
+def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
+    found = run_tuning(plan(tmp_path / "tuned", temperature=1.0, steps=2))
+    record = verify(tmp_path / "tuned").record
+    validator("extraction")(record)
+    assert record["tuning"]["recipe"]["objective"] == "tv"
+    assert record["tuning"]["other_serving"]["temperature"] == 0
+    other = found.comparisons.otherwise
+    assert other is not None
+    # A greedy draft stands or falls; one that is drawn stands with a probability.
+    assert set(other.before.stands.flatten().tolist()) <= {0.0, 1.0}
+    assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
+    card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
+    assert "the same prompts, served greedily" in card
+    # The greedy figure is that of a greedy run.
+    greedy = run_tuning(plan(tmp_path / "greedy", steps=1))
+    assert greedy.comparisons.overall.before.mean_accepted_length == other.before.mean_accepted_length
+    assert greedy.comparisons.other_temperature == 1
+    assert "the same prompts, served at temperature 1" in (tmp_path / "greedy/README.md").read_text(encoding="utf-8")
+
+
+def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    made = plan(tmp_path / "tuned", work=tmp_path / "work", steps=1, overwrite=True)
+    run_tuning(made)
+    path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
+        path.write_bytes(whole + line + b"\n")
+        with pytest.raises(CheckpointError, match=r"texts-\w+-0\.jsonl: expected text that the base wrote"):
+            run_tuning(made)
+    # What was cut off is written again, with what was written beside it: a line for each text.
+    path.write_bytes(whole[:-30])
+    run_tuning(made)
+    assert {*path.read_bytes().splitlines()} == {*whole.splitlines()}
+
+
+def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("a file")
+    with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
+        run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
+    assert found.value.remedies == ("work",)
