@@ -135,6 +135,7 @@ def run_ordered_head(
     """
     require("torch", "safetensors", "transformers", "accelerate")
     plan.check()
+    import torch
 
     from mtp_extract.architecture.config import OrderedHeadConfig
     from mtp_extract.tune.corpus import Corpus
