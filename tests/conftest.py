@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.first_pair import first_base, first_bundle
 from helpers.twin import twin
 from helpers.variant_files import HERE
-
-from mtp_extract.data import sample_base, sample_bundle
 
 # Folders and files; single tests elsewhere are marked where they stand.
 NEED_TORCH = (
@@ -23,6 +22,7 @@ NEED_TORCH = (
     "checkpoint/test_transformers.py",
     "checkpoint/test_integers_in_engines.py",
     "scripts/test_in_engines.py",
+    "scripts/test_tuning.py",
 )
 
 SLOW = ("adversary", "hostile")
@@ -49,13 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def sample() -> Path:
     """The sample bundle."""
-    return sample_bundle()
+    return first_bundle()
 
 
 @pytest.fixture(scope="session")
 def base() -> Path:
     """The base model of the sample."""
-    return sample_base()
+    return first_base()
 
 
 @pytest.fixture(scope="session")

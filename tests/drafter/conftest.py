@@ -34,10 +34,11 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def sample_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sample's drafter as extracted in both layouts, F32."""
+    from helpers.first_pair import first_bundle
+
     import mtp_extract
-    from mtp_extract.data import sample_bundle
 
     root = tmp_path_factory.mktemp("sample")
     for layout in ("transformers", "litert"):
-        mtp_extract.extract(sample_bundle(), root / layout, format=layout, dtype="f32")
+        mtp_extract.extract(first_bundle(), root / layout, format=layout, dtype="f32")
     return {layout: root / layout for layout in ("transformers", "litert")}

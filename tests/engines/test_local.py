@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from helpers.first_pair import first_base, first_bundle
 
 import mtp_extract
-from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.drafter import load_drafter
 from mtp_extract.engines import Engine, LocalEngine
 from mtp_extract.errors import MtpExtractError
@@ -18,9 +18,9 @@ PROMPTS = ("import os\n", [{"role": "user", "content": "hello"}], (2, 5, 7), "de
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeGenerator:
     directory = tmp_path_factory.mktemp("engine") / "drafter"
-    mtp_extract.extract(sample_bundle(), directory, dtype="f32")
-    base = transformers.Gemma4ForConditionalGeneration.from_pretrained(sample_base()).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(sample_base())
+    mtp_extract.extract(first_bundle(), directory, dtype="f32")
+    base = transformers.Gemma4ForConditionalGeneration.from_pretrained(first_base()).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(first_base())
     return SpeculativeGenerator(base, load_drafter(directory), tokenizer)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.first_pair import first_bundle
 from helpers.make_bundle import Memory, drafter_of, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 
 from mtp_extract import Drafter, extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import open_bundle
-from mtp_extract.data import sample_bundle
 from mtp_extract.errors import MtpExtractError, RoleError
 
 Damage = Callable[[Any, Any, int, int], None]
@@ -29,7 +29,7 @@ ROLES = [(origin, role.name) for origin, layers in LAYERS.items() for role in ro
 
 @cache
 def data_of(origin: str) -> bytes:
-    return drafter_of(sample_bundle()) if origin == "sample" else plain_drafter(DrafterSpec(windows=(4, None)))
+    return drafter_of(first_bundle()) if origin == "sample" else plain_drafter(DrafterSpec(windows=(4, None)))
 
 
 @cache

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
+from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
 from mtp_extract.base import Place, find_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.data import sample_base, sample_bundle
 
 __all__ = ["PREFIX", "Weights", "base_with", "edited_section", "patched", "places_of"]
 
@@ -38,11 +38,11 @@ def base_with(
     ``dtype`` (f16, bf16) rounds the weights; several ``shards`` come with an index.
     """
     out.mkdir()
-    read = json.loads((sample_base() / "config.json").read_text())
+    read = json.loads((first_base() / "config.json").read_text())
     top = {key: config.pop(key) for key in ("model_type", "quantization_config") if key in config}
     read["text_config"] |= config
     (out / "config.json").write_text(json.dumps(read | top))
-    weights = load_file(sample_base() / "model.safetensors")
+    weights = load_file(first_base() / "model.safetensors")
     change(weights)
     stored = {name: _stored(name, np.ascontiguousarray(weight), dtype) for name, weight in weights.items()}
     if shards == 1:
@@ -76,7 +76,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
 def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:
     """The sample with other bytes."""
-    data = bytearray(sample_bundle().read_bytes())
+    data = bytearray(first_bundle().read_bytes())
     for at, new in bytes_at.items():
         data[at : at + len(new)] = new
     out.write_bytes(data)
@@ -91,7 +91,7 @@ def places_of(path: Path, role: str) -> tuple[Place, ...]:
 
 def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:
     """The sample with the model of section ``kind``, as the schema's object tree, changed by ``edit``."""
-    parts = parts_of(sample_bundle())
+    parts = parts_of(first_bundle())
     for index, part in enumerate(parts):
         if part.items.get("model_type") == f"tf_lite_{kind}":
             model = load(part.data)

@@ -4,7 +4,7 @@ A bundle is a list of :class:`Part`; :func:`bundle` packs it as litert-lm-builde
 with a header that lies. A TFLite model is the schema's own object tree (``ModelT``); :func:`load` and :func:`pack`
 convert, and what lies between is ordinary attribute access::
 
-    model = load(drafter_of(sample_bundle()))
+    model = load(drafter_of(first_bundle()))
     model.subgraphs[0].operators[3].inputs[1] = -1
     path.write_bytes(pack(model))
 """

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 
+from helpers.first_pair import first_bundle
 from helpers.make_bundle import Memory, bundle, kind, load, pack, parts_of, set_buffer
 from mtp_extract.bundle import open_bundle
-from mtp_extract.data import sample_bundle
 
 __all__ = ["twin"]
 
@@ -128,4 +128,4 @@ def _pad_matrix(model: Any, tensor: Any, rows: int, columns: int) -> None:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(twin(sample_bundle()))
+    Path(sys.argv[1]).write_bytes(twin(first_bundle()))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
 from helpers.report_document import REPORT
 
 import mtp_extract
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
 from mtp_extract.hub.upload import upload
 from mtp_extract.validate.report.tables import REPORT_FILES
@@ -30,7 +30,7 @@ NAME = "org/drafter"
 @pytest.fixture(scope="session")
 def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("extracted") / "drafter"
-    mtp_extract.extract(sample_bundle(), directory, codes=True)
+    mtp_extract.extract(first_bundle(), directory, codes=True)
     return directory
 
 

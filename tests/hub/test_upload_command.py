@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from helpers.bounds import HANG
+from helpers.first_pair import first_bundle
 from helpers.hub_server import TOKEN, HubServer
 
 import mtp_extract
-from mtp_extract.data import sample_bundle
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    mtp_extract.extract(sample_bundle(), tmp_path / "drafter")
+    mtp_extract.extract(first_bundle(), tmp_path / "drafter")
     return tmp_path / "drafter"
 
 

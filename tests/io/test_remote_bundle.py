@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.bounds import HANG
+from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 
 import mtp_extract
-from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError, NoDrafterError
 from mtp_extract.extraction import verify_against_source
 from mtp_extract.inspection import inspect
@@ -60,8 +60,8 @@ def grown(path: Path, begin: int, size: int) -> str:
     The header is the sample's with two numbers changed: where the last section begins and ends. Returns the
     SHA-256 of the new section.
     """
-    data = sample_bundle().read_bytes()
-    with LocalSource(sample_bundle()) as source:
+    data = first_bundle().read_bytes()
+    with LocalSource(first_bundle()) as source:
         section = next(s for s in read_bundle(source).sections if s.model_type == "mtp_drafter")
     header = bytearray(data[:16384])
     for old, new in ((section.begin, begin), (section.end, begin + size)):
@@ -118,7 +118,7 @@ def test_only_the_drafter_is_fetched(large: tuple[HubServer, Path, str], patienc
 
 def inline(count: int) -> tuple[bytes, int]:
     """The sample's drafter with ``count`` buffers of 1 MiB more inside its flatbuffer, and what of it is structure."""
-    model = load(drafter_of(sample_bundle()))
+    model = load(drafter_of(first_bundle()))
     structure = len(pack(model))
     for _ in range(count):
         buffer = schema.BufferT()
@@ -130,7 +130,7 @@ def inline(count: int) -> tuple[bytes, int]:
 
 def appended(count: int) -> tuple[bytes, int]:
     """The sample's drafter with its weights after its flatbuffer, ``count`` MiB apart, and the flatbuffer's length."""
-    model = load(drafter_of(sample_bundle()))
+    model = load(drafter_of(first_bundle()))
     moved = [buffer for buffer in model.buffers if buffer.data is not None and len(buffer.data) >= 1 << 12]
     stored = [bytes(buffer.data) for buffer in moved]
     for buffer, data in zip(moved, stored, strict=True):

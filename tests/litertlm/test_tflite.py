@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import tflite
 from ai_edge_litert import schema_py_generated as schema
+from helpers.first_pair import first_bundle
 from helpers.make_bundle import Memory
 from helpers.variant_files import VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.data import load_mapping, sample_bundle
+from mtp_extract.data import load_mapping
 from mtp_extract.errors import NoDrafterError
 from mtp_extract.litertlm.container import SECTION_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType, TfliteModel
@@ -38,7 +39,7 @@ def test_operator_names_are_the_schemas() -> None:
 @pytest.fixture(scope="module", params=["sample", *sorted(VARIANTS)])
 def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
     """A model as we read it, as the published schema reads it, and its bytes."""
-    path = sample_bundle() if request.param == "sample" else variant(request.param)
+    path = first_bundle() if request.param == "sample" else variant(request.param)
     with open_bundle(path) as opened:
         model = opened._locate[2]
         data = opened.source.read(model.region.begin, model.region.size)

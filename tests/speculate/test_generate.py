@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.first_pair import first_bundle
 from helpers.random_pairs import Pair, base_alone, random_base, random_drafter
 from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.data import sample_bundle
 from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, OrderedHeadConfig, build_drafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import (
@@ -66,7 +66,7 @@ def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
 
 def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any) -> None:
     """Right after the prompt nothing is stale: the TRANSFORMERS convention drafts exactly what transformers does."""
-    mtp_extract.extract(sample_bundle(), tmp_path / "drafter", format="transformers", dtype="f32")
+    mtp_extract.extract(first_bundle(), tmp_path / "drafter", format="transformers", dtype="f32")
     assistant = Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "drafter").eval()
     assistant.generation_config.num_assistant_tokens = 5
     seen: list[list[int]] = []

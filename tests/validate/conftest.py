@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.first_pair import first_base, first_bundle
 
 import mtp_extract
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.drafter import MtpDrafter, load_drafter
 from mtp_extract.engines import LocalEngine
 from mtp_extract.speculate import SpeculativeGenerator
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample, F32."""
     directory = tmp_path_factory.mktemp("validate") / "drafter"
-    mtp_extract.extract(sample_bundle(), directory, format="transformers", dtype="f32")
+    mtp_extract.extract(first_bundle(), directory, format="transformers", dtype="f32")
     return directory
 
 
@@ -51,7 +51,7 @@ def drafter(checkpoint: Path) -> MtpDrafter:
 
 @pytest.fixture
 def source() -> Iterator[SourceDrafter]:
-    with mtp_extract.open(sample_bundle()) as opened:
+    with mtp_extract.open(first_bundle()) as opened:
         yield opened.drafter()
 
 
@@ -64,7 +64,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def generator(checkpoint: Path) -> SpeculativeGenerator:
-    loaded = load_base(str(sample_base()), "cpu")
+    loaded = load_base(str(first_base()), "cpu")
     return SpeculativeGenerator(loaded.model, load_drafter(checkpoint), loaded.tokenizer)
 
 
@@ -83,8 +83,8 @@ def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Con
 def plan(checkpoint: Path, prompts_file: Path) -> Plan:
     return Plan(
         checkpoint,
-        base=str(sample_base()),
-        source=str(sample_bundle()),
+        base=str(first_base()),
+        source=str(first_bundle()),
         prompts=prompts_file,
         draft_steps=(1, 3),
         device="cpu",

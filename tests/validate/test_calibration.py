@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from helpers.first_pair import first_base
 
-from mtp_extract.data import sample_base
 from mtp_extract.drafter import load_drafter
 from mtp_extract.validate.calibration import measure_ranges
 
@@ -16,7 +16,7 @@ def test_ranges_hold_what_the_matrices_can_do(checkpoint: Path, tmp_path: Path) 
     prompts.write_text("class Foo(object):\n")
     more.write_text("class Foo(object):\nimport os\n")
     few, many = (
-        measure_ranges(checkpoint, str(sample_base()), path, new_tokens=12, device="cpu", chat_template=False)
+        measure_ranges(checkpoint, str(first_base()), path, new_tokens=12, device="cpu", chat_template=False)
         for path in (prompts, more)
     )
     drafter = load_drafter(checkpoint, dtype=torch.float32)

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.first_pair import first_base, first_bundle
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
-from mtp_extract.data import sample_base, sample_bundle
 
 RUNNER = CliRunner()
 
@@ -46,7 +46,7 @@ def test_sample(prompts_file: Path, tmp_path: Path) -> None:
 
 
 def test_json(checkpoint: Path) -> None:
-    result = run(checkpoint, "--source", sample_bundle(), "--samples", "2", "--json")
+    result = run(checkpoint, "--source", first_bundle(), "--samples", "2", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert report["parity"]["emulated"]["n"] == 2
@@ -82,16 +82,16 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     ("arguments", "message"),
     [
         (
-            ("/absent", "--source", str(sample_bundle())),
+            ("/absent", "--source", str(first_bundle())),
             "/absent: expected a checkpoint's directory, found nothing of that name",
         ),
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
         (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
-        (("CHECKPOINT", "--base", str(sample_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
-        (("CHECKPOINT", "--base", str(sample_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
-        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "is no report of mtp-extract"),
-        (("CHECKPOINT", "--source", str(sample_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
+        (("CHECKPOINT", "--base", str(first_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
+        (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
+        (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "is no report of mtp-extract"),
+        (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
     ],
 )
 def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -108,7 +108,7 @@ def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], messa
 )
 def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
     block = f"import sys; sys.modules[{module!r}] = None"
-    result = run(checkpoint, "--base", sample_base(), "--source", sample_bundle(), before=block)
+    result = run(checkpoint, "--base", first_base(), "--source", first_bundle(), before=block)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: expected the package {package}, but it is not installed. Validation needs more packages than "
