@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Text
@@ -33,6 +34,7 @@ class Corpus:
         workloads: of each held-out text, its workload.
         own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
             see harm.
+        units: of each held-out text, what intervals count: windows of one text by people are one.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
             the setting says; none after text by people.
         other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
@@ -43,6 +45,7 @@ class Corpus:
     held_out: tuple[Text, ...]
     workloads: tuple[str, ...]
     own: int
+    units: tuple[int, ...]
     otherwise: tuple[Text, ...] = ()
     other_temperature: float = 1.0
 
@@ -107,6 +110,7 @@ class Corpus:
             held_out=tuple(text for _, text in judged),
             workloads=tuple(item.workload for item, _ in judged),
             own=len(made[HELD_OUT]),
+            units=tuple(accumulate(one is not other for (one, _), (other, _) in pairwise([(None, None), *judged]))),
             otherwise=tuple(text for text in otherwise if _has_a_round(text, steps)),
             other_temperature=other.temperature,
         )

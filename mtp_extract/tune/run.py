@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -87,6 +88,11 @@ class Plan:
                 raise MtpExtractError(
                     f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
                 )
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise MtpExtractError(
+                f"expected a learning rate above 0, found {self.learning_rate}; leave it out for the mode's own",
+                remedies=("learning_rate",),
+            )
         check_target(self.out, self.overwrite)
 
 
