@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +169,8 @@ def run_ordered_head(
             as_written(pair.origin, ordered(before, built.ordering, built.learned.centroids, 1)), centroids=True
         )
         top_k = plan.top_k or _chosen(watched, ranks_of(watched, built.ordering, rows), count)
-        kept = Kept.of(held_out, ranks_of(held_out, built.ordering, rows), top_k)
+        judged = replace(held_out, text=torch.tensor(corpus.units)[held_out.text])
+        kept = Kept.of(judged, ranks_of(judged, built.ordering, rows), top_k)
         after = ordered(before, built.ordering, built.learned.centroids, top_k)
         pair.say(f"measuring the drafter with either head on {len(corpus.held_out)} held-out texts")
         heads = (drafter, pair.drafter_of(after))
