@@ -192,7 +192,7 @@ def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> 
 
     rows = [row(name, found) for name, found in made["workloads"].items()]
     rows.append(row(overall, made["overall"]))
-    if other := made.get("other_serving"):
+    if other := made["other_serving"]:
         served = f"at temperature {other['temperature']:g}" if other["temperature"] else "greedily"
         rows.append(row(f"the same prompts, served {served}", other["comparison"]))
     return table(("workload", "texts", *names, "change"), rows)

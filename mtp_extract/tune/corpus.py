@@ -36,7 +36,7 @@ class Corpus:
             see harm.
         units: of each held-out text, what intervals count: windows of one text by people are one.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
-            the setting says, if that was asked for; none after text by people.
+            the setting says; none after text by people.
         other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
     """
 
@@ -60,15 +60,12 @@ class Corpus:
         return repeated_share(self.held_out[: self.own], self.trained)
 
     @classmethod
-    def of(
-        cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None, *, otherwise: bool = False
-    ) -> Corpus:
+    def of(cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
 
         Args:
             pair: with its setting.
             tell: called after every batch that was written.
-            otherwise: also those of another serving.
 
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.
@@ -90,7 +87,7 @@ class Corpus:
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None
         every = [*(item for side in sides.values() for item in side if written), *guards]
-        again = sides[HELD_OUT] if written and otherwise else []
+        again = sides[HELD_OUT] if written else []
         for writer, prompts in ((writing, every), (other, again)):
             if prompts:
                 pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")

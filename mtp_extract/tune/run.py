@@ -154,7 +154,7 @@ def run_tuning(
     pair = Pair(plan.setting, say)
     with memory_guard("tuning"):
         latents = _latents(plan, pair)
-        corpus = Corpus.of(pair, tell, otherwise=True)
+        corpus = Corpus.of(pair, tell)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = _measured(pair, pair.drafter, corpus)
         trained = _train(plan, pair, corpus, latents, tell, stop)
@@ -178,7 +178,6 @@ def run_tuning(
         "accepted": not refused,
         "refused": list(refused),
         **comparisons.as_json(),
-        "other_serving": comparisons.other_serving(),
     }
     written = _write(plan, pair, tuned, trained, record, keep=plan.force or not refused)
     return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, pair.loaded.notes)

@@ -99,14 +99,11 @@ class Comparisons:
         ]
         return tuple(reasons)
 
-    def other_serving(self) -> dict[str, Any] | None:
-        """For the record, what was measured of another serving."""
-        other = self.otherwise
-        return None if other is None else {"temperature": self.other_temperature, "comparison": other.as_json()}
-
     def as_json(self) -> dict[str, Any]:
-        """For the record, what was measured of the serving it is for."""
+        """For the record."""
+        other = self.otherwise
         return {
+            "other_serving": other and {"temperature": self.other_temperature, "comparison": other.as_json()},
             "overall": self.overall.as_json(),
             "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
         }
