@@ -46,7 +46,7 @@ class Plan:
     out: Path
     mode: str = "norms"
     objective: str | None = None
-    steps: int = 300
+    steps: int = 200
     anchors: int = 24
     learning_rate: float | None = None
     force: bool = False
