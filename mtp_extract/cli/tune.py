@@ -39,7 +39,7 @@ _OBJECTIVES = ("ce", "kl", "tv")
 
 Mode = Enum("Mode", {name: name for name in _MODES}, type=str)  # type: ignore[misc]  # not a literal
 Objective = Enum("Objective", {name: name for name in _OBJECTIVES}, type=str)  # type: ignore[misc]
-Head = Enum("Head", {"ordered": "ordered"}, type=str)  # type: ignore[misc]
+Head = Enum("Head", {"ordered": "ordered"}, type=str)
 _DEFAULT = next(iter(_MODES))
 
 _REDRAW = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Text
@@ -33,6 +34,7 @@ class Corpus:
         workloads: of each held-out text, its workload.
         own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
             see harm.
+        units: of each held-out text, what intervals count: windows of one text by people are one.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
             the setting says; none after text by people.
         other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
@@ -43,6 +45,7 @@ class Corpus:
     held_out: tuple[Text, ...]
     workloads: tuple[str, ...]
     own: int
+    units: tuple[int, ...]
     otherwise: tuple[Text, ...] = ()
     other_temperature: float = 1.0
 
@@ -84,7 +87,8 @@ class Corpus:
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None
         every = [*(item for side in sides.values() for item in side if written), *guards]
-        for writer, prompts in ((writing, every), (other, sides[HELD_OUT] if written else [])):
+        again = sides[HELD_OUT] if written else []
+        for writer, prompts in ((writing, every), (other, again)):
             if prompts:
                 pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")
                 writer.prepare(prompts, tell)
@@ -99,7 +103,6 @@ class Corpus:
         steps = setting.draft_steps
         made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
-        otherwise = other.texts(sides[HELD_OUT]) if written else []
         judged = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
         return cls(
             trained=tuple(text for _, text in made[TRAINED]),
@@ -107,7 +110,8 @@ class Corpus:
             held_out=tuple(text for _, text in judged),
             workloads=tuple(item.workload for item, _ in judged),
             own=len(made[HELD_OUT]),
-            otherwise=tuple(text for text in otherwise if _has_a_round(text, steps)),
+            units=tuple(accumulate(one is not other for (one, _), (other, _) in pairwise([(None, None), *judged]))),
+            otherwise=tuple(text for text in other.texts(again) if _has_a_round(text, steps)) if again else (),
             other_temperature=other.temperature,
         )
 

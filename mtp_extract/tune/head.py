@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.errors import MtpExtractError
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.extras import require
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_extract.architecture.config import OrderedHeadConfig
-    from mtp_extract.checkpoint.checkpoint import Checkpoint
-    from mtp_extract.conversion import ReadDirectory
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, Used
     from mtp_extract.tune.progress import Written
@@ -137,13 +135,14 @@ def run_ordered_head(
     """
     require("torch", "safetensors", "transformers", "accelerate")
     plan.check()
+    import torch
 
     from mtp_extract.architecture.config import OrderedHeadConfig
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
-    from mtp_extract.tune.writing import as_written, write_ordered
+    from mtp_extract.tune.writing import as_written, check_head_writable, write_ordered
     from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
@@ -151,7 +150,8 @@ def run_ordered_head(
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")
     before = dense(pair.origin.checkpoint)
     count = plan.count(before.config.vocab_size)
-    _require_room(pair.origin, before, count)
+    like = ordered(before, torch.arange(before.config.vocab_size), torch.zeros(count, before.config.hidden_size), 1)
+    check_head_writable(pair.origin, like)
     with memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
         corpus = Corpus.of(pair, tell)
@@ -169,14 +169,14 @@ def run_ordered_head(
             as_written(pair.origin, ordered(before, built.ordering, built.learned.centroids, 1)), centroids=True
         )
         top_k = plan.top_k or _chosen(watched, ranks_of(watched, built.ordering, rows), count)
-        kept = Kept.of(held_out, ranks_of(held_out, built.ordering, rows), top_k)
+        judged = replace(held_out, text=torch.tensor(corpus.units)[held_out.text])
+        kept = Kept.of(judged, ranks_of(judged, built.ordering, rows), top_k)
         after = ordered(before, built.ordering, built.learned.centroids, top_k)
         pair.say(f"measuring the drafter with either head on {len(corpus.held_out)} held-out texts")
-        comparisons = Comparisons.of(
-            corpus,
-            pair.measured(drafter, corpus.held_out),
-            pair.measured(pair.drafter_of(after), corpus.held_out),
-        )
+        heads = (drafter, pair.drafter_of(after))
+        first, second = (pair.measured(one, corpus.held_out) for one in heads)
+        others = [pair.measured(one, corpus.otherwise, corpus.other_temperature) for one in heads if corpus.otherwise]
+        comparisons = Comparisons.of(corpus, first, second, (others[0], others[1]) if others else None)
     refused = _refused(kept, comparisons)
     record = {
         "centroids": count,
@@ -212,31 +212,6 @@ def run_ordered_head(
         written = write_ordered(pair.origin, after, plan.out, record, overwrite=plan.overwrite).directory
     head = OrderedHeadConfig(count, top_k)
     return Ordered(written, refused, comparisons, head, kept, corpus, record, tuple(notes))
-
-
-def _require_room(origin: ReadDirectory, drafter: Checkpoint, count: int) -> None:
-    """Refuse a format that cannot hold the head, before any work.
-
-    Raises:
-        UnsupportedError: it cannot.
-    """
-    import torch
-
-    from mtp_extract.checkpoint.checkpoint import NOTHING
-    from mtp_extract.checkpoint.formats import format_named
-    from mtp_extract.checkpoint.holdings import holdings_of
-    from mtp_extract.tune.ordered import ordered
-
-    config, format_ = drafter.config, format_named(origin.layout)
-    shape = ordered(drafter, torch.arange(config.vocab_size), torch.zeros(count, config.hidden_size), 1)
-    holdings = holdings_of(format_, shape, shape.dtype)
-    left = [holding for role, holding in holdings.items() if role not in drafter.tensors and holding.kept == NOTHING]
-    if left:
-        raise UnsupportedError(
-            f"The {origin.layout} format has no ordered head: {left[0].why}. Convert the drafter to the transformers "
-            "format first."
-        )
-    format_.plan(shape, shape.dtype)
 
 
 def _enough(used: Used) -> Used:

@@ -26,7 +26,7 @@ from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
-from mtp_extract.validate.acceptance.agreement import mean_over_texts
+from mtp_extract.validate.acceptance.measured import mean_over_texts
 
 __all__ = [
     "LEAST_KEPT",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
-    from mtp_extract.tune.measure import Measured
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
+    from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
@@ -87,6 +88,11 @@ class Plan:
                 raise MtpExtractError(
                     f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
                 )
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise MtpExtractError(
+                f"expected a learning rate above 0, found {self.learning_rate}; leave it out for the mode's own",
+                remedies=("learning_rate",),
+            )
         check_target(self.out, self.overwrite)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from mtp_extract.speculate import Interval
 from mtp_extract.tune.corpus import Corpus
-from mtp_extract.tune.measure import Change, Measured, compare
+from mtp_extract.validate.acceptance.measured import Change, Measured, compare
 
 __all__ = ["Comparison", "Comparisons", "signed"]
 
@@ -74,12 +76,13 @@ class Comparisons:
             otherwise: before and after over those of another serving.
         """
         workloads = {
-            name: _compared(before, after, rows, own=rows[0] < corpus.own)
+            name: _compared(corpus, before.of(rows), after.of(rows), own=rows[0] < corpus.own)
             for name in dict.fromkeys(corpus.workloads)
             for rows in [[index for index, workload in enumerate(corpus.workloads) if workload == name]]
         }
         other = otherwise and Comparison(*otherwise, compare(*otherwise), own=True)
-        overall = _compared(before, after, range(corpus.own), own=True)
+        own = range(corpus.own)
+        overall = _compared(corpus, before.of(own), after.of(own), own=True)
         return cls(overall, workloads, other, corpus.other_temperature)
 
     def refused(self) -> tuple[str, ...]:
@@ -106,9 +109,10 @@ class Comparisons:
         }
 
 
-def _compared(before: Measured, after: Measured, rows: Sequence[int], *, own: bool) -> Comparison:
-    old, new = before.of(rows), after.of(rows)
-    return Comparison(old, new, compare(old, new), own)
+def _compared(corpus: Corpus, before: Measured, after: Measured, *, own: bool) -> Comparison:
+    units = torch.tensor(corpus.units)
+    before, after = (replace(found, text=units[found.text]) for found in (before, after))
+    return Comparison(before, after, compare(before, after), own)
 
 
 def _bounds(interval: Interval | None) -> list[float] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.architecture.roles import HEAD_ROLES
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
@@ -22,7 +22,7 @@ from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
-__all__ = ["as_written", "check_writable", "write_ordered", "write_tuned"]
+__all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
 
 _MADE = "made here, from what the drafter's states look for"
 
@@ -57,6 +57,31 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
             f"{error} Train norms or codes, or convert it to the transformers format first.",
             remedies=("mode=norms", "mode=qat"),
         ) from error
+
+
+def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
+    """Whether an ordered head can be written beside what ``origin`` holds.
+
+    Args:
+        origin: what it is made for.
+        like: the same with such a head.
+
+    Raises:
+        UnsupportedError: the format of ``origin`` has no room for it.
+    """
+    choice = _choice(origin, overwrite=False)
+    prepared = choice.prepare(like)
+    place = f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}"
+    advice = "Convert the drafter to the transformers format first."
+    left = [
+        holding.why for role, holding in prepared.holdings.items() if role in HEAD_ROLES and holding.kept == NOTHING
+    ]
+    if left:
+        raise UnsupportedError(f"{place}: {left[0]}. {advice}")
+    try:
+        choice.format.plan(prepared.checkpoint, choice.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error} {advice}") from error
 
 
 def _dtype(origin: ReadDirectory) -> str:

@@ -49,7 +49,12 @@ class Tiny:
     texts: tuple[Text, ...]
 
     def train(
-        self, folder: Path, mode: str = "qat", stop: Callable[[], bool] = lambda: False, **changes: Any
+        self,
+        folder: Path,
+        mode: str = "qat",
+        stop: Callable[[], bool] = lambda: False,
+        dtype: torch.dtype = torch.float32,
+        **changes: Any,
     ) -> tuple[Latents, Trained]:
         """Train into ``folder``, or go on there."""
         from accelerate import Accelerator
@@ -60,7 +65,7 @@ class Tiny:
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
         trained = train(
             latents,
-            self.drafter,
+            drafter_of(self.checkpoint, dtype=dtype),
             self.base,
             States(self.base, list(self.drafter.needs.shared_kv), self.texts[:5], 1 << 20, 1 << 20),
             self.texts[:5],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import math
 import pickle
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from mtp_extract.errors import CheckpointError, OutputError
+from mtp_extract.speculate import Base, Text
 from mtp_extract.tune.loop import Recipe, Trained
 from mtp_extract.tune.modes import Latents
 
@@ -155,3 +158,31 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.05
+
+
+@pytest.mark.parametrize("mode", ["norms", "qat"])
+def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
+    """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
+    half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
+    rate = {"norms": 3e-2, "qat": 1e-2}[mode]
+    latents, found = half.train(tmp_path, mode, dtype=torch.bfloat16, steps=30, batch=5, anchors=12, learning_rate=rate)
+    assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
+    kept = [*latents.values.values(), *state["latents"].values(), *found.values.values(), *moments]
+    assert {value.dtype for value in kept} == {torch.float32}
+    # Steps smaller than BF16 can tell apart add up.
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values.values()) or not found.step
+    losses = [float(entry["loss"]) for entry in found.history if "loss" in entry]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    # The numbers of a step in BF16 are those of F32, as far as BF16 goes.
+    _, single = tiny.train(tmp_path / "f32", mode, steps=1, batch=5, anchors=12)
+    assert losses[0] == pytest.approx(float(single.history[1]["loss"]), rel=0.03)
+
+
+def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """Text by people that the base never agrees with: later steps have no rows, and every figure is a number."""
+    tokens = tuple((token + 1 + place) % 40 for place, token in enumerate(tiny.texts[0].tokens))
+    odd = Tiny(tiny.base, tiny.checkpoint, tiny.drafter, (*[Text(tokens, 3)] * 5, *tiny.texts[5:]))
+    _, found = odd.train(tmp_path, steps=2, evaluations=1)
+    assert all(math.isfinite(entry["agreement"]) for entry in found.history if "loss" in entry)

@@ -26,9 +26,9 @@ from mtp_extract.tune import Setting
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.head import HeadPlan, Ordered, _chosen, _refused, run_ordered_head
-from mtp_extract.tune.measure import Change
 from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
 from mtp_extract.validate import prompts as shipped
+from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.parity.transformers import check_transformers
 
 HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")

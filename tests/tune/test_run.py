@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,7 @@ def test_refused_before_any_work(plan: Callable[..., Plan], tmp_path: Path) -> N
     for changes, message in [
         ({"text": tmp_path / "x"}, "found both"),
         ({"steps": 0}, "steps of at least 1"),
+        ({"learning_rate": 0.0}, "learning rate above 0"),
         ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "text of the base itself"),
     ]:
         with pytest.raises(MtpExtractError, match=message):
@@ -224,3 +226,23 @@ def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_pat
     with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
         run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
     assert found.value.remedies == ("work",)
+
+
+def test_text_by_people(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """It is trained on in windows; intervals count texts, since windows of one are alike."""
+    every = [f"file {number}" for number in range(1000)]
+    sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}
+    sources = [s for side, count in sides.items() for s in [s for s in every if texts.side_of(s) == side][:count]]
+    rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
+    windows = found.corpus.own
+    assert windows > 5
+    assert found.comparisons.overall.before.texts == 5
+    assert len(set(found.corpus.units[:windows])) == 5
+    assert found.comparisons.otherwise is None
+    validator("extraction")(verify(tmp_path / "tuned").record)
+    for own, workload in zip(found.corpus.units[windows:], found.corpus.workloads[windows:], strict=True):
+        assert workload.endswith("(shipped)")
+        assert found.corpus.units.count(own) == 1
