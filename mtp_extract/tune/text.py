@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
@@ -79,7 +80,7 @@ class Writing:
         jobs = self._jobs(items)
         there = self._stored()
         mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
-        left = [(seed, prompts) for seed, prompts in mine if any(_name(p, seed) not in there for p in prompts)]
+        left = [(seed, prompts) for seed, prompts in mine if any(self._name(p) not in there for p in prompts)]
         texts, missing = (sum(len(prompts) for _, prompts in jobs) for jobs in (mine, left))
         began, new = time.monotonic(), 0
         for seed, prompts in left:
@@ -91,9 +92,8 @@ class Writing:
     def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         there = self._stored()
-        seeds = {prompt.tokens: seed for seed, prompts in self._jobs(items) for prompt in prompts}
         encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
-        return [there[_name(prompt, seeds[prompt.tokens])] for prompt in encoded]
+        return [there[self._name(prompt)] for prompt in encoded]
 
     def _jobs(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
         """Batches, each with the seed of its random numbers."""
@@ -108,12 +108,17 @@ class Writing:
                 remedies=("prompts", "new_tokens"),
             )
         parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
-        # As LocalEngine: rows of a batch draw other numbers from one seed, batches need seeds of their own.
-        sampled = self.temperature > 0
-        return [
-            (self.seed + (number << 20) if sampled else 0, [prompts[index] for index in group])
-            for number, group in enumerate(parts)
-        ]
+        # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
+        jobs = [[prompts[index] for index in group] for group in parts]
+        return [(_number([self._seed, *(prompt.tokens for prompt in job)]), job) for job in jobs]
+
+    @property
+    def _seed(self) -> int:
+        """Greedy text has none."""
+        return self.seed if self.temperature > 0 else 0
+
+    def _name(self, prompt: Encoded) -> str:
+        return sha256(json.dumps([self._seed, *prompt.tokens]).encode()).hexdigest()[:32]
 
     @property
     def _key(self) -> str:
@@ -132,7 +137,7 @@ class Writing:
         results = self.generator.generate_batch(prompts, options)
         lines = [
             {
-                "name": _name(prompt, seed),
+                "name": self._name(prompt),
                 "prompt_length": len(prompt.tokens),
                 "tokens": [*prompt.tokens, *result.tokens],
                 "text": result.text,
@@ -165,8 +170,9 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _name(prompt: Encoded, seed: int) -> str:
-    return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
+def _number(parts: Sequence[Any]) -> int:
+    """48 bits that depend on ``parts`` alone."""
+    return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
 def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:
