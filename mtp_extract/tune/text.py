@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
@@ -107,17 +108,17 @@ class Writing:
                 remedies=("prompts", "new_tokens"),
             )
         parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
-        # As LocalEngine: rows of a batch draw other numbers from one seed, batches need seeds of their own.
-        sampled = self.temperature > 0
-        return [
-            (self.seed + (number << 20) if sampled else 0, [prompts[index] for index in group])
-            for number, group in enumerate(parts)
-        ]
+        # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
+        jobs = [[prompts[index] for index in group] for group in parts]
+        return [(_number([self._seed, *(prompt.tokens for prompt in job)]), job) for job in jobs]
+
+    @property
+    def _seed(self) -> int:
+        """Greedy text has none."""
+        return self.seed if self.temperature > 0 else 0
 
     def _name(self, prompt: Encoded) -> str:
-        """Of a prompt's text in a file; not by its batch, which depends on what else is asked for."""
-        seed = self.seed if self.temperature else 0
-        return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
+        return sha256(json.dumps([self._seed, *prompt.tokens]).encode()).hexdigest()[:32]
 
     @property
     def _key(self) -> str:
@@ -167,6 +168,11 @@ def _read(path: Path) -> dict[str, Text]:
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _number(parts: Sequence[Any]) -> int:
+    """48 bits that depend on ``parts`` alone."""
+    return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
 def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:

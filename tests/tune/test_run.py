@@ -185,9 +185,9 @@ def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
 
 def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
-    # Several batches, so that text is asked for in others than it was written in.
-    monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 4)
-    found = run_tuning(plan(tmp_path / "tuned", temperature=1.0, steps=2))
+    # Text is written in several batches, which differ in length, and asked for side by side.
+    monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 5)
+    found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned").record
     validator("extraction")(record)
     assert record["tuning"]["recipe"]["objective"] == "tv"
@@ -199,8 +199,11 @@ def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch:
     assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
     card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     assert "the same prompts, served greedily" in card
+    files = [path.read_text(encoding="utf-8") for path in (tmp_path / "work/text").iterdir()]
+    drawn = [json.loads(line) for file in files for line in file.splitlines()]
+    assert len({row["text"] for row in drawn}) > len(drawn) * 0.9
     # The greedy figure is that of a greedy run.
-    greedy = run_tuning(plan(tmp_path / "greedy", steps=1))
+    greedy = run_tuning(plan(tmp_path / "greedy", work=tmp_path / "work", steps=1))
     assert greedy.comparisons.overall.before.mean_accepted_length == other.before.mean_accepted_length
     assert greedy.comparisons.other_temperature == 1
     assert "the same prompts, served at temperature 1" in (tmp_path / "greedy/README.md").read_text(encoding="utf-8")
