@@ -1,8 +1,8 @@
 """Builds a sample ``.litertlm`` bundle from nothing, with Google's own tools.
 
 Trains a tiny Gemma 4 base (6 layers, width 64, vocabulary 512, per-layer embeddings, 2 layers that share
-caches) on the source of the Python standard library, distils an MTP drafter on its hidden states and caches,
-exports both with litert-torch, quantizes with ai-edge-quantizer and packs with litert-lm-builder::
+caches), distils an MTP drafter on its hidden states and caches, exports both with litert-torch, quantizes with
+ai-edge-quantizer and packs with litert-lm-builder::
 
     pip install -r scripts/requirements-sample.txt
     python scripts/build_sample.py --out sample_build
@@ -10,11 +10,16 @@ exports both with litert-torch, quantizes with ai-edge-quantizer and packs with 
 Written to ``--out``:
 
 - ``sample.litertlm``: metadata, tokenizer, embedders, base (prefill, decode, verify) and drafter;
-- ``base/``: the trained base as a transformers checkpoint with its tokenizer;
+- ``base/``: the trained base as a transformers checkpoint with its tokenizer, and ``prompts.json``, held out;
 - ``drafter/``: the trained drafter in float32, before quantization;
 - ``weights.npz``: what the quantizer computed: integers, scale, zero point, block and factor of every matrix;
 - ``vectors.npz``: norms and layer scalars by transformers name;
 - ``io.npz``: drafter inputs, and what Google's interpreter and torch over dequantized weights make of them.
+
+The text is tasks in the chat format (``_sample/tasks.py``), and source of the Python standard library. A base this
+small that has seen source alone writes loops: any drafter follows those, whatever it reads, so nothing can be measured
+with it. A task's answer is determined by its question, never repeats itself, and needs what a drafter's attention is
+for: copying, keys farther away than the sliding window, nesting, an exact position.
 
 Before anything is packed, Google's interpreter runs the float drafter and the float base, and must agree with
 torch. Trained weights depend on the seed and the machine; the exports are not reproducible byte for byte.
@@ -26,6 +31,8 @@ torch. Trained weights depend on the seed and the machine; the exports are not r
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from _sample import base as base_sections
-from _sample import bundle, corpus, quantize, samples, train
+from _sample import bundle, corpus, quantize, samples, tasks, train
 from _sample import drafter as drafter_section
 from _sample.drafter import DrafterGeometry, MtpDrafterModel
 from _sample.samples import Inputs, as_arrays, run_torch
@@ -46,7 +53,12 @@ CACHE_LENGTH = 256
 PREFILL_LENGTHS = (32,)
 VERIFY_LENGTH = train.DRAFT_STEPS + 1
 CORPUS_BYTES = 8_000_000
-TOKENIZER_BYTES = 2_000_000
+TOKENIZER_BYTES = 1_000_000
+DOCUMENTS = 12_000
+HELD_OUT = 10
+"""One file of so many is kept for the prompts."""
+PROMPTS = 16
+"""Of each kind."""
 FLOAT_TOLERANCE = 1e-3
 """Largest difference allowed between torch and the interpreter over float weights."""
 
@@ -60,8 +72,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description="Build a sample .litertlm bundle from nothing.")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
-    parser.add_argument("--steps", type=int, default=1500, help="training steps of the base (default 1500)")
-    parser.add_argument("--drafter-steps", type=int, help="training steps of the drafter (default: half of --steps)")
+    parser.add_argument("--steps", type=int, default=2200, help="training steps of the base (default 2200)")
+    parser.add_argument("--base", type=Path, help="a base of an earlier build, instead of training one")
+    parser.add_argument("--drafter-steps", type=int, default=320, help="training steps of the drafter (default 320)")
     parser.add_argument(
         "--recipe", choices=sorted(quantize.RECIPES), default="mix48", help="the drafter's quantization"
     )
@@ -192,23 +205,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, exports, quantizes and packs."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    generator = torch.Generator().manual_seed(options.seed)
     geometry = DrafterGeometry()
 
+    draw = random.Random(options.seed)
     texts = [path.read_text("utf-8", "replace") for path in corpus.standard_library_files(CORPUS_BYTES)]
-    tokenizer = corpus.train_tokenizer(_first(texts, TOKENIZER_BYTES), geometry.vocab_size)
-    tokens = corpus.encode(tokenizer, texts)
-    print(f"corpus: {len(texts)} files, {tokens.numel()} tokens", flush=True)
+    texts = [text for text in texts if text.strip()]
+    held_out, seen = texts[::HELD_OUT], [text for index, text in enumerate(texts) if index % HELD_OUT]
+    tokenizer = corpus.train_tokenizer(corpus.mixture(seen, TOKENIZER_BYTES, draw), geometry.vocab_size)
+    schedule = train.Schedule(options.steps, options.drafter_steps)
+    documents = corpus.documents(tokenizer, seen, DOCUMENTS, schedule.length, draw)
+    drills = [corpus.drill(tokenizer, draw) for _ in range(DOCUMENTS // 4)]
+    tokens = torch.tensor([token for document in documents[:200] for token in document.ids])
+    print(f"corpus: {len(texts)} files, {sum(len(document.ids) for document in documents)} tokens", flush=True)
 
     options.out.mkdir(parents=True)
-    schedule = train.Schedule(options.steps, options.drafter_steps or max(1, options.steps // 2))
-    base = train.train_base(geometry, tokens, schedule, generator)
-    drafter = train.train_drafter(geometry, base, tokens, schedule, generator)
-
+    if options.base:
+        base = Gemma4ForConditionalGeneration.from_pretrained(options.base, dtype=torch.float32)
+    else:
+        base = train.train_base(geometry, drills, documents, schedule, options.seed)
     base.generation_config.eos_token_id = [corpus.EOS, corpus.TURN_END]
     base.save_pretrained(options.out / "base")
     tokenizer.save_pretrained(options.out / "base")
+    prompts = tasks.prompts(draw, [text.splitlines() for text in held_out], PROMPTS)
+    (options.out / "base" / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n", encoding="utf-8")
+    drafter = train.train_drafter(geometry, base, documents, schedule, options.seed)
     drafter.save_pretrained(options.out / "drafter")
 
     with tempfile.TemporaryDirectory() as folder:
@@ -221,16 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         caches = sorted(base_sections.cache_shapes(base, CACHE_LENGTH))
         bundle.pack(target, work, sections, options.out / "base" / "tokenizer.json", caches, CACHE_LENGTH)
     print(f"{target}: {target.stat().st_size} bytes, drafter {options.recipe}", flush=True)
-
-
-def _first(texts: list[str], limit: int) -> list[str]:
-    chosen, total = [], 0
-    for text in texts:
-        chosen.append(text)
-        total += len(text)
-        if total >= limit:
-            break
-    return chosen
 
 
 if __name__ == "__main__":

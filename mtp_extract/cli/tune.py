@@ -105,7 +105,7 @@ def command(
     ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of the optimizer; by default 300, for a head 600."),
+        typer.Option(min=1, help="Of the optimizer; by default 200, for a head 600."),
     ] = None,
     draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,

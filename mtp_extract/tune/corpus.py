@@ -87,7 +87,8 @@ class Corpus:
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None
         every = [*(item for side in sides.values() for item in side if written), *guards]
-        for writer, prompts in ((writing, every), (other, sides[HELD_OUT] if written else [])):
+        again = sides[HELD_OUT] if written else []
+        for writer, prompts in ((writing, every), (other, again)):
             if prompts:
                 pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")
                 writer.prepare(prompts, tell)
@@ -102,7 +103,6 @@ class Corpus:
         steps = setting.draft_steps
         made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
-        otherwise = other.texts(sides[HELD_OUT]) if written else []
         judged = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
         return cls(
             trained=tuple(text for _, text in made[TRAINED]),
@@ -111,7 +111,7 @@ class Corpus:
             workloads=tuple(item.workload for item, _ in judged),
             own=len(made[HELD_OUT]),
             units=tuple(accumulate(one is not other for (one, _), (other, _) in pairwise([(None, None), *judged]))),
-            otherwise=tuple(text for text in otherwise if _has_a_round(text, steps)),
+            otherwise=tuple(text for text in other.texts(again) if _has_a_round(text, steps)) if again else (),
             other_temperature=other.temperature,
         )
 

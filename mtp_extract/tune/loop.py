@@ -25,11 +25,11 @@ from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.speculate import Base, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
-from mtp_extract.tune.measure import Measured
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
 from mtp_extract.tune.work import kept
+from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Recipe", "Trained", "train"]
 

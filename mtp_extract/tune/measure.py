@@ -18,9 +18,9 @@ from mtp_extract.drafter import LITERT, MtpDrafter
 from mtp_extract.speculate import Base, Text, groups, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
-from mtp_extract.validate.acceptance.measured import Change, Measured, compare, of_agreement
+from mtp_extract.validate.acceptance.measured import Measured, of_agreement
 
-__all__ = ["Change", "Measured", "compare", "joined", "measure"]
+__all__ = ["joined", "measure"]
 
 
 def measure(

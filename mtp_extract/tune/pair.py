@@ -19,11 +19,12 @@ from mtp_extract.drafter import MtpDrafter, drafter_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Base, SpeculativeGenerator, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
-from mtp_extract.tune.measure import Measured, joined, measure
+from mtp_extract.tune.measure import joined, measure
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.writing import as_written
 from mtp_extract.validate.acceptance.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["TEXTS_AT_ONCE", "Pair"]
 

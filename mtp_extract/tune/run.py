@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
-    from mtp_extract.tune.measure import Measured
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
+    from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
@@ -46,7 +46,7 @@ class Plan:
     out: Path
     mode: str = "norms"
     objective: str | None = None
-    steps: int = 300
+    steps: int = 200
     anchors: int = 24
     learning_rate: float | None = None
     force: bool = False

@@ -79,7 +79,7 @@ class Writing:
         jobs = self._jobs(items)
         there = self._stored()
         mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
-        left = [(seed, prompts) for seed, prompts in mine if any(_name(p, seed) not in there for p in prompts)]
+        left = [(seed, prompts) for seed, prompts in mine if any(self._name(p) not in there for p in prompts)]
         texts, missing = (sum(len(prompts) for _, prompts in jobs) for jobs in (mine, left))
         began, new = time.monotonic(), 0
         for seed, prompts in left:
@@ -91,9 +91,8 @@ class Writing:
     def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         there = self._stored()
-        seeds = {prompt.tokens: seed for seed, prompts in self._jobs(items) for prompt in prompts}
         encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
-        return [there[_name(prompt, seeds[prompt.tokens])] for prompt in encoded]
+        return [there[self._name(prompt)] for prompt in encoded]
 
     def _jobs(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
         """Batches, each with the seed of its random numbers."""
@@ -115,6 +114,11 @@ class Writing:
             for number, group in enumerate(parts)
         ]
 
+    def _name(self, prompt: Encoded) -> str:
+        """Of a prompt's text in a file; not by its batch, which depends on what else is asked for."""
+        seed = self.seed if self.temperature else 0
+        return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
+
     @property
     def _key(self) -> str:
         stop = getattr(getattr(self.generator.base.model, "generation_config", None), "eos_token_id", None)
@@ -132,7 +136,7 @@ class Writing:
         results = self.generator.generate_batch(prompts, options)
         lines = [
             {
-                "name": _name(prompt, seed),
+                "name": self._name(prompt),
                 "prompt_length": len(prompt.tokens),
                 "tokens": [*prompt.tokens, *result.tokens],
                 "text": result.text,
@@ -163,10 +167,6 @@ def _read(path: Path) -> dict[str, Text]:
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
-
-
-def _name(prompt: Encoded, seed: int) -> str:
-    return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
 
 
 def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:

@@ -10,7 +10,7 @@ import torch
 
 from mtp_extract.speculate import Interval
 from mtp_extract.tune.corpus import Corpus
-from mtp_extract.tune.measure import Change, Measured, compare
+from mtp_extract.validate.acceptance.measured import Change, Measured, compare
 
 __all__ = ["Comparison", "Comparisons", "signed"]
 

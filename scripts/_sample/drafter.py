@@ -58,6 +58,7 @@ class DrafterGeometry:
     global_head_dim: int = 64
     sliding_window: int = 16
     max_position_embeddings: int = 1024
+    full_rope_theta: float = 10_000.0
     softcap: float | None = 30.0
     kv_layers: Mapping[str, int] | None = None
 
@@ -77,7 +78,11 @@ class DrafterGeometry:
             "final_logit_softcapping": self.softcap,
             "tie_word_embeddings": True,
         }
-        return Gemma4TextConfig(**attention, **options)
+        rope = {
+            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": self.full_rope_theta},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        }
+        return Gemma4TextConfig(**attention, rope_parameters=rope, **options)
 
     def assistant_config(self) -> Gemma4AssistantConfig:
         """The transformers configuration of this geometry."""

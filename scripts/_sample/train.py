@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +21,25 @@ from transformers import (
 )
 
 from . import corpus
+from .corpus import Document
 from .drafter import FULL, MASKED, SLIDING, DrafterGeometry
 
 BASE_LAYER_TYPES = (SLIDING, SLIDING, SLIDING, FULL, SLIDING, FULL)
 DRAFT_STEPS = 3
 """Draft steps the drafter is trained for: one fewer than the ``verify`` signature takes."""
+LAYER_SCALARS = (0.4, 0.6, 0.75, 0.9)
+"""The drafter's, not trained. One of exactly 1 leaves no trace in the exported graph, and equal ones merge."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Training lengths. ``steps`` is the base's; the drafter gets ``drafter_steps``."""
+    """Training lengths. ``steps`` is the base's, ``drilled`` of them on drills; the drafter gets ``drafter_steps``."""
 
     steps: int
     drafter_steps: int
+    drilled: float = 0.2
     batch: int = 12
-    length: int = 160
+    length: int = 192
     learning_rate: float = 4e-3
 
 
@@ -73,20 +79,31 @@ def _progress(what: str, step: int, steps: int, loss: float, began: float) -> No
 
 
 def train_base(
-    geometry: DrafterGeometry, tokens: Tensor, schedule: Schedule, generator: torch.Generator
+    geometry: DrafterGeometry,
+    drills: Sequence[Document],
+    documents: Sequence[Document],
+    schedule: Schedule,
+    seed: int,
 ) -> Gemma4ForConditionalGeneration:
-    """Trains the base on next-token prediction."""
+    """Trains the base on next-token prediction: first of ``drills``, then of ``documents``."""
+    generator = _seeded(seed)
     config = base_config(geometry)
-    config._attn_implementation = "eager"
+    config._attn_implementation = "sdpa"
     model = Gemma4ForConditionalGeneration(config)
+    with torch.no_grad():
+        embedding = model.model.language_model.embed_tokens.weight
+        embedding.normal_(0, embedding.shape[1] ** -0.5)
+    _soften(model.model.language_model.layers)
     model.train()
     optimizer, decay = _optimize(model, schedule.steps, schedule.learning_rate)
     began = time.monotonic()
-    for step in range(schedule.steps):
-        batch = corpus.batches(tokens, schedule.length, schedule.batch, generator)
+    drilled = islice(corpus.batches(drills, schedule.batch, generator), round(schedule.drilled * schedule.steps))
+    batches = chain(drilled, corpus.batches(documents, schedule.batch, generator))
+    for step, (batch, weights) in zip(range(schedule.steps), batches, strict=False):
         hidden = model.model.language_model(input_ids=batch, use_cache=False).last_hidden_state
         logits = _softcapped(model.lm_head(hidden), geometry.softcap)
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+        loss = _weighted(losses, weights[:, 1:].flatten())
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -97,6 +114,32 @@ def train_base(
     return model
 
 
+def _seeded(seed: int) -> torch.Generator:
+    """Seeds weights and the order of documents, for base and drafter each: either can be trained alone."""
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def _soften(layers: Iterable[nn.Module]) -> None:
+    """Starts where a model this small learns to copy: attention not yet sharp, layers that add less than they read."""
+    starts = {
+        "self_attn.q_norm": 0.5,
+        "self_attn.k_norm": 0.5,
+        "post_attention_layernorm": 0.3,
+        "post_feedforward_layernorm": 0.3,
+        "post_per_layer_input_norm": 0.3,
+    }
+    with torch.no_grad():
+        for layer in layers:
+            for name, parameter in layer.named_parameters():
+                if (norm := name.removesuffix(".weight")) in starts:
+                    parameter.fill_(starts[norm])
+
+
+def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights).sum() / weights.sum()
+
+
 def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -104,34 +147,36 @@ def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 def train_drafter(
     geometry: DrafterGeometry,
     base: Gemma4ForConditionalGeneration,
-    tokens: Tensor,
+    documents: Sequence[Document],
     schedule: Schedule,
-    generator: torch.Generator,
+    seed: int,
 ) -> Gemma4AssistantForCausalLM:
     """Distils a drafter, every position of a text at once.
 
     At position t the drafter reads the embedding of token t + 1 and the base's final hidden state at t,
     attends the base's caches up to t, and predicts what the base predicts at t + 1. The further steps read
-    its own projected state and the next token's embedding, at the same position, over the same caches.
+    its own projected state and the next token's embedding, at the same position, over the same caches; they
+    cost twice as much again, and join in the second half.
     """
+    generator = _seeded(seed)
     config = geometry.assistant_config()
-    config._attn_implementation = "eager"
+    config._attn_implementation = "sdpa"
     model = Gemma4AssistantForCausalLM(config)
     with torch.no_grad():
         for index, layer in enumerate(model.model.layers):
-            # Not trained. A scalar of exactly 1 leaves no trace in the exported graph, and equal ones merge.
-            layer.layer_scalar.fill_(0.85 + 0.08 * index)
+            layer.layer_scalar.fill_(LAYER_SCALARS[index])
         if model.lm_head.weight.shape == base.lm_head.weight.shape:
             model.lm_head.weight.copy_(base.lm_head.weight)
+    _soften(model.model.layers)
     model.train()
     language = base.model.language_model
     optimizer, decay = _optimize(model, schedule.drafter_steps, schedule.learning_rate)
-    queries = schedule.length - DRAFT_STEPS - 1
-    masks = _training_masks(queries, schedule.length, geometry.sliding_window)
-    positions = torch.arange(1, queries + 1)[None]
+    batches = corpus.batches(documents, schedule.batch, generator)
     began = time.monotonic()
-    for step in range(schedule.drafter_steps):
-        batch = corpus.batches(tokens, schedule.length, schedule.batch, generator)
+    for step, (batch, weights) in zip(range(schedule.drafter_steps), batches, strict=False):
+        queries = batch.shape[1] - DRAFT_STEPS - 1
+        masks = _training_masks(queries, batch.shape[1], geometry.sliding_window)
+        positions = torch.arange(1, queries + 1)[None]
         with torch.no_grad():
             output = language(input_ids=batch, use_cache=False, return_shared_kv_states=True)
             target = _softcapped(base.lm_head(output.last_hidden_state), geometry.softcap).softmax(-1)
@@ -139,7 +184,8 @@ def train_drafter(
             shared = {kind: tuple(state) for kind, state in output.shared_kv_states.items()}
         state = output.last_hidden_state[:, :queries]
         loss = torch.zeros(())
-        for ahead in range(DRAFT_STEPS):
+        ahead_most = DRAFT_STEPS if 2 * step >= schedule.drafter_steps else 1
+        for ahead in range(ahead_most):
             inputs = torch.cat([embedded[:, ahead + 1 : ahead + 1 + queries], state], dim=-1)
             normed = model.model(
                 inputs_embeds=model.pre_projection(inputs),
@@ -150,10 +196,12 @@ def train_drafter(
             ).last_hidden_state
             logits = _softcapped(model.lm_head(normed), geometry.softcap)
             wanted = target[:, ahead + 1 : ahead + 1 + queries]
-            loss = loss - (wanted * logits.log_softmax(-1)).sum(-1).mean() / DRAFT_STEPS
+            counted = weights[:, ahead + 2 : ahead + 2 + queries]
+            loss = loss + _weighted(-(wanted * logits.log_softmax(-1)).sum(-1), counted) / ahead_most
             state = model.post_projection(normed)
             truth = output.last_hidden_state[:, ahead + 1 : ahead + 1 + queries]
-            loss = loss + 0.1 * functional.mse_loss(state, truth) / truth.var().clamp_min(1e-6) / DRAFT_STEPS
+            missed = _weighted((state - truth).square().mean(-1), counted) / truth.var().clamp_min(1e-6)
+            loss = loss + 0.1 * missed / ahead_most
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _sample.corpus import batches, encode
+from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, Gemma4ForConditionalGeneration
 
@@ -29,7 +29,7 @@ def fine_tuned(base: Path, texts: Sequence[str], out: Path, steps: int, seed: in
     torch.set_num_threads(1)
     model: Any = Gemma4ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    tokens = encode(tokenizer, list(texts))
+    tokens = _encoded(tokenizer, texts)
     random = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     model.train()
@@ -38,7 +38,7 @@ def fine_tuned(base: Path, texts: Sequence[str], out: Path, steps: int, seed: in
         warm = min(1.0, (step + 1) / WARM_UP)
         for group in optimizer.param_groups:
             group["lr"] = RATE * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        batch = batches(tokens, LENGTH, BATCH, random)
+        batch = _windows(tokens, tokenizer.bos_token_id, random)
         logits = model(input_ids=batch, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         torch.autograd.backward(loss)
@@ -51,3 +51,19 @@ def fine_tuned(base: Path, texts: Sequence[str], out: Path, steps: int, seed: in
     few = max(1, steps // 20)
     first, last = (sum(part) / few for part in (losses[:few], losses[-few:]))
     return {"first": first, "last": last, "seconds": time.process_time() - began}
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> Tensor:
+    """All texts as one int64 vector, each opened by BOS."""
+    pieces: list[int] = []
+    for text in texts:
+        pieces += [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return torch.tensor(pieces, dtype=torch.int64)
+
+
+def _windows(tokens: Tensor, bos: int, random: torch.Generator) -> Tensor:
+    """``[BATCH, LENGTH]`` at random places, each opened by BOS."""
+    starts = torch.randint(0, tokens.numel() - LENGTH, (BATCH,), generator=random)
+    found = torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])
+    found[:, 0] = bos
+    return found

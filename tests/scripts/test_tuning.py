@@ -12,7 +12,7 @@ import tuning
 from _tuning import moved, prompts
 from transformers import AutoModelForCausalLM
 
-from mtp_extract.tune.text import read_items
+from mtp_extract.tune.prompts import read_items
 
 OVERALL = {
     "before": {"mean_accepted_length": 2.9767, "interval": [2.9046, 3.0499]},

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
-from mtp_extract.tune import Plan, run_tuning
+from mtp_extract.tune import Plan, corpus, run_tuning
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.progress import Progress, Written
 
@@ -183,8 +183,10 @@ def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
         assert all(0 < found.done <= found.texts for found in written)
 
 
-def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
+    # Several batches, so that text is asked for in others than it was written in.
+    monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 4)
     found = run_tuning(plan(tmp_path / "tuned", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned").record
     validator("extraction")(record)
