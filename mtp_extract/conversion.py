@@ -231,7 +231,9 @@ class ReadDirectory:
             converted_from=[*old.get("converted_from", []), self._step()],
             proof=self._proof(prepared, staged, source),
         )
-        return {**made, "tuning": old["tuning"]} if "tuning" in old else made
+        # Where the head is left out, so is what is said of it.
+        kept = ["tuning", *(["ordered_head"] if prepared.holds_ordered_head else [])]
+        return {**made, **{key: old[key] for key in kept if key in old}}
 
     def _step(self) -> dict[str, Any]:
         return {

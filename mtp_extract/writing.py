@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.architecture.roles import CENTROIDS, shapes_of
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format, Holding
@@ -27,7 +27,7 @@ from mtp_extract.io.source import Progress, counter
 
 __all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
 
-_ORDERED = ("lm_head", "ordered_head.centroids")
+_ORDERED = ("lm_head", CENTROIDS)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Choice:
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:
             # An ordered head picks rows of floats.
-            ordered = any(holding.kept == INDICES for holding in holdings.values())
+            ordered = Prepared(self, checkpoint, holdings).holds_ordered_head
             checkpoint = self._rounded(checkpoint, self.quantize, _ORDERED if ordered else ())
             holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.exact:
@@ -167,6 +167,11 @@ class Prepared:
     choice: Choice
     checkpoint: Checkpoint
     holdings: Mapping[str, Holding]
+
+    @property
+    def holds_ordered_head(self) -> bool:
+        """Whether there is an ordered head in what is written."""
+        return any(holding.kept == INDICES for holding in self.holdings.values())
 
     @property
     def made(self) -> dict[str, Mapping[str, Any]]:

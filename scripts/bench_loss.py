@@ -22,8 +22,10 @@ from mtp_extract.tune.loss import OBJECTIVES, Teacher, chunked_loss
 VOCABULARY, WIDTH, CAP = 262_144, 256, 30.0
 CASES = (
     ("plain", "ce", 128, True),
+    ("plain", "ce", 512, True),
     ("chunked", "ce", 128, True),
-    ("chunked", "ce", 1024, True),
+    ("chunked", "ce", 512, True),
+    ("chunked", "ce", 2048, True),
     ("chunked", "ce", 1024, False),
     ("chunked", "tv", 1024, False),
 )
@@ -62,14 +64,14 @@ def main() -> None:
         kind, name, rows, trains_head = json.loads(sys.argv[1])
         print(json.dumps(measure(kind, name, rows, trains_head)))
         return
-    print("| loss | objective | rows | head | memory beside the inputs | CPU time | a row |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| loss | objective | rows | head | memory beside the inputs | CPU time | a row | its loss |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind, name, rows, trains_head in CASES:
         job = [sys.executable, __file__, json.dumps([kind, name, rows, trains_head])]
         found = json.loads(subprocess.run(job, check=True, capture_output=True, text=True).stdout)
         print(
             f"| {kind} | {name} | {rows} | {'trained' if trains_head else 'frozen'} | {found['memory'] / 1e9:.2f} GB | "
-            f"{found['seconds']:.1f} s | {1e3 * found['seconds'] / rows:.0f} ms |"
+            f"{found['seconds']:.1f} s | {1e3 * found['seconds'] / rows:.0f} ms | {found['loss'] / rows:.6f} |"
         )
 
 

@@ -13,7 +13,21 @@ from types import MappingProxyType
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 from mtp_extract.data import load_mapping
 
-__all__ = ["GEMMA4", "GEMMA4_MTP", "INDEX", "MATRIX", "NORM", "SCALAR", "Role", "role_table", "roles_of", "shapes_of"]
+__all__ = [
+    "CENTROIDS",
+    "GEMMA4",
+    "GEMMA4_MTP",
+    "HEAD_ROLES",
+    "INDEX",
+    "MATRIX",
+    "NORM",
+    "ORDERING",
+    "SCALAR",
+    "Role",
+    "role_table",
+    "roles_of",
+    "shapes_of",
+]
 
 GEMMA4_MTP = "gemma4-mtp"
 """The architecture of Gemma 4's multi-token-prediction drafters."""
@@ -25,7 +39,8 @@ MATRIX, NORM, SCALAR, INDEX = "matrix", "norm", "scalar", "index"
 """Kinds of weights: ``[out, in]``, a vector that scales a normed vector, a factor, integers that are no numbers."""
 
 _LAYERS = "layers."
-_ORDERED_HEAD = "ordered_head."
+CENTROIDS, ORDERING = HEAD_ROLES = ("ordered_head.centroids", "ordered_head.token_ordering")
+"""Of the ordered head."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
 
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Every role of a model with ``num_layers`` layers, in the order in which tensors are written."""
-    table = [role for role in role_table(architecture) if ordered_head or not role.name.startswith(_ORDERED_HEAD)]
+    table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
     first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
     last = max(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
     layers = (_fill(role, layer) for layer in range(num_layers) for role in table[first : last + 1])

@@ -10,9 +10,8 @@ import numpy as np
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.integers import row_codes, same_codes
-from mtp_extract.checkpoint.lazy import FilledTensor
+from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
 from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
-from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
 __all__ = ["check_codes", "check_floats", "holdings_of", "notes_of", "require_exact"]
@@ -111,8 +110,7 @@ def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[st
             expected = NarrowedTensor(original.tensors.get(role, FilledTensor(theirs.shape)), holding.rounded_to)
             if not same_floats(expected, theirs):
                 raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
-        elif holding.kept == INDICES:
-            one, other = original.tensors[role], written.tensors[role]
-            assert isinstance(one, StoredWeight) and isinstance(other, StoredWeight)
-            if not np.array_equal(one.indices(), other.indices()):
-                raise CheckpointError(f"{role}: what was written holds other indices than it was made of.")
+        elif holding.kept == INDICES and not np.array_equal(
+            read_indices(original.tensors[role]), read_indices(written.tensors[role])
+        ):
+            raise CheckpointError(f"{role}: what was written holds other indices than it was made of.")

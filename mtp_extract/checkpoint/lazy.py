@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,13 @@ __all__ = [
     "ConstantTensor",
     "FilledTensor",
     "FloatsOnly",
+    "IndexTensor",
     "LazyTensor",
     "Scheme",
     "Steps",
     "divided",
     "read_floats",
+    "read_indices",
     "rows_of",
 ]
 
@@ -286,6 +288,40 @@ class ArrayTensor(FloatsOnly):
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
         rows, columns = rows_of(self.shape)
         yield np.ascontiguousarray(self.array).reshape(rows, columns)[first:last].reshape(-1)
+
+
+@dataclass(frozen=True)
+class IndexTensor(FloatsOnly):
+    """The indices of an ordered head in memory, int64."""
+
+    array: npt.NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        raise CheckpointError("a tensor of indices was asked for floats")
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """All of it."""
+        return self.array
+
+
+@runtime_checkable
+class _Indexed(Protocol):
+    def indices(self) -> npt.NDArray[np.int64]: ...
+
+
+def read_indices(tensor: LazyTensor) -> npt.NDArray[np.int64]:
+    """All of ``tensor``, int64, in its shape.
+
+    Raises:
+        CheckpointError: it holds no indices.
+    """
+    if not isinstance(tensor, _Indexed):
+        raise CheckpointError("a tensor of numbers was asked for indices")
+    return tensor.indices()
 
 
 def divided(values: Floats, factor: float) -> Floats:

@@ -47,8 +47,13 @@ def _stopped(number: int, frame: FrameType | None) -> NoReturn:
     raise _Stopped(number)
 
 
-def run(app: typer.Typer) -> None:
-    """Run ``app`` and exit: 0, 1 for an error of ours, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM."""
+def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
+    """Run ``app`` and exit: 0, 1 for an error of ours, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM.
+
+    Args:
+        app: the command.
+        kept: what is left when it is interrupted.
+    """
     signal.signal(signal.SIGTERM, _stopped)
     # A terminal that closes; not where `nohup` has it ignored.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
@@ -61,7 +66,7 @@ def run(app: typer.Typer) -> None:
     except MtpExtractError as error:
         status = _failed(_with_options(error, app))
     except _Stopped as stop:
-        status = _failed("interrupted; nothing was kept.", 128 + int(stop.args[0]))
+        status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does: nothing is wrong.
         _give_up_stdout()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -20,8 +21,10 @@ from mtp_extract.cli.terminal import doing, error, say, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
-    from mtp_extract.tune.loop import Progress
-    from mtp_extract.tune.run import Comparison, Tuned
+    from mtp_extract.tune.head import Ordered
+    from mtp_extract.tune.progress import Progress, Written
+    from mtp_extract.tune.run import Tuned
+    from mtp_extract.tune.verdict import Comparison, Comparisons
 
 __all__ = ["app", "main"]
 
@@ -36,7 +39,8 @@ _OBJECTIVES = ("ce", "kl", "tv")
 
 Mode = Enum("Mode", {name: name for name in _MODES}, type=str)  # type: ignore[misc]  # not a literal
 Objective = Enum("Objective", {name: name for name in _OBJECTIVES}, type=str)  # type: ignore[misc]
-_DEFAULT = next(iter(Mode))
+Head = Enum("Head", {"ordered": "ordered"}, type=str)
+_DEFAULT = next(iter(_MODES))
 
 _REDRAW = 0.5
 _TOLD = 20
@@ -68,8 +72,30 @@ def command(
         typer.Option("-o", "--out", metavar="DIR", help="Where to write; by default DIR's name + -tuned."),
     ] = None,
     mode: Annotated[
-        Mode, typer.Option(help=" ".join(f"{name}: {about}." for name, about in _MODES.items()))
-    ] = _DEFAULT,
+        Optional[Mode],  # noqa: UP045
+        typer.Option(
+            help=" ".join(f"{name}: {about}." for name, about in _MODES.items()) + f" {_DEFAULT} if nothing is said."
+        ),
+    ] = None,
+    head: Annotated[
+        Optional[Head],  # noqa: UP045
+        typer.Option(
+            help="Instead of a mode: ordered makes a head that looks into the nearest clusters of tokens alone. "
+            "All other weights stay."
+        ),
+    ] = None,
+    centroids: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Clusters of that head; by default 128 tokens each, in a small vocabulary 16."),
+    ] = None,
+    top_k: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Clusters it looks into; by default the least that keep 99.5 % of the best tokens."),
+    ] = None,
+    states: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Most states of the drafter that it is made from; by default 200 a cluster."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, help="At which the base is served, and writes the text; 0 is greedy.")
     ] = 0.0,
@@ -77,11 +103,17 @@ def command(
         Optional[Objective],  # noqa: UP045
         typer.Option(help="ce for greedy serving, tv or kl for sampled; by default chosen by the temperature."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = 300,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Of the optimizer; by default 200, for a head 600."),
+    ] = None,
     draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Texts a step.")] = 16,
-    anchors: Annotated[int, typer.Option(min=1, help="Places in each of them to draft from.")] = 24,
+    anchors: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Places in each of them to draft from; by default 24."),
+    ] = None,
     learning_rate: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(min=0, help="By default the mode's own, by the drafter's width."),
@@ -101,90 +133,136 @@ def command(
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes.
 
-    What is written is better on held-out text at 95 %, and worse on no workload; else nothing is, and the exit status
-    is 1. Ctrl-C ends the training and keeps the best so far if it is better; once more, and nothing is kept. The same
-    command goes on where it stopped.
+    What is written is better on held-out text at 95 %, and worse on no workload (an ordered head: as good as the dense
+    one); else nothing is, and the exit status is 1. Ctrl-C ends the training and keeps the best so far if it is better;
+    once more, and nothing is kept. The same command goes on where it stopped.
     """
+    from mtp_extract.tune.head import HeadPlan, run_ordered_head
     from mtp_extract.tune.run import Plan, default_directory, run_tuning
+    from mtp_extract.tune.setting import Setting
 
     target = out or default_directory(directory)
-    plan = Plan(
+    setting = Setting(
         directory,
         base,
-        target,
         work or target.with_name(target.name + ".work"),
-        mode=mode.value,
         prompts=prompts,
         text=text,
         new_tokens=new_tokens,
         temperature=temperature,
-        objective=objective.value if objective else None,
-        steps=steps,
+        chat_template=chat_template,
         draft_steps=draft_steps,
         batch=batch,
-        anchors=anchors,
-        learning_rate=learning_rate,
         seed=seed,
         device=device,
-        chat_template=chat_template,
+    )
+    of_mode = {"--mode": mode, "--objective": objective, "--anchors": anchors, "--learning-rate": learning_rate}
+    of_head = {"--centroids": centroids, "--top-k": top_k, "--states": states}
+    for option, value in (of_mode if head else of_head).items():
+        if value is not None:
+            why = "trains no head; leave it or --head out" if head else "is of an ordered head; add --head ordered"
+            raise typer.BadParameter(f"{option} {why}.")
+    if head is not None:
+        head_plan = HeadPlan(
+            setting,
+            target,
+            centroids=centroids,
+            top_k=top_k,
+            states=states,
+            steps=steps or HeadPlan.steps,
+            force=force,
+            overwrite=overwrite,
+        )
+        with _progress(quiet=print_json) as tell:
+            made = run_ordered_head(head_plan, (lambda line: None) if print_json else doing, tell)
+        if print_json:
+            write_json({"directory": _name(made.directory), "ordered_head": made.record, "notes": made.notes})
+        else:
+            _show_head(made)
+        _require_written(made, target)
+        return
+    plan = Plan(
+        setting,
+        target,
+        mode=mode.value if mode else _DEFAULT,
+        objective=objective.value if objective else None,
+        steps=steps or Plan.steps,
+        anchors=anchors or Plan.anchors,
+        learning_rate=learning_rate,
         force=force,
         overwrite=overwrite,
     )
-    with _progress(quiet=print_json) as show, _asked_to_stop(show) as (tell, stop):
+    # As torchrun and accelerate number the processes that they start: the first speaks for all.
+    first = os.environ.get("RANK", "0") == "0"
+    with _progress(quiet=print_json or not first) as tell, _asked_to_stop(tell_so=first) as stop:
         tuned = run_tuning(plan, (lambda line: None) if print_json else doing, tell, stop)
-    if print_json:
-        written = str(tuned.directory) if tuned.directory is not None else None
-        write_json({"directory": written, "tuning": tuned.record, "notes": tuned.notes})
-    else:
-        _show(tuned, plan.work)
-    if tuned.directory is None:
-        why = "; ".join(tuned.refused)
-        error(
-            f"{escape(target)}: nothing was written: {why}. Tune on more or other text, or write it anyway (--force)."
-        )
+    if first:
+        if print_json:
+            write_json({"directory": _name(tuned.directory), "tuning": tuned.record, "notes": tuned.notes})
+        else:
+            _show(tuned, setting.work)
+    _require_written(tuned, target, first)
+
+
+def _name(directory: Path | None) -> str | None:
+    return None if directory is None else str(directory)
+
+
+def _require_written(made: Tuned | Ordered, target: Path, first: bool = True) -> None:
+    if made.directory is None:
+        if first:
+            why = "; ".join(made.refused)
+            error(f"{escape(target)}: nothing was written: {why}. Tune on more or other text, or write it (--force).")
         raise typer.Exit(1)
 
 
 @contextmanager
-def _asked_to_stop(
-    show: Callable[[Progress], None],
-) -> Iterator[tuple[Callable[[Progress], None], Callable[[], bool]]]:
-    """What to call after every step, and whether Ctrl-C was pressed since the first; twice, it is as everywhere."""
+def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since this was first asked; twice, it is as everywhere."""
     asked = threading.Event()
     before = signal.getsignal(signal.SIGINT)
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
-        doing("measuring the best so far; Ctrl-C again to keep nothing")
+        if tell_so:
+            doing("measuring the best so far; Ctrl-C again to keep nothing")
 
-    def tell(progress: Progress) -> None:
+    def stop() -> bool:
         # A job in the background ignores it, and goes on doing so.
         if before is not signal.SIG_IGN and not asked.is_set():
             signal.signal(signal.SIGINT, ask)
-        show(progress)
+        return asked.is_set()
 
     try:
-        yield tell, asked.is_set
+        yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
     """A line that is redrawn on a terminal; else one now and then."""
-    redrawn, last = sys.stderr.isatty(), 0.0
+    from mtp_extract.tune.progress import Written
 
-    def tell(progress: Progress) -> None:
-        nonlocal last
-        line = (
-            f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}, mean accepted length "
-            f"{progress.watched:.3f} on watched texts, {_duration(progress.seconds_left)} left"
-        )
+    redrawn, last, told = sys.stderr.isatty(), 0.0, 0
+
+    def tell(progress: Progress | Written) -> None:
+        nonlocal last, told
         if quiet:
             return
+        if isinstance(progress, Written):
+            done, total, line = progress.done, progress.texts, f"text {progress.done} of {progress.texts}"
+        else:
+            done, total = progress.step, progress.steps
+            line = (
+                f"step {done} of {total}, loss {progress.loss:.3f}, mean accepted length {progress.watched:.3f} on "
+                "watched texts"
+            )
+        line += f", {_duration(progress.seconds_left)} left"
         if not redrawn:
-            if progress.step % max(1, progress.steps // _TOLD) == 0:
+            if (part := _TOLD * done // total) != told:
+                told = part
                 doing(line)
         elif time.monotonic() - last > _REDRAW:
             last = time.monotonic()
@@ -203,32 +281,63 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "an unknown time"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _show(tuned: Tuned, work: Path) -> None:
     trained = tuned.trained
     say(
-        f"Trained {tuned.numbers} numbers on {tuned.texts['trained']} texts, {trained.done} steps, best after "
+        f"Trained {tuned.numbers} numbers on {len(tuned.corpus.trained)} texts, {trained.done} steps, best after "
         f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
     )
-    say(
-        f"Mean accepted length with {len(tuned.overall.before.conditional)} drafts, 95 % intervals over held-out texts:"
-    )
-    table(
-        [
-            *[_row(name, comparison) for name, comparison in tuned.workloads.items()],
-            _row("all that was trained on", tuned.overall),
-        ],
-        ("workload", "texts", "before", "", "after", "", "change", ""),
-    )
-    say(f"  {100 * tuned.shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
+    _compare(tuned.comparisons, tuned.corpus.shared, "before", "after")
     for note in tuned.notes:
         say(f"Note: {escape(note)}")
     say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
     if tuned.directory is not None:
-        forced = f"; forced: {'; '.join(tuned.refused)}" if tuned.refused else ""
-        say(f"Wrote {escape(tuned.directory)}/, read back and compared{forced}")
+        _wrote(tuned)
+
+
+def _show_head(made: Ordered) -> None:
+    record, kept = made.record, made.kept.as_json()
+    low, high = kept["interval"] or (None, None)
+    say(
+        f"{made.head.num_centroids} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
+        f"states; {made.head.top_k} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
+    )
+    bounds = "" if low is None else f" ({low:.2%} to {high:.2%})"
+    say(f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}")
+    _compare(made.comparisons, made.corpus.shared, "dense", "ordered")
+    for note in made.notes:
+        say(f"Note: {escape(note)}")
+    if made.directory is not None:
+        _wrote(made)
+
+
+def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -> None:
+    overall, other = comparisons.overall, comparisons.otherwise
+    say(f"Mean accepted length with {len(overall.before.conditional)} drafts, 95 % intervals over held-out texts:")
+    table(
+        [
+            *[_row(name, comparison) for name, comparison in comparisons.workloads.items()],
+            _row("all that was trained on", overall),
+            *([_row(f"the same prompts, {_served(comparisons)}", other)] if other is not None else []),
+        ],
+        ("workload", "texts", before, "", after, "", "change", ""),
+    )
+    say(f"  {100 * shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
+
+
+def _wrote(made: Tuned | Ordered) -> None:
+    forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
+    say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
+
+
+def _served(comparisons: Comparisons) -> str:
+    temperature = comparisons.other_temperature
+    return f"served at temperature {temperature:g}" if temperature else "served greedily"
 
 
 def _row(name: str, comparison: Comparison) -> list[Any]:
@@ -252,4 +361,4 @@ def _row(name: str, comparison: Comparison) -> list[Any]:
 
 def main() -> None:
     """Entry point."""
-    run(app)
+    run(app, kept="no drafter was written; the same command goes on where this one stopped")

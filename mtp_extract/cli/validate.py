@@ -40,6 +40,10 @@ def command(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub."),
     ] = None,
+    beside: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Another drafter of that base, on the same texts; may be repeated."),
+    ] = None,
     source: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="The .litertlm it was extracted from: proof that this is its drafter."),
@@ -96,6 +100,7 @@ def command(
     plan = Plan(
         directory,
         base=base,
+        beside=tuple(beside or ()),
         source=source,
         prompts=prompts,
         draft_steps=steps,

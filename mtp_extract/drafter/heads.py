@@ -9,6 +9,9 @@ from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 
 __all__ = ["OrderedHead"]
 
+_ROWS_AT_ONCE = 1 << 18
+"""Rows of the head in one piece: as many as a whole head of Gemma 4 has."""
+
 
 class OrderedHead(nn.Module):
     """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
@@ -28,6 +31,10 @@ class OrderedHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         nearest = self.centroids(x).topk(self.head.top_k, dim=-1).indices  # [B, L, k]
         tokens = self.token_ordering.view(self.head.num_centroids, -1)[nearest].flatten(-2)  # [B, L, k · V/C]
-        selected = (weight[tokens] @ x[..., None]).squeeze(-1)
+        at_once = max(1, _ROWS_AT_ONCE // tokens.shape[-1])
+        parts = zip(torch.split(tokens.flatten(0, -2), at_once), torch.split(x.flatten(0, -2), at_once), strict=True)
+        # Every query picks rows of its own, which many queries at once would not fit into memory.
+        selected = torch.cat([(weight[rows] @ query[..., None]).squeeze(-1) for rows, query in parts])
+        selected = selected.view(tokens.shape)
         rest = (selected.min() - 1.0).expand(*x.shape[:-1], self.vocab_size)
         return rest.scatter(-1, tokens, selected)

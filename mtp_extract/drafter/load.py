@@ -13,8 +13,7 @@ from mtp_extract.architecture.roles import INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import read_checkpoint, reading
-from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.lazy import read_floats, read_indices
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 
@@ -63,8 +62,7 @@ def drafter_of(
 def _tensor(checkpoint: Checkpoint, role: Role, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     tensor = checkpoint.tensors[role.name]
     if role.kind == INDEX:
-        assert isinstance(tensor, StoredWeight)
-        return torch.from_numpy(tensor.indices()).to(device)
+        return torch.from_numpy(read_indices(tensor)).to(device)
     return torch.from_numpy(read_floats(tensor)).to(device, dtype)
 
 

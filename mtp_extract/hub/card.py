@@ -15,6 +15,7 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
+from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.formats import ENGINES, FORMATS
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
@@ -75,7 +76,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
     engines = format_.engines if format_ else ()
     bundle = extraction["source"].get("kind") != "checkpoint"
-    tuning = extraction.get("tuning") or {}
+    tuning, head = (extraction.get(key) or {} for key in ("tuning", "ordered_head"))
     return _filled(
         (Path(__file__).parent / "card.md").read_text("utf-8"),
         {
@@ -91,7 +92,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "source": _source_argument(extraction),
             "before": ", ".join(sorted({escape(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
             "made": _made(list(tensors.values())),
-            "ordered": any(entry.get("role", "").startswith("ordered_head.") for entry in tensors.values()),
+            "ordered": any(entry.get("role", "") in HEAD_ROLES for entry in tensors.values()),
             "layout": escape(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
@@ -124,6 +125,8 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             ),
             "untuned_codes": any(entry.get("quantization") for entry in tensors.values()) and not tuning,
             **_tuned(tuning),
+            **_head(head),
+            "changed": tuning or head,
             "static": _static(extraction),
             "license_name": license_.name if license_ else "",
             "license_url": license_.url if license_ else "",
@@ -145,24 +148,54 @@ def _tuned(tuning: Mapping[str, Any]) -> dict[str, object]:
     if not tuning:
         return dict.fromkeys(("tuned", "tuned_what", "tuned_base", "tuned_verdict", "tuned_drafts"), "")
 
+    return {
+        "tuned": _compared(tuning, ("before", "after"), "all that it was tuned for"),
+        "tuned_what": _TRAINED[tuning["mode"]],
+        "tuned_base": code(tuning["base"]),
+        "tuned_verdict": _accepted(tuning) + (", and it was stopped before its end" if tuning["interrupted"] else ""),
+        "tuned_drafts": str(tuning["recipe"]["draft_steps"]),
+    }
+
+
+def _head(head: Mapping[str, Any]) -> dict[str, object]:
+    """What the card says of an ordered head that was made here; nothing where none was."""
+    names = ("states", "looked", "clusters", "read", "dense", "base", "kept", "verdict", "drafts")
+    if not head:
+        return dict.fromkeys(("head", *(f"head_{name}" for name in names)), "")
+    low, high = head["kept"]["interval"] or (None, None)
+    bounds = "" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)"
+    found = (
+        *(f"{head[key]:,}" for key in ("states", "top_k", "centroids", "rows_read", "rows_dense")),
+        code(head["base"]),
+        f"{head['kept']['share']:.2%}{bounds}",
+        _accepted(head),
+        str(head["draft_steps"]),
+    )
+    return {
+        "head": _compared(head, ("dense", "ordered"), "all that it was made for"),
+        **{f"head_{name}": value for name, value in zip(names, found, strict=True)},
+    }
+
+
+def _accepted(made: Mapping[str, Any]) -> str:
+    refused = "; ".join(map(plain, made["refused"]))
+    return f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
+
+
+def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> str:
+    """Mean accepted lengths before and after, under these names."""
+
     def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         cells = [_length(found[key]["mean_accepted_length"], found[key]["interval"]) for key in ("before", "after")]
         change = _length(found["change"]["mean"], found["change"]["interval"], "+")
         return (plain(name), str(found["texts"]), *cells, change)
 
-    rows = [row(name, found) for name, found in tuning["workloads"].items()]
-    refused = "; ".join(map(plain, tuning["refused"]))
-    verdict = f"it was not accepted, and written all the same: {refused}" if refused else "it was accepted"
-    return {
-        "tuned": table(
-            ("workload", "texts", "before", "after", "change"),
-            [*rows, row("all that it was tuned for", tuning["overall"])],
-        ),
-        "tuned_what": _TRAINED[tuning["mode"]],
-        "tuned_base": code(tuning["base"]),
-        "tuned_verdict": verdict + (", and it was stopped before its end" if tuning["interrupted"] else ""),
-        "tuned_drafts": str(tuning["recipe"]["draft_steps"]),
-    }
+    rows = [row(name, found) for name, found in made["workloads"].items()]
+    rows.append(row(overall, made["overall"]))
+    if other := made["other_serving"]:
+        served = f"at temperature {other['temperature']:g}" if other["temperature"] else "greedily"
+        rows.append(row(f"the same prompts, served {served}", other["comparison"]))
+    return table(("workload", "texts", *names, "change"), rows)
 
 
 def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:

@@ -93,15 +93,6 @@ class Agreement:
         return _proportion(self._hit[:, : step + 1].all(dim=1), self._aimed[:, step])
 
     @property
-    def mean_accepted_length(self) -> float:
-        """1 + mean accepted drafts of a round of K, by summing the unconditional acceptances.
-
-        The mean over all anchors. A real run's rounds start where the last one ended, so its mean differs
-        somewhat.
-        """
-        return 1 + sum(self.unconditional_at(step).value for step in range(self.steps))
-
-    @property
     def _aimed(self) -> Tensor:
         return self.targets != _NO_TARGET
 

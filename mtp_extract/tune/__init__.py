@@ -2,10 +2,11 @@
 
 ::
 
-    from mtp_extract.tune import Plan, run_tuning
+    from mtp_extract.tune import Plan, Setting, run_tuning
 
-    found = run_tuning(Plan(Path("DIR"), "google/gemma-4-E4B-it", Path("DIR-tuned"), Path("DIR-tuned.work")))
-    print(found.overall.before.mean_accepted_length, found.overall.after.mean_accepted_length)
+    tuned = run_tuning(Plan(Setting(Path("DIR"), "google/gemma-4-E4B-it", Path("work")), Path("DIR-tuned")))
+    overall = tuned.comparisons.overall
+    print(overall.before.mean_accepted_length, overall.after.mean_accepted_length)
 
 Names are imported when they are first used: torch, transformers and accelerate come with the extra ``validate``.
 """
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtp_extract.tune.run import Plan, Tuned, run_tuning
+    from mtp_extract.tune.setting import Setting
 
-__all__ = ["Plan", "Tuned", "run_tuning"]
+__all__ = ["Plan", "Setting", "Tuned", "run_tuning"]
 
 
 def __getattr__(name: str) -> Any:

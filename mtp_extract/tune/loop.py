@@ -6,6 +6,7 @@ are trained are few (78 M in a drafter of Gemma 4 E4B), so every process holds t
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,14 +22,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
-from mtp_extract.errors import CheckpointError, MtpExtractError
+from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.speculate import Base, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
-from mtp_extract.tune.measure import Measured
 from mtp_extract.tune.modes import Latents
+from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
+from mtp_extract.tune.work import kept
+from mtp_extract.validate.acceptance.measured import Measured
 
-__all__ = ["Progress", "Recipe", "Trained", "train"]
+__all__ = ["Recipe", "Trained", "train"]
 
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
@@ -83,24 +87,6 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where it stands.
-
-    Attributes:
-        step, steps: done, and in all.
-        loss: of the last step.
-        watched: mean accepted length on the watched texts, when it was last measured.
-        seconds_left: at the pace so far; None before the first step.
-    """
-
-    step: int
-    steps: int
-    loss: float | None
-    watched: float
-    seconds_left: float | None
-
-
-@dataclass(frozen=True)
 class Trained:
     """What came of it.
 
@@ -127,8 +113,8 @@ class _Training(nn.Module):
         self.latents, self.rounds = latents, Rounds(drafter, recipe.draft_steps)
         self._base, self._recipe = (base,), recipe
 
-    def forward(self, batch: Batch, convention: Convention) -> tuple[Tensor, Tensor]:
-        """The mean over anchors of the sum over steps; and the share of the rows' agreement."""
+    def forward(self, batch: Batch, convention: Convention, weight: float) -> tuple[Tensor, Tensor]:
+        """``weight`` times the sum over anchors and steps; and [2], the sum of the rows' agreement, and the rows."""
         recipe, drafter, base = self._recipe, self.rounds.drafter, self._base[0]
         steps, greedy = recipe.draft_steps, recipe.temperature == 0
         weights = self.latents.weights(drafter.lm_head.weight.dtype)
@@ -147,13 +133,13 @@ class _Training(nn.Module):
             weights.get("lm_head.weight", drafter.lm_head.weight),
             Teacher(batch.choices.flatten(), logits),
             aims(batch, steps)[counts],
-            torch.full((int(counts.sum()),), 1 / max(1, int(batch.real.sum())), device=device),
+            torch.full((int(counts.sum()),), weight, device=device),
             OBJECTIVES[recipe.objective],
             cap=drafter.config.final_logit_softcap,
             temperature=recipe.temperature or 1.0,
             logits_at_once=recipe.logits_at_once,
         )
-        return losses.total, losses.agreement.mean()
+        return losses.total, torch.stack((losses.agreement.sum(), counts.sum()))
 
 
 def train(
@@ -201,23 +187,23 @@ def train(
     while run.done < recipe.steps and run.stale < recipe.patience:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * recipe.rate(run.done)
-        batch, convention = _batch(states, texts, recipe, run.done, accelerator)
-        loss, agreement = prepared(batch, convention)
+        loss, agreement = prepared(*_batch(states, texts, recipe, run.done, accelerator))
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(latents.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        figures = accelerator.gather(torch.stack((loss.detach(), agreement)).reshape(1, 2)).mean(dim=0).tolist()
-        if not math.isfinite(figures[0]):
+        parts = accelerator.gather(torch.cat((loss.detach()[None], agreement))[None])
+        mean, (right, rows) = float(parts[:, 0].mean()), parts[:, 1:].sum(dim=0).tolist()
+        if not math.isfinite(mean):
             raise MtpExtractError(
-                f"expected a finite loss, found {figures[0]} at step {run.done + 1}; use a lower learning rate",
+                f"expected a finite loss, found {mean} at step {run.done + 1}; use a lower learning rate",
                 remedies=("learning_rate",),
             )
         run.note(
             {
                 "step": run.done + 1,
-                "loss": figures[0],
-                "agreement": figures[1],
+                "loss": mean,
+                "agreement": right / max(1, rows),
                 "gradient": float(norm),
                 "rate": recipe.rate(run.done),
             }
@@ -227,7 +213,7 @@ def train(
             run.evaluate()
             run.save(optimizer)
         left = (time.monotonic() - began) / (run.done - first) * (recipe.steps - run.done)
-        tell(Progress(run.done, recipe.steps, figures[0], run.watched, left))
+        tell(Progress(run.done, recipe.steps, mean, run.watched, left))
         if run.done < recipe.steps and _any(accelerator, stop()):
             run.save(optimizer)
             interrupted = True
@@ -244,16 +230,18 @@ def _any(accelerator: Any, flag: bool) -> bool:
 
 def _batch(
     states: States, texts: Sequence[Text], recipe: Recipe, step: int, accelerator: Any
-) -> tuple[Batch, Convention]:
-    """This process's part of step ``step``: texts in a new order every time all were seen."""
+) -> tuple[Batch, Convention, float]:
+    """This process's part of step ``step``: texts in a new order every time all were seen; and an anchor's weight.
+
+    Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
+    """
     order: list[int] = []
     epoch, skipped = divmod(step * recipe.batch, len(texts))
     while len(order) < skipped + recipe.batch:
         order += torch.randperm(len(texts), generator=_random(recipe.seed, 1, epoch)).tolist()
         epoch += 1
-    mine = list(enumerate(order[skipped : skipped + recipe.batch]))[
-        accelerator.process_index :: accelerator.num_processes
-    ]
+    everyones = order[skipped : skipped + recipe.batch]
+    mine = list(enumerate(everyones))[accelerator.process_index :: accelerator.num_processes]
     chosen = [texts[index] for _, index in mine]
     drawn = [
         random_anchors([text], recipe.anchors, _random(recipe.seed, 2, step, number))
@@ -261,7 +249,9 @@ def _batch(
     ]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
     turn = int(torch.randint(len(_CONVENTIONS), (), generator=_random(recipe.seed, 3, step)))
-    return collate(states.of(chosen), anchors, real, accelerator.device), _CONVENTIONS[turn]
+    batch = collate(states.of(chosen), anchors, real, accelerator.device)
+    whole = sum(min(recipe.anchors, len(texts[index].anchors)) for index in everyones)
+    return batch, _CONVENTIONS[turn], accelerator.num_processes / whole
 
 
 def _random(*parts: int) -> torch.Generator:
@@ -286,7 +276,7 @@ class _Run:
     ) -> None:
         self.latents, self.drafter, self.watch = latents, drafter, watch
         self.fingerprint, self.accelerator = fingerprint, accelerator
-        self._state, self._log = folder / "state.pt", folder / "log.jsonl"
+        self._folder, self._state, self._log = folder, folder / "state.pt", folder / "log.jsonl"
         self.done = self.best_step = self.stale = 0
         self.best: dict[str, Tensor] = {}
         self.best_watched = self.watched = -math.inf
@@ -297,7 +287,8 @@ class _Run:
         if self._state.is_file():
             self._load(optimizer)
         if self.accelerator.is_main_process:
-            self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
+            with kept(self._folder):
+                self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
         if not self.best:
             self.evaluate()
 
@@ -315,7 +306,7 @@ class _Run:
     def note(self, entry: Mapping[str, Any]) -> None:
         self.history.append(entry)
         if self.accelerator.is_main_process:
-            with open(self._log, "a", encoding="utf-8") as file:
+            with kept(self._folder), open(self._log, "a", encoding="utf-8") as file:
                 file.write(_line(entry))
 
     def save(self, optimizer: Any) -> None:
@@ -335,8 +326,12 @@ class _Run:
             "history": list(self.history),
         }
         part = self._state.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self._state)
+        # In memory first: what torch makes of a full disk is no OSError.
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        with kept(self._folder):
+            part.write_bytes(buffer.getbuffer())
+            os.replace(part, self._state)
 
     def _load(self, optimizer: Any) -> None:
         try:
@@ -350,8 +345,12 @@ class _Run:
             self.done, self.best, self.best_step = state["done"], state["best"], state["best_step"]
             self.best_watched, self.watched = state["best_watched"], state["watched"]
             self.stale, self.history = state["stale"], state["history"]
-        except (OSError, KeyError, ValueError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{self._state}: cannot be read. Remove it to begin anew.") from error
+        # What a damaged file raises in there is of many classes.
+        except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
+            raise CheckpointError(
+                f"{escape(self._state)}: expected the state of a training, found a file that cannot be read. Remove it "
+                "to begin anew."
+            ) from error
 
 
 def _line(entry: Mapping[str, Any]) -> str:

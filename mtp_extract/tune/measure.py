@@ -1,104 +1,26 @@
-"""How many drafts stand on text that was held out, and whether a change made that better.
+"""How many drafts stand on text that was held out.
 
 Greedy serving: the drafts that the base's own text confirms, by :mod:`mtp_extract.speculate.teacher`. Sampled serving,
 on text the base drew at that temperature: a draft drawn from q stands with probability min(1, p / q), and what stands
 has the base's distribution p; so along a text x drawn from p the first i drafts stand with the mean of
 ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
-
-Intervals are over texts, which are independent, not over their positions. Two drafters are compared text by text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from mtp_extract.drafter import LITERT, MtpDrafter
-from mtp_extract.speculate import Base, Interval, Text, groups, teacher_forced
+from mtp_extract.speculate import Base, Text, groups, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
-from mtp_extract.validate.acceptance.agreement import mean_over_texts
+from mtp_extract.validate.acceptance.measured import Measured, of_agreement
 
-__all__ = ["Change", "Measured", "compare", "measure"]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Over anchors that have all K targets. N anchors.
-
-    Attributes:
-        text: int64 [N], index of the text.
-        anchor: int64 [N], position of the pending token.
-        stands: F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving.
-    """
-
-    text: Tensor
-    anchor: Tensor
-    stands: Tensor
-
-    def of(self, texts: Sequence[int]) -> Measured:
-        """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Measured(self.text[kept], self.anchor[kept], self.stands[kept])
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """1 + mean accepted drafts of a round; NaN without anchors."""
-        return 1 + float(self._accepted.mean())
-
-    @property
-    def interval(self) -> Interval | None:
-        """Of it, 95 % over texts; None with fewer than two."""
-        return mean_over_texts(self.text, 1 + self._accepted)
-
-    @property
-    def unconditional(self) -> list[float]:
-        """By step."""
-        return [float(rate) for rate in self.stands.mean(dim=0)]
-
-    @property
-    def conditional(self) -> list[float]:
-        """By step."""
-        rates = [1.0, *self.unconditional]
-        return [rate / before if before else 0.0 for before, rate in pairwise(rates)]
-
-    @property
-    def texts(self) -> int:
-        """How many have an anchor."""
-        return len(torch.unique(self.text))
-
-    @property
-    def _accepted(self) -> Tensor:
-        return self.stands.sum(dim=1)
-
-
-@dataclass(frozen=True)
-class Change:
-    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
-
-    mean: float
-    interval: Interval | None
-
-    @property
-    def better(self) -> bool:
-        """Certain at 95 %."""
-        return self.interval is not None and self.interval.low > 0
-
-    @property
-    def worse(self) -> bool:
-        """Certain at 95 %."""
-        return self.interval is not None and self.interval.high < 0
-
-
-def compare(before: Measured, after: Measured) -> Change:
-    """What changed, text by text."""
-    difference = (after.stands - before.stands).sum(dim=1)
-    return Change(float(difference.mean()), mean_over_texts(before.text, difference))
+__all__ = ["joined", "measure"]
 
 
 def measure(
@@ -122,7 +44,7 @@ def measure(
         part = (
             _sampled(base, drafter, chosen, steps, temperature)
             if temperature
-            else _greedy(base, drafter, chosen, steps)
+            else of_agreement(teacher_forced(base, drafter, chosen, steps))
         )
         parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
     return joined(parts)
@@ -140,13 +62,6 @@ def joined(parts: Sequence[Measured]) -> Measured:
 def _empty(steps: int) -> Measured:
     none = torch.zeros(0, dtype=torch.long)
     return Measured(none, none, torch.zeros(0, steps, dtype=torch.double))
-
-
-def _greedy(base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int) -> Measured:
-    agreement = teacher_forced(base, drafter, texts, steps)
-    whole = (agreement.targets >= 0).all(dim=1)
-    stands = (agreement.drafts == agreement.targets).double().cumprod(dim=1)
-    return Measured(agreement.text[whole], agreement.anchor[whole], stands[whole])
 
 
 @torch.no_grad()

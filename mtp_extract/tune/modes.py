@@ -8,7 +8,7 @@ it were not there (straight-through). Scales and zero points are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -17,15 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.architecture.roles import MATRIX, NORM, SCALAR, Role, shapes_of
+from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError
 
 __all__ = ["MODES", "Latents", "Mode"]
-
-_ORDERED_HEAD = "ordered_head."
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,15 @@ class Latents(nn.Module):
         checkpoint: with its codes where it has any.
         mode: what of it is trained.
         device: where the latents lie.
+        idle: roles that no loss depends on: they stay as they are.
 
     Raises:
         MtpExtractError: ``mode`` wants a grid, and a matrix has none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Container[str] = ()
+    ) -> None:
         super().__init__()
         self.checkpoint, self.mode = checkpoint, mode
         self._roles: dict[str, list[Role]] = {}
@@ -78,7 +79,7 @@ class Latents(nn.Module):
         self.values = nn.ParameterDict()
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
-            if not _trained(role, mode):
+            if role.name in idle or not _trained(role, mode):
                 continue
             tensor = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
@@ -148,7 +149,7 @@ class Latents(nn.Module):
 
 def _trained(role: Role, mode: Mode) -> bool:
     # Which clusters are looked into is not learned here: choosing them passes no gradient.
-    if role.name.startswith(_ORDERED_HEAD):
+    if role.name in HEAD_ROLES:
         return False
     return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
 

@@ -3,117 +3,28 @@
 Text is made once and kept: a file of lines, one a continuation, to which a batch is added whole. A run that was
 interrupted goes on where it stopped and gets the same text, since batches and their random numbers depend on the
 prompts and the seed alone.
-
-Which texts are trained on, and which only measured, is decided by a hash of where a prompt comes from, so that it stays
-the same when prompts are added.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
-from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts
+from mtp_extract.tune.progress import Written
+from mtp_extract.tune.prompts import Item
+from mtp_extract.tune.work import kept
+from mtp_extract.validate.prompts import Prompt, encode_prompts
 
-__all__ = [
-    "HELD_OUT",
-    "TRAINED",
-    "WATCHED",
-    "Item",
-    "Writing",
-    "people_texts",
-    "read_items",
-    "repeated_share",
-    "side_of",
-]
-
-TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
-"""Trained on; measured on the way, to keep the best; measured once before and once after, to accept or refuse."""
-
-_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
-"""Upper bounds of the hash, as shares of its range."""
+__all__ = ["Writing", "people_texts", "repeated_share"]
 
 _GRAM = 8
-
-
-@dataclass(frozen=True)
-class Item:
-    """A prompt, or a text by people.
-
-    Attributes:
-        workload: what it is an example of.
-        source: where it comes from; all of one source are on one side.
-        prompt: text, or messages.
-    """
-
-    workload: str
-    source: str
-    prompt: Any
-
-    @property
-    def side(self) -> str:
-        """:data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT`."""
-        return side_of(self.source)
-
-    @property
-    def key(self) -> str:
-        """Equal for equal prompts."""
-        return json.dumps(self.prompt, sort_keys=True, ensure_ascii=True)
-
-
-def side_of(source: str) -> str:
-    """The side of whatever comes from ``source``."""
-    share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
-    return next((side for bound, side in _SHARES if share < bound), TRAINED)
-
-
-def read_items(path: Path) -> list[Item]:
-    """Prompts, or texts, from a file.
-
-    A ``.jsonl`` has one object a line: ``prompt``, a text or a list of messages, and, if wanted, ``workload`` and
-    ``source``. Other files are those of :func:`~mtp_extract.validate.prompts.read_prompts`; there every prompt is a
-    source of its own.
-
-    Raises:
-        MtpExtractError: it cannot be read, has another form, or holds nothing.
-    """
-    if path.suffix != ".jsonl":
-        return of_prompts(read_prompts(path))
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise MtpExtractError(
-            f'expected prompts in {escape(path)}, one a line as JSON {{"prompt": "…"}}, found: {escape(error)}'
-        ) from error
-    if not rows:
-        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none")
-    return [_item(path, number, row) for number, row in rows]
-
-
-def _item(path: Path, number: int, row: Any) -> Item:
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    messages = isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt)
-    if not messages and not (isinstance(prompt, str) and prompt.strip()):
-        raise MtpExtractError(
-            f"{escape(path)}: line {number}: expected an object with a prompt, a text or a list of messages, found "
-            f"{escape(row)}"
-        )
-    workload, source = row.get("workload", path.stem), row.get("source")
-    item = Item(str(workload), "", prompt)
-    return replace(item, source=item.key if source is None else str(source))
-
-
-def of_prompts(prompts: Sequence[Prompt]) -> list[Item]:
-    """As items, each a source of its own."""
-    return [Item(prompt.workload, prompt.text, prompt.text) for prompt in prompts]
 
 
 def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> list[Encoded]:
@@ -153,32 +64,35 @@ class Writing:
     chat_template: bool
     share: tuple[int, int] = (0, 1)
 
-    def prepare(self, items: Sequence[Item], tell: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def prepare(self, items: Sequence[Item], tell: Callable[[Written], None] = lambda written: None) -> None:
         """Write what is not there yet, of this process's share.
 
         Args:
             items: prompts.
-            tell: called with texts done, and texts in all.
+            tell: called after every batch that was written.
 
         Raises:
+            CheckpointError: a file of text is damaged.
+            OutputError: the folder cannot be written.
             PairError: a prompt cannot be encoded, or does not fit the base's context.
         """
         jobs = self._jobs(items)
         there = self._stored()
         mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
-        total, done = sum(len(prompts) for _, prompts in mine), 0
-        for seed, prompts in mine:
-            if any(_name(prompt, seed) not in there for prompt in prompts):
-                self._write(seed, prompts)
-            done += len(prompts)
-            tell(done, total)
+        left = [(seed, prompts) for seed, prompts in mine if any(self._name(p) not in there for p in prompts)]
+        texts, missing = (sum(len(prompts) for _, prompts in jobs) for jobs in (mine, left))
+        began, new = time.monotonic(), 0
+        for seed, prompts in left:
+            self._write(seed, prompts)
+            new += len(prompts)
+            pace = (time.monotonic() - began) / new
+            tell(Written(texts - missing + new, texts, pace * (missing - new)))
 
     def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         there = self._stored()
-        seeds = {prompt.tokens: seed for seed, prompts in self._jobs(items) for prompt in prompts}
         encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
-        return [there[_name(prompt, seeds[prompt.tokens])] for prompt in encoded]
+        return [there[self._name(prompt)] for prompt in encoded]
 
     def _jobs(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
         """Batches, each with the seed of its random numbers."""
@@ -200,6 +114,11 @@ class Writing:
             for number, group in enumerate(parts)
         ]
 
+    def _name(self, prompt: Encoded) -> str:
+        """Of a prompt's text in a file; not by its batch, which depends on what else is asked for."""
+        seed = self.seed if self.temperature else 0
+        return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
+
     @property
     def _key(self) -> str:
         stop = getattr(getattr(self.generator.base.model, "generation_config", None), "eos_token_id", None)
@@ -209,9 +128,7 @@ class Writing:
     def _stored(self) -> dict[str, Text]:
         found = {}
         for path in sorted(self.folder.glob(f"texts-{self._key}-*.jsonl")):
-            for line in _whole_lines(path):
-                row = json.loads(line)
-                found[row["name"]] = Text(tuple(row["tokens"]), row["prompt_length"])
+            found.update(_read(path))
         return found
 
     def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
@@ -219,17 +136,16 @@ class Writing:
         results = self.generator.generate_batch(prompts, options)
         lines = [
             {
-                "name": _name(prompt, seed),
+                "name": self._name(prompt),
                 "prompt_length": len(prompt.tokens),
                 "tokens": [*prompt.tokens, *result.tokens],
                 "text": result.text,
             }
             for prompt, result in zip(prompts, results, strict=True)
         ]
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"texts-{self._key}-{self.share[0]}.jsonl"
         size = sum(len(line) for line in _whole_lines(path)) if path.is_file() else 0
-        with open(path, "ab") as file:
+        with kept(self.folder), open(path, "ab") as file:
             # A line that was cut off makes way.
             file.truncate(size)
             file.write("".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode())
@@ -237,13 +153,20 @@ class Writing:
             os.fsync(file.fileno())
 
 
+def _read(path: Path) -> dict[str, Text]:
+    try:
+        rows = [json.loads(line) for line in _whole_lines(path)]
+        return {row["name"]: Text(tuple(map(int, row["tokens"])), int(row["prompt_length"])) for row in rows}
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
+            "it written again."
+        ) from error
+
+
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
-
-
-def _name(prompt: Encoded, seed: int) -> str:
-    return sha256(json.dumps([seed, *prompt.tokens]).encode()).hexdigest()[:32]
 
 
 def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:

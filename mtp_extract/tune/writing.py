@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,27 +10,91 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.architecture.roles import HEAD_ROLES
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.conversion import ReadDirectory
+from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
-__all__ = ["as_written", "write_tuned"]
+__all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
+
+_MADE = "made here, from what the drafter's states look for"
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """What a reader of ``origin`` would get, were ``checkpoint`` in it: rounded to what it is written in."""
     tensors = dict(checkpoint.tensors)
-    for role, holding in holdings_of(format_named(origin.layout), checkpoint, checkpoint.dtype).items():
+    for role, holding in holdings_of(format_named(origin.layout), checkpoint, _dtype(origin)).items():
         if holding.rounded_to and role in tensors:
             step = holding.rounded_to + (SCALES if holding.kept == CODES else "")
             tensors[role] = rounded_again(tensors[role], [step])
     return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
+def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+    """Whether what comes of ``origin`` can be written as it is.
+
+    Args:
+        origin: what is tuned.
+        like: the same with all that is trained changed.
+        mode: by which.
+
+    Raises:
+        UnsupportedError: the format of ``origin`` has no room for it.
+    """
+    choice = _choice(origin, overwrite=False)
+    try:
+        choice.format.plan(choice.prepare(like).checkpoint, choice.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
+            f"{error} Train norms or codes, or convert it to the transformers format first.",
+            remedies=("mode=norms", "mode=qat"),
+        ) from error
+
+
+def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
+    """Whether an ordered head can be written beside what ``origin`` holds.
+
+    Args:
+        origin: what it is made for.
+        like: the same with such a head.
+
+    Raises:
+        UnsupportedError: the format of ``origin`` has no room for it.
+    """
+    choice = _choice(origin, overwrite=False)
+    prepared = choice.prepare(like)
+    place = f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}"
+    advice = "Convert the drafter to the transformers format first."
+    left = [
+        holding.why for role, holding in prepared.holdings.items() if role in HEAD_ROLES and holding.kept == NOTHING
+    ]
+    if left:
+        raise UnsupportedError(f"{place}: {left[0]}. {advice}")
+    try:
+        choice.format.plan(prepared.checkpoint, choice.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error} {advice}") from error
+
+
+def _dtype(origin: ReadDirectory) -> str:
+    """What ``origin`` is written in: integers where they are not beside floats but in their place."""
+    coded = (
+        tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
+    )
+    dtypes = FORMATS[origin.layout].dtypes
+    return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
+
+
+def _choice(origin: ReadDirectory, *, overwrite: bool) -> Choice:
+    return Choice(format_named(origin.layout), _dtype(origin), codes=bool(origin.beside), overwrite=overwrite)
 
 
 def write_tuned(
@@ -48,20 +112,51 @@ def write_tuned(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    choice = Choice(format_named(origin.layout), tuned.dtype, codes=bool(origin.beside), overwrite=overwrite)
-    prepared = choice.prepare(tuned)
 
-    def describe(staged: Staged) -> dict[str, Any]:
-        check_codes(staged.written, tuned, prepared.holdings)
-        check_floats(staged.written, tuned, prepared.holdings)
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        changed = _changed(origin.checkpoint, tuned, weights)
+        return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
+
+    return _write(origin, tuned, target, describe, overwrite=overwrite)
+
+
+def write_ordered(
+    origin: ReadDirectory, ordered: Checkpoint, target: Path, about: Mapping[str, Any], *, overwrite: bool
+) -> ExtractionResult:
+    """Write ``ordered``, which is what ``origin`` holds with an ordered head; the rest as :func:`write_tuned`.
+
+    Args:
+        about: what the record is to say of the head.
+    """
+
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        for planned in weights.tensors:
+            if planned.role in HEAD_ROLES:
+                record["tensors"][planned.name]["why"] = _MADE
+        return {**record, "ordered_head": {**about, "made_from": origin.sums}}
+
+    return _write(origin, ordered, target, describe, overwrite=overwrite)
+
+
+def _write(
+    origin: ReadDirectory,
+    checkpoint: Checkpoint,
+    target: Path,
+    describe: Callable[[dict[str, Any], OutputFile], dict[str, Any]],
+    *,
+    overwrite: bool,
+) -> ExtractionResult:
+    prepared = _choice(origin, overwrite=overwrite).prepare(checkpoint)
+
+    def checked(staged: Staged) -> dict[str, Any]:
+        check_codes(staged.written, checkpoint, prepared.holdings)
+        check_floats(staged.written, checkpoint, prepared.holdings)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
-        record = origin.record(prepared, staged, None)
-        changed = _changed(origin.checkpoint, tuned, staged.weights)
-        # What was proven was proven of other weights.
-        return {**record, "proof": None, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
+        # What was proven was proven of other weights, or another head.
+        return describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
 
-    return write_checkpoint(prepared, target, describe)
+    return write_checkpoint(prepared, target, checked)
 
 
 def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:

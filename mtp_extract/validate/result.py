@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
@@ -43,6 +44,7 @@ class Validation:
         trivial: what drafters that know nothing of the base reach on the same texts.
         controls: in the order of the table.
         generation: by K.
+        drafters: this one first, then those beside it, on the same texts.
         notes: things worth knowing that are not errors.
     """
 
@@ -57,6 +59,7 @@ class Validation:
     trivial: tuple[TrivialResult, ...]
     controls: tuple[ControlResult, ...]
     generation: GenerationResult | None
+    drafters: tuple[DrafterFigures, ...]
     notes: tuple[str, ...]
 
     @property

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
-    from mtp_extract.speculate import Encoded
+    from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.speculate import Agreement, Encoded, SpeculativeGenerator
+    from mtp_extract.validate.acceptance.base_model import LoadedBase
+    from mtp_extract.validate.acceptance.beside import DrafterFacts
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
@@ -37,6 +40,7 @@ class Plan:
 
     Attributes:
         directory: the checkpoint; None for the sample, which is then extracted first.
+        beside: checkpoints of other drafters of the same base, to be measured on the same texts.
         base: directory or Hub id of the base model.
         source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
         prompts: file of prompts; None for the shipped ones.
@@ -52,6 +56,7 @@ class Plan:
 
     directory: Path | None
     base: str | None = None
+    beside: Sequence[Path] = ()
     source: str | None = None
     prompts: Path | None = None
     draft_steps: Sequence[int] = (1, 2, 4, 8)
@@ -97,6 +102,11 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         raise MtpExtractError(
             "expected a base, a source or both, found neither; there is nothing to validate against",
             remedies=("base", "source"),
+        )
+    if plan.beside and plan.base is None:
+        raise MtpExtractError(
+            "expected a base for the drafters to be compared beside, found none; give the model they draft for",
+            remedies=("base",),
         )
     require("torch", "safetensors")
     if plan.source is not None:
@@ -173,6 +183,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         trivial=(),
         controls=(),
         generation=None,
+        drafters=(),
         notes=(),
     )
     if not comparable or any(check.passed is False for check in checks):
@@ -224,44 +235,64 @@ def _against_base(
     plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
-    from mtp_extract.drafter import load_drafter
     from mtp_extract.engines import LocalEngine
-    from mtp_extract.speculate import SpeculativeGenerator
     from mtp_extract.validate.acceptance.agreement import continue_greedily, figures, measure_agreement
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
+    from mtp_extract.validate.acceptance.beside import DrafterFigures, facts_of
     from mtp_extract.validate.acceptance.controls import run_controls
     from mtp_extract.validate.acceptance.generation import measure_generation
+    from mtp_extract.validate.acceptance.measured import compare, of_agreement
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
 
     prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
+    directories = (directory, *plan.beside)
+    facts = [facts_of(*named) for named in zip(directories, _names(result.directory, plan.beside), strict=True)]
     say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
-    drafter = load_drafter(directory, dtype=loaded.drafter_dtype, device=loaded.device)
-    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    # All of them before anything is measured: one that does not fit is said now, and not in an hour.
+    with memory_guard("loading the drafters"):
+        pairs = [_pair(loaded, place) for place in directories]
+    drafter, generator = pairs[0]
     engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
-        say("drafting after every token of them")
-        agreement = measure_agreement(generator.base, drafter, written, steps[-1], batch=plan.batch)
-        overall = figures(agreement)
+        drafters: list[DrafterFigures] = []
+        agreements: list[Agreement] = []
+        for known, (_, own) in zip(facts, pairs, strict=True):
+            of = f" with {known.name}" if plan.beside else ""
+            say(f"drafting after every token of them{of}")
+            agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
+            overall = figures(agreements[-1])
+            say(f"generating with {', '.join(map(str, steps))} drafts a round{of}")
+            generation = measure_generation(
+                LocalEngine(own, plan.batch),
+                own.base,
+                written,
+                steps,
+                [step.conditional.value for step in overall.steps],
+                new_tokens=plan.new_tokens,
+                timed=plan.timed,
+            )
+            first, mine = of_agreement(agreements[0]), of_agreement(agreements[-1])
+            parts = {name: written.of_workload(name) for name in written.workloads}
+            drafters.append(
+                DrafterFigures(
+                    known,
+                    overall,
+                    {name: figures(agreements[-1], rows) for name, rows in parts.items()},
+                    generation,
+                    compare(first, mine),
+                    {name: compare(first.of(rows), mine.of(rows)) for name, rows in parts.items()},
+                )
+            )
         say("the same with one thing broken at a time")
-        controls = run_controls(generator.base, drafter, written, agreement, batch=plan.batch)
-        say(f"generating with {', '.join(map(str, steps))} drafts a round")
-        generation = measure_generation(
-            engine,
-            generator.base,
-            written,
-            steps,
-            [step.conditional.value for step in overall.steps],
-            new_tokens=plan.new_tokens,
-            timed=plan.timed,
-        )
+        controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)
     found = replace(
         result,
         base=BaseFacts(
@@ -278,11 +309,47 @@ def _against_base(
             "batch": plan.batch,
             **result.settings,
         },
-        agreement=overall,
-        workloads={name: figures(agreement, written.of_workload(name)) for name in written.workloads},
-        trivial=compare_trivial(written, agreement),
+        agreement=drafters[0].agreement,
+        workloads=drafters[0].workloads,
+        trivial=compare_trivial(written, agreements[0]),
         controls=tuple(controls),
-        generation=generation,
-        notes=(*result.notes, *loaded.notes, *_loops(written.repeated)),
+        generation=drafters[0].generation,
+        drafters=tuple(drafters),
+        notes=(*result.notes, *loaded.notes, *_flattered(facts), *_loops(written.repeated)),
     )
     return found, lambda interface: base_cases(generator.base, drafter.config, interface, written.texts, plan.samples)
+
+
+def _pair(loaded: LoadedBase, directory: Path) -> tuple[MtpDrafter, SpeculativeGenerator]:
+    """The drafter in ``directory`` with its base.
+
+    Raises:
+        MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
+    """
+    from mtp_extract.drafter import load_drafter
+    from mtp_extract.speculate import SpeculativeGenerator
+
+    drafter = load_drafter(directory, dtype=loaded.drafter_dtype, device=loaded.device)
+    try:
+        return drafter, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    except PairError as error:
+        raise PairError(f"{escape(directory)}: {error}", remedies=error.remedies) from error
+
+
+def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
+    """What to know of drafters that may have seen these prompts."""
+    tuned = [known.name for known in facts if known.made == "tuned"]
+    if not tuned:
+        return []
+    return [
+        f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
+        "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
+    ]
+
+
+def _names(first: str, beside: Sequence[Path]) -> list[str]:
+    """What to call them: the last part of their names where these differ, else all of it, and a number for the rest."""
+    places = [first, *map(str, beside)]
+    short = [Path(place).name or place for place in places]
+    names = short if len(set(short)) == len(short) else places
+    return [name if name not in names[:index] else f"{name} ({index + 1})" for index, name in enumerate(names)]

@@ -25,6 +25,33 @@ _FIGURES = {
     "steps": [_STEP],
 }
 
+_GENERATION = {
+    "3": {
+        "accepted": 66,
+        "drafted": 100,
+        "rounds": 33,
+        "acceptance": 0.66,
+        "mean_accepted_length": 2.98,
+        "identical": True,
+        "identical_prompts": 7,
+        "prompts": 7,
+        "divergences": [],
+        "base_tokens_per_s": 30.0,
+        "speculative_tokens_per_s": 60.0,
+        "verify_ms": 33.0,
+        "draft_ms": None,
+        "buffers": [{"name": "hidden", "shape": [1, 4, 64], "dtype": "float32", "nbytes": 1024}],
+    }
+}
+_ARITHMETIC = {
+    "base_ms": 33.0,
+    "best_draft_steps": 3,
+    "predicted_speedup": 2.0,
+    "break_even_draft_steps": 3,
+    "timed_prompts": 5,
+}
+_AGREEMENT = {**_FIGURES, "workloads": {"code": _FIGURES}}
+
 REPORT: dict[str, Any] = {
     "version": 2,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
@@ -58,7 +85,7 @@ REPORT: dict[str, Any] = {
         "roles": {"final_norm": {"float": _COMPARED, "emulated": _COMPARED}},
         "cases": ["random"],
     },
-    "agreement": {**_FIGURES, "workloads": {"code": _FIGURES}},
+    "agreement": _AGREEMENT,
     "trivial": {"bigram": {"top1": 0.3, "difference": 0.4, "difference_ci95": [0.3, 0.5]}},
     "controls": {
         "shuffled_kv": {
@@ -77,23 +104,21 @@ REPORT: dict[str, Any] = {
             "why": "below the real drafter",
         }
     },
-    "generation": {
-        "3": {
-            "accepted": 66,
-            "drafted": 100,
-            "rounds": 33,
-            "acceptance": 0.66,
-            "mean_accepted_length": 2.98,
-            "identical": True,
-            "identical_prompts": 7,
-            "prompts": 7,
-            "divergences": [],
-            "base_tokens_per_s": 30.0,
-            "speculative_tokens_per_s": 60.0,
-            "verify_ms": 33.0,
-            "draft_ms": None,
-            "buffers": [{"name": "hidden", "shape": [1, 4, 64], "dtype": "float32", "nbytes": 1024}],
+    "generation": _GENERATION,
+    "arithmetic": _ARITHMETIC,
+    "drafters": [
+        {
+            "name": "drafter",
+            "format": "transformers",
+            "made": "extracted",
+            "mode": None,
+            "ordered_head": None,
+            "bytes_a_step": {"body": 387528, "head": 65536, "stored": 453064, "total": 453064},
+            "change": {"mean": 0.0, "ci95": [0.0, 0.0]},
+            "changes": {"code": {"mean": 0.0, "ci95": [0.0, 0.0]}},
+            "agreement": _AGREEMENT,
+            "generation": _GENERATION,
+            "arithmetic": _ARITHMETIC,
         }
-    },
-    "arithmetic": {"base_ms": 33.0, "best_draft_steps": 3, "predicted_speedup": 2.0, "timed_prompts": 5},
+    ],
 }

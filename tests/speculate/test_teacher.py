@@ -84,7 +84,6 @@ def test_the_pair_agrees(pair: Pair, texts: list[Text]) -> None:
     assert forced.top1_at(3).trials == len(forced.anchor) - 3 * len(texts)
     rates = [forced.unconditional_at(step).value for step in range(STEPS)]
     assert rates == sorted(rates, reverse=True)
-    assert forced.mean_accepted_length == pytest.approx(1 + sum(rates))
     product = 1.0
     for step in range(STEPS):
         product *= forced.conditional_at(step).value
@@ -100,7 +99,6 @@ def test_proportions_by_hand() -> None:
     assert [agreement.top5_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(4, 4), Proportion(3, 3)]
     assert [agreement.conditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 3), Proportion(1, 1)]
     assert [agreement.unconditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 4), Proportion(1, 3)]
-    assert agreement.mean_accepted_length == pytest.approx(1 + 3 / 4 + 2 / 4 + 1 / 3)
     assert agreement.of([1]).drafts.tolist() == drafts[2:].tolist()
     assert agreement.of([1]).top1_at(0) == Proportion(1, 2)
 

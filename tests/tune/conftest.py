@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +21,13 @@ from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.drafter import MtpDrafter, drafter_of
 from mtp_extract.speculate import Base, Text
+from mtp_extract.tune import Plan, Setting, corpus
 from mtp_extract.tune.loop import Recipe, Trained, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
+from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.rounds import States
+from mtp_extract.validate.prompts import shipped_prompts
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:
@@ -44,17 +49,23 @@ class Tiny:
     texts: tuple[Text, ...]
 
     def train(
-        self, folder: Path, mode: str = "qat", stop: Callable[[], bool] = lambda: False, **changes: Any
+        self,
+        folder: Path,
+        mode: str = "qat",
+        stop: Callable[[], bool] = lambda: False,
+        dtype: torch.dtype = torch.float32,
+        **changes: Any,
     ) -> tuple[Latents, Trained]:
         """Train into ``folder``, or go on there."""
         from accelerate import Accelerator
 
         folder.mkdir(exist_ok=True)
         recipe = Recipe(**({"steps": 12, "batch": 3, "anchors": 4, "evaluations": 4} | changes))
-        latents = Latents(self.checkpoint, MODES[mode])
+        idle = ("post_projection",) if recipe.draft_steps == 1 else ()
+        latents = Latents(self.checkpoint, MODES[mode], idle=idle)
         trained = train(
             latents,
-            self.drafter,
+            drafter_of(self.checkpoint, dtype=dtype),
             self.base,
             States(self.base, list(self.drafter.needs.shared_kv), self.texts[:5], 1 << 20, 1 << 20),
             self.texts[:5],
@@ -71,9 +82,7 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Iterator[Tiny]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def tiny() -> Tiny:
     base = Base(random_base())
     drafter = random_drafter(base.model, final_logit_softcap=30.0)
     weights = {
@@ -89,5 +98,49 @@ def tiny() -> Iterator[Tiny]:
     written = base.model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=21, do_sample=False)
     # Of unlike lengths.
     texts = tuple(Text(tuple(row.tolist()[: 24 - index]), 3) for index, row in enumerate(written))
-    yield Tiny(base, checkpoint, drafter_of(checkpoint), texts)
+    return Tiny(base, checkpoint, drafter_of(checkpoint), texts)
+
+
+HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
+TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
+
+
+OF_SETTING = frozenset(field.name for field in dataclasses.fields(Setting))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _small() -> Iterator[None]:
+    """One thread, and few of the shipped prompts: each is a text that the base writes."""
+    threads, few = torch.get_num_threads(), shipped_prompts()[::20]
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "shipped_prompts", lambda: few)
+        yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    every = [head + tail for head in HEADS for tail in TAILS]
+    sides = {TRAINED: 8, WATCHED: 4, HELD_OUT: 6}
+    chosen = [p for side, count in sides.items() for p in [q for q in every if side_of(q) == side][:count]]
+    assert len(chosen) == sum(sides.values())
+    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
+    """Plans share what the base wrote."""
+    work = tmp_path_factory.mktemp("work")
+
+    def make(out: Path, **changes: Any) -> Plan:
+        setting: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
+        setting |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
+        setting |= {name: changes.pop(name) for name in list(changes) if name in OF_SETTING}
+        settings: dict[str, Any] = {"mode": "norms", "steps": 4, "anchors": 6, "force": True}
+        return Plan(Setting(**setting), out, **(settings | changes))
+
+    return make

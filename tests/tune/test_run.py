@@ -10,64 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.drafter import load_drafter
-from mtp_extract.errors import MtpExtractError, OutputError
-from mtp_extract.tune import Plan, run_tuning
-from mtp_extract.tune import text as texts
-from mtp_extract.validate import prompts as shipped
-
-HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
-TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Any:
-    """One thread, and few of the shipped prompts: each is a text that the base writes."""
-    threads, every = torch.get_num_threads(), shipped.shipped_prompts()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipped, "shipped_prompts", lambda: every[::20])
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    every = [head + tail for head in HEADS for tail in TAILS]
-    sides = {texts.TRAINED: 8, texts.WATCHED: 4, texts.HELD_OUT: 6}
-    chosen = [p for side, count in sides.items() for p in [q for q in every if texts.side_of(q) == side][:count]]
-    assert len(chosen) == sum(sides.values())
-    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
-    """Plans share what the base wrote."""
-    work = tmp_path_factory.mktemp("work")
-
-    def make(out: Path, **changes: Any) -> Plan:
-        settings = {
-            "mode": "norms",
-            "prompts": prompts,
-            "new_tokens": 16,
-            "steps": 4,
-            "batch": 4,
-            "anchors": 6,
-            "device": "cpu",
-            "chat_template": False,
-            "force": True,
-        }
-        return Plan(extracted, str(base), out, work, **(settings | changes))
-
-    return make
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
+from mtp_extract.tune import Plan, corpus, run_tuning
+from mtp_extract.tune import prompts as texts
+from mtp_extract.tune.progress import Progress, Written
 
 
 def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
@@ -93,10 +44,10 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> No
     workloads = record["tuning"]["workloads"]
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
-    assert record["tuning"]["overall"]["texts"] == found.overall.before.texts
-    assert (made.work / "progress.png").is_file()
-    assert (made.work / "log.jsonl").is_file()
-    (made.work / "state.pt").unlink()
+    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
+    assert (made.setting.work / "progress.png").is_file()
+    assert (made.setting.work / "log.jsonl").is_file()
+    (made.setting.work / "state.pt").unlink()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
@@ -148,7 +99,7 @@ def test_a_second_stop_leaves_nothing(plan: Callable[..., Plan], tmp_path: Path)
         pass
 
     def tell(progress: Any) -> None:
-        if progress.step == 2:
+        if isinstance(progress, Progress) and progress.step == 2:
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -168,14 +119,12 @@ def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None
 
     before = signal.signal(signal.SIGINT, stopped)
     try:
-        with pytest.raises(Stopped), _asked_to_stop(lambda progress: None):
+        with pytest.raises(Stopped), _asked_to_stop(tell_so=True):
             signal.raise_signal(signal.SIGINT)
-        with _asked_to_stop(lambda progress: None) as (tell, stop):
-            tell(None)
+        with _asked_to_stop(tell_so=True) as stop:
             assert not stop()
             signal.raise_signal(signal.SIGINT)
             assert stop()
-            tell(None)
             with pytest.raises(Stopped):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is stopped
@@ -191,6 +140,7 @@ def test_refused_before_any_work(plan: Callable[..., Plan], tmp_path: Path) -> N
     for changes, message in [
         ({"text": tmp_path / "x"}, "found both"),
         ({"steps": 0}, "steps of at least 1"),
+        ({"learning_rate": 0.0}, "learning rate above 0"),
         ({"prompts": None, "text": tmp_path / "x", "temperature": 1.0}, "text of the base itself"),
     ]:
         with pytest.raises(MtpExtractError, match=message):
@@ -218,3 +168,81 @@ def test_prompts_of_another_form(tmp_path: Path, line: str) -> None:
     path.write_text('{"prompt": "good"}\n' + line + "\n")
     with pytest.raises(MtpExtractError, match=r"prompts\.jsonl"):
         texts.read_items(path)
+
+
+def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """While the base writes, and not a second time for what is there."""
+    for first in (True, False):
+        told: list[Any] = []
+        work = tmp_path / "work"
+        run_tuning(plan(tmp_path / "tuned", work=work, steps=1, overwrite=True), tell=told.append)
+        # The second goes on after the last step.
+        assert [type(found) for found in told].count(Progress) == first
+        written = [found for found in told if isinstance(found, Written)]
+        assert bool(written) == first
+        assert all(0 < found.done <= found.texts for found in written)
+
+
+def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
+    # Several batches, so that text is asked for in others than it was written in.
+    monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 4)
+    found = run_tuning(plan(tmp_path / "tuned", temperature=1.0, steps=2))
+    record = verify(tmp_path / "tuned").record
+    validator("extraction")(record)
+    assert record["tuning"]["recipe"]["objective"] == "tv"
+    assert record["tuning"]["other_serving"]["temperature"] == 0
+    other = found.comparisons.otherwise
+    assert other is not None
+    # A greedy draft stands or falls; one that is drawn stands with a probability.
+    assert set(other.before.stands.flatten().tolist()) <= {0.0, 1.0}
+    assert len(set(found.comparisons.overall.before.stands.flatten().tolist())) > 20
+    card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
+    assert "the same prompts, served greedily" in card
+    # The greedy figure is that of a greedy run.
+    greedy = run_tuning(plan(tmp_path / "greedy", steps=1))
+    assert greedy.comparisons.overall.before.mean_accepted_length == other.before.mean_accepted_length
+    assert greedy.comparisons.other_temperature == 1
+    assert "the same prompts, served at temperature 1" in (tmp_path / "greedy/README.md").read_text(encoding="utf-8")
+
+
+def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    made = plan(tmp_path / "tuned", work=tmp_path / "work", steps=1, overwrite=True)
+    run_tuning(made)
+    path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
+        path.write_bytes(whole + line + b"\n")
+        with pytest.raises(CheckpointError, match=r"texts-\w+-0\.jsonl: expected text that the base wrote"):
+            run_tuning(made)
+    # What was cut off is written again, with what was written beside it: a line for each text.
+    path.write_bytes(whole[:-30])
+    run_tuning(made)
+    assert {*path.read_bytes().splitlines()} == {*whole.splitlines()}
+
+
+def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("a file")
+    with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
+        run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
+    assert found.value.remedies == ("work",)
+
+
+def test_text_by_people(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """It is trained on in windows; intervals count texts, since windows of one are alike."""
+    every = [f"file {number}" for number in range(1000)]
+    sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}
+    sources = [s for side, count in sides.items() for s in [s for s in every if texts.side_of(s) == side][:count]]
+    rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
+    windows = found.corpus.own
+    assert windows > 5
+    assert found.comparisons.overall.before.texts == 5
+    assert len(set(found.corpus.units[:windows])) == 5
+    assert found.comparisons.otherwise is None
+    validator("extraction")(verify(tmp_path / "tuned").record)
+    for own, workload in zip(found.corpus.units[windows:], found.corpus.workloads[windows:], strict=True):
+        assert workload.endswith("(shipped)")
+        assert found.corpus.units.count(own) == 1

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.data import load_mapping
@@ -119,12 +119,12 @@ def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name
         CheckpointError: ``checkpoint`` lacks the weight.
     """
     tensor = checkpoint.tensors.get(role.name)
-    if isinstance(tensor, StoredWeight) and role.kind == INDEX:
-        return replace(plan_array(name, tensor.indices()), role=role.name)
+    if tensor is not None and role.kind == INDEX:
+        return replace(plan_array(name, read_indices(tensor)), role=role.name)
     if tensor is None and role.kind == SCALAR:
         # A layer without a factor is one with a factor of 1.
         tensor = FilledTensor(shape)
-    if tensor is None or role.kind == INDEX:
+    if tensor is None:
         raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
     return plan_floats(name, role.name, tensor, dtype)
 

@@ -4,7 +4,7 @@ Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after a
 
 - *conditional* acceptance at step i: accepted_i / accepted_(i-1);
 - *unconditional* acceptance at step i: accepted_i / rounds;
-- *mean accepted length*: 1 + accepted / rounds, the token the base adds included.
+- *mean accepted length*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K targets.
 
 Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
 which are independent, and not over positions.
@@ -13,7 +13,6 @@ which are independent, and not over positions.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,10 +29,10 @@ from mtp_extract.speculate import (
     Proportion,
     Text,
     groups,
-    ratio_interval,
     share_interval,
     teacher_forced,
 )
+from mtp_extract.validate.acceptance.measured import by_text, of_agreement
 from mtp_extract.validate.prompts import Prompt
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "WorkloadFigures",
     "continue_greedily",
     "figures",
-    "mean_over_texts",
     "measure_agreement",
 ]
 
@@ -151,12 +149,8 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
     """The figures of some texts, or of all."""
     part = agreement if texts is None else agreement.of(texts)
     steps = tuple(_step(part, index) for index in range(part.steps))
-    complete = (part.targets >= 0).all(dim=1)
-    accepted = (part.drafts == part.targets).long().cumprod(dim=1).sum(dim=1)[complete]
-    interval = mean_over_texts(part.text[complete], 1.0 + accepted.double())
-    # Like the property, but nothing to say where nothing was drafted.
-    mean = part.mean_accepted_length if len(part.anchor) else math.nan
-    return WorkloadFigures(len(set(part.text.tolist())), len(part.anchor), steps, mean, interval)
+    rounds, count = of_agreement(part), len(set(part.text.tolist()))
+    return WorkloadFigures(count, len(part.anchor), steps, rounds.mean_accepted_length, rounds.interval)
 
 
 def _step(part: Agreement, step: int) -> StepFigures:
@@ -171,18 +165,5 @@ def _step(part: Agreement, step: int) -> StepFigures:
 
 
 def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
-    hits, sizes = _by_text(text[among], hit[among])
+    hits, sizes = by_text(text[among], hit[among])
     return Share(whole.successes, whole.trials, share_interval([round(n) for n in hits], [round(n) for n in sizes]))
-
-
-def mean_over_texts(text: torch.Tensor, values: torch.Tensor, level: float = 0.95) -> Interval | None:
-    """The interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
-    return ratio_interval(*_by_text(text, values), level)
-
-
-def _by_text(text: torch.Tensor, values: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Sums of ``values``, and how many there were, by text."""
-    rows, index = torch.unique(text, return_inverse=True)
-    empty = torch.zeros(len(rows), dtype=torch.double)
-    sums, sizes = (empty.index_add(0, index, column.double()) for column in (values, torch.ones_like(values)))
-    return sums.tolist(), sizes.tolist()

@@ -20,9 +20,9 @@ from mtp_extract.validate.acceptance.agreement import (
     Continuations,
     WorkloadFigures,
     figures,
-    mean_over_texts,
     measure_agreement,
 )
+from mtp_extract.validate.acceptance.measured import mean_over_texts
 
 __all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
 

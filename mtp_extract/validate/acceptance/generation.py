@@ -84,8 +84,9 @@ class GenerationResult:
     Attributes:
         timed: prompts behind the times.
         base_ms: one forward of the base over one token.
-        best_drafts: the K worth drafting by the arithmetic, from measured acceptance and cost.
+        best_drafts: the K worth drafting by the arithmetic, from measured acceptance and cost; 0 for none.
         predicted_speedup: at that K.
+        break_even_drafts: the largest K that is still predicted to be faster than none; 0 where none is.
     """
 
     lengths: tuple[DraftLengthResult, ...]
@@ -93,6 +94,7 @@ class GenerationResult:
     base_ms: float
     best_drafts: int
     predicted_speedup: float
+    break_even_drafts: int
 
 
 def measure_generation(
@@ -165,8 +167,10 @@ def measure_generation(
         )
     base_rounds = [r.verify_ms for result in plain for r in result.rounds]
     base_ms = fmean(base_rounds) if base_rounds else float("nan")
-    best, gain = _best(results, conditional, base_ms)
-    return GenerationResult(tuple(results), len(chosen), base_ms, best, gain)
+    gains = _gains(results, conditional, base_ms)
+    best = max(gains, key=lambda drafts: (gains[drafts], -drafts))
+    pays = max(drafts for drafts, gain in gains.items() if not drafts or gain > 1)
+    return GenerationResult(tuple(results), len(chosen), base_ms, best, gains[best], pays)
 
 
 def _own(continuations: Continuations, index: int) -> tuple[int, ...]:
@@ -206,8 +210,8 @@ def _rate(results: Sequence[Generation]) -> float:
     return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else float("nan")
 
 
-def _best(results: Sequence[DraftLengthResult], conditional: Sequence[float], base_ms: float) -> tuple[int, float]:
-    """The K with the greatest speedup by the arithmetic, of 0 and those measured; each with its own cost."""
+def _gains(results: Sequence[DraftLengthResult], conditional: Sequence[float], base_ms: float) -> dict[int, float]:
+    """By K, of 0 and those measured: the speedup by the arithmetic, each with its own cost."""
     gains = {0: 1.0}
     for result in results:
         if result.draft_ms == result.draft_ms:
@@ -217,5 +221,4 @@ def _best(results: Sequence[DraftLengthResult], conditional: Sequence[float], ba
                 verify_cost=base_ms,
                 verify_cost_per_draft=(result.verify_ms - base_ms) / result.drafts,
             )
-    best = max(gains, key=lambda drafts: (gains[drafts], -drafts))
-    return best, gains[best]
+    return gains

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from mtp_extract.speculate import Agreement, Interval, Text
-from mtp_extract.validate.acceptance.agreement import Continuations, mean_over_texts
+from mtp_extract.validate.acceptance.agreement import Continuations
+from mtp_extract.validate.acceptance.measured import mean_over_texts
 
 __all__ = ["TrivialResult", "compare_trivial"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.speculate import Interval
 from mtp_extract.validate.acceptance.agreement import Share, WorkloadFigures
+from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
-from mtp_extract.validate.acceptance.generation import DraftLengthResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
+from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.parity.compare import Comparison, Parity
 from mtp_extract.validate.report.page import plain_json
 from mtp_extract.validate.report.verdict import findings, verdict, why
@@ -38,12 +41,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
         "notes": list(found.notes),
         "checks": [dataclasses.asdict(check) for check in found.checks] or None,
         "parity": _parity(parity) if parity else None,
-        "agreement": {
-            **_workload(found.agreement),
-            "workloads": {name: _workload(figures) for name, figures in found.workloads.items()},
-        }
-        if found.agreement
-        else None,
+        "agreement": _agreement(found.agreement, found.workloads) if found.agreement else None,
         "trivial": {
             result.name: {
                 "top1": result.share,
@@ -55,15 +53,9 @@ def as_json(validation: Validation) -> dict[str, Any]:
         "controls": {result.control.name: {**_control(result), "why": why(result)} for result in found.controls}
         if found.controls
         else None,
-        "generation": {str(result.drafts): _length(result) for result in generation.lengths} if generation else None,
-        "arithmetic": {
-            "base_ms": generation.base_ms,
-            "best_draft_steps": generation.best_drafts,
-            "predicted_speedup": generation.predicted_speedup,
-            "timed_prompts": generation.timed,
-        }
-        if generation
-        else None,
+        "generation": _generation(generation) if generation else None,
+        "arithmetic": _arithmetic(generation) if generation else None,
+        "drafters": [_drafter(drafter) for drafter in found.drafters] or None,
     }
     plain: dict[str, Any] = plain_json(report)
     return plain
@@ -95,6 +87,10 @@ def _parity(parity: Parity) -> dict[str, Any]:
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
     return dataclasses.asdict(comparison)
+
+
+def _agreement(overall: WorkloadFigures, workloads: Mapping[str, WorkloadFigures]) -> dict[str, Any]:
+    return {**_workload(overall), "workloads": {name: _workload(figures) for name, figures in workloads.items()}}
 
 
 def _workload(figures: WorkloadFigures) -> dict[str, Any]:
@@ -145,6 +141,42 @@ def _control(result: ControlResult) -> dict[str, Any]:
         "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval) if figures else None,
         "steps": _steps(figures) if figures else [],
     }
+
+
+def _generation(generation: GenerationResult) -> dict[str, Any]:
+    return {str(result.drafts): _length(result) for result in generation.lengths}
+
+
+def _arithmetic(generation: GenerationResult) -> dict[str, Any]:
+    return {
+        "base_ms": generation.base_ms,
+        "best_draft_steps": generation.best_drafts,
+        "predicted_speedup": generation.predicted_speedup,
+        "break_even_draft_steps": generation.break_even_drafts,
+        "timed_prompts": generation.timed,
+    }
+
+
+def _drafter(drafter: DrafterFigures) -> dict[str, Any]:
+    facts = drafter.facts
+    head = facts.ordered_head
+    return {
+        "name": facts.name,
+        "format": facts.format,
+        "made": facts.made,
+        "mode": facts.mode,
+        "ordered_head": dataclasses.asdict(head) if head else None,
+        "bytes_a_step": {**dataclasses.asdict(facts.reads), "total": facts.reads.total},
+        "change": _change(drafter.change),
+        "changes": {name: _change(change) for name, change in drafter.changes.items()},
+        "agreement": _agreement(drafter.agreement, drafter.workloads),
+        "generation": _generation(drafter.generation),
+        "arithmetic": _arithmetic(drafter.generation),
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {"mean": change.mean, "ci95": _interval(change.interval)}
 
 
 def _length(result: DraftLengthResult) -> dict[str, Any]:

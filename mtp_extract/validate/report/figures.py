@@ -44,7 +44,7 @@ def draw_figures(validation: Validation, folder: Path) -> list[str]:
 
     drawn = []
     with matplotlib.rc_context(_STYLE):
-        for name, draw in zip(FIGURES, (_acceptance, _workloads, _generation), strict=True):
+        for name, draw in zip(FIGURES, (_acceptance, _workloads, _generation, _drafters), strict=True):
             figure = draw(validation, pyplot)
             if figure is None:
                 continue
@@ -55,10 +55,12 @@ def draw_figures(validation: Validation, folder: Path) -> list[str]:
     return drawn
 
 
-def _line(axes: Any, figures: WorkloadFigures, label: str, **style: Any) -> None:
-    steps = range(1, len(figures.steps) + 1)
-    values = [100 * step.top1.value for step in figures.steps]
-    intervals = [step.top1.interval for step in figures.steps]
+def _line(
+    axes: Any, figures: WorkloadFigures, label: str, rate: str = "top1", shift: float = 0.0, **style: Any
+) -> None:
+    steps = [step + shift for step in range(1, len(figures.steps) + 1)]
+    values = [100 * getattr(step, rate).value for step in figures.steps]
+    intervals = [getattr(step, rate).interval for step in figures.steps]
     errors = [
         [value - 100 * interval.low for value, interval in zip(values, intervals, strict=True)],
         [100 * interval.high - value for value, interval in zip(values, intervals, strict=True)],
@@ -205,6 +207,36 @@ def _generation(validation: Validation, pyplot: Any) -> Any:
     right.legend(loc="upper left", frameon=False)
     for axes in (left, right):
         axes.grid(visible=False, axis="x")
+    return figure
+
+
+def _drafters(validation: Validation, pyplot: Any) -> Any:
+    """Conditional acceptance by step, a line a drafter."""
+    drafters = validation.drafters
+    if len(drafters) < 2:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
+    colours, markers = (_BLUE, *_CONTROL_COLOURS), ("o", *_MARKERS)
+    for index, drafter in enumerate(drafters):
+        _line(
+            axes,
+            drafter.agreement,
+            # A pair of dollars would be read as mathematics.
+            f"{drafter.facts.name}: {drafter.agreement.mean_accepted_length:.2f} tokens a round".replace("$", r"\$"),
+            "conditional",
+            # Beside each other: bars of drafters that are nearly alike would hide one another.
+            0.08 * (index - (len(drafters) - 1) / 2),
+            color=colours[index % len(colours)],
+            marker=markers[index % len(markers)],
+            markersize=5,
+            linewidth=1.3 if index else 2.2,
+        )
+    axes.set_title("Drafts accepted, of those whose predecessors were", loc="left")
+    axes.set_xlabel("draft step; bars: 95 % intervals over texts")
+    axes.set_ylabel("conditional acceptance (%)")
+    axes.set_xticks(range(1, len(drafters[0].agreement.steps) + 1))
+    axes.set_ylim(top=101)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=1, frameon=False, fontsize=9)
     return figure
 
 

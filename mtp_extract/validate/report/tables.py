@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp_extract import markdown
 
-__all__ = ["FIGURES", "PAGE", "REPORT", "REPORT_FILES", "Table", "measurements", "setting", "share", "words"]
+__all__ = ["FIGURES", "PAGE", "REPORT", "REPORT_FILES", "Table", "change", "measurements", "setting", "share", "words"]
 
 REPORT = "report.json"
 PAGE = "report.md"
@@ -21,6 +21,7 @@ FIGURES: Mapping[str, str] = {
     "acceptance_by_step": "Acceptance by draft step, and top-1 agreement beside that of the controls",
     "agreement_by_workload": "Agreement by workload",
     "generation_by_drafts": "Tokens a second, and the time of a round, by number of drafts",
+    "drafters_by_step": "Acceptance by draft step of the drafters side by side",
 }
 """Names of the figures, without an ending, and what they show."""
 
@@ -111,6 +112,9 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
         yield _controls(report["controls"], report["agreement"], report.get("trivial", {}))
     if report["generation"] is not None:
         yield from _generation(report["generation"], report["arithmetic"])
+    # Reports of earlier releases knew one drafter.
+    if report.get("drafters"):
+        yield from _drafters(report["drafters"])
 
 
 def _number(value: float | None, form: str) -> str:
@@ -316,3 +320,112 @@ def _generation(generation: Mapping[str, Any], arithmetic: Mapping[str, Any]) ->
         rows=tuple((b["name"], str(list(b["shape"])), b["dtype"], f"{b['nbytes']:,}") for b in found["buffers"]),
         detail=True,
     )
+
+
+_MADE = {"extracted": "extracted", "tuned": "tuned", "unknown": "no record"}
+
+
+def _what(drafter: Mapping[str, Any]) -> str:
+    mode, head = drafter["mode"], drafter["ordered_head"]
+    parts = [_MADE[drafter["made"]] + (f" ({mode})" if mode else ""), drafter["format"]]
+    if head:
+        parts.append(f"ordered head, {head['top_k']} of {head['num_centroids']} clusters")
+    return ", ".join(parts)
+
+
+def change(mean: float | None, interval: Sequence[float] | None) -> str:
+    """A difference in mean accepted length with its interval, ``+0.30 (+0.21 to +0.39)``; a dash for none."""
+    if mean is None or math.isnan(mean):
+        return "–"
+    return f"{mean:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")
+
+
+def _change(found: Mapping[str, Any]) -> str:
+    return change(found["mean"], found["ci95"])
+
+
+def _drafters(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    first, *others = drafters
+    drafts = len(first["agreement"]["steps"])
+    yield Table(
+        title="Drafters side by side" if others else "What a draft step costs, and what it is worth",
+        columns=(
+            "drafter",
+            "what it is",
+            "mean length",
+            *(("to the first",) if others else ()),
+            "bytes a step",
+            "of it the head",
+            "draft ms",
+            "verify ms",
+            "same text",
+            "best K",
+            "predicted",
+            "measured",
+            "break-even K",
+        ),
+        rows=tuple(_beside(drafter, bool(others), drafter is first) for drafter in drafters),
+        about=(
+            f"All on the same texts of the base; mean accepted length at {drafts} drafts. Bytes of the drafter's own "
+            "weights that one step reads, as its directory stores them: codes with their scales, of an ordered head "
+            "the centroids and the clusters that are chosen. The base's K and V, embedding and hidden state come on "
+            "top, the same for all. Times are of one step and one verification, batch of one, at the best K or, where "
+            "none pays, the smallest, in this loop, which computes in floats whatever a directory stores. Predicted: "
+            "the speedup at that K by the arithmetic; measured: in tokens a second. Break-even K: the largest of those "
+            "tried that is predicted to be faster than the base alone."
+        ),
+        figure="drafters_by_step" if others else "",
+    )
+    if not others:
+        return
+    names = tuple(drafter["name"] for drafter in drafters)
+    yield Table(
+        title="Conditional acceptance by step, drafters side by side",
+        columns=("step", *(f"{name} %" for name in names)),
+        rows=tuple(
+            (step + 1, *(_rate(drafter["agreement"], "conditional", step) for drafter in drafters))
+            for step in range(drafts)
+        ),
+    )
+    yield Table(
+        title="Mean accepted length by workload, drafters side by side",
+        columns=("workload", "texts", *names, *(f"{name}: to the first" for name in names[1:])),
+        rows=tuple(
+            (
+                name,
+                found["texts"],
+                *(_mean(drafter["agreement"]["workloads"][name]) for drafter in drafters),
+                *(_change(drafter["changes"][name]) for drafter in others),
+            )
+            for name, found in first["agreement"]["workloads"].items()
+        ),
+        about="Differences text by text, each with its own 95 % interval over texts.",
+    )
+
+
+def _beside(drafter: Mapping[str, Any], several: bool, first: bool) -> tuple[str | int, ...]:
+    arithmetic, generation, reads = drafter["arithmetic"], drafter["generation"], drafter["bytes_a_step"]
+    best = arithmetic["best_draft_steps"]
+    drafts = best or min(map(int, generation))
+    found = generation[str(drafts)]
+    fast, base = found["speculative_tokens_per_s"], found["base_tokens_per_s"]
+    step = None if found["draft_ms"] is None else found["draft_ms"] / drafts
+    return (
+        drafter["name"],
+        _what(drafter),
+        _mean(drafter["agreement"]),
+        *(("" if first else _change(drafter["change"]),) if several else ()),
+        f"{reads['total']:,}",
+        f"{reads['head']:,}",
+        _number(step, ".2f"),
+        _number(found["verify_ms"], ".2f"),
+        f"{sum(r['identical_prompts'] for r in generation.values())}/{sum(r['prompts'] for r in generation.values())}",
+        best,
+        _times(arithmetic["predicted_speedup"]),
+        _times(fast / base if fast and base else None),
+        arithmetic["break_even_draft_steps"],
+    )
+
+
+def _times(speedup: float | None) -> str:
+    return "–" if speedup is None else f"{speedup:.2f}×"

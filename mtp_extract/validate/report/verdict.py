@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult
+from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.acceptance.trivial import TrivialResult
-from mtp_extract.validate.report.tables import share
+from mtp_extract.validate.report.tables import change, share
 from mtp_extract.validate.result import Validation
 
 __all__ = ["findings", "verdict", "why"]
@@ -38,6 +40,8 @@ def verdict(found: Validation) -> str:
             f"{most}"
         )
         refuted += [_trivial(result) for result in found.trivial if result.reached]
+    if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
+        measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
         lengths = found.generation.lengths
         ks = ", ".join(str(result.drafts) for result in lengths)
@@ -66,6 +70,10 @@ def verdict(found: Validation) -> str:
         parts.append(_pointed(found))
     text = "; ".join(parts)
     return text[:1].upper() + text[1:] + "."
+
+
+def _change(found: Change) -> str:
+    return change(found.mean, dataclasses.astuple(found.interval) if found.interval else None)
 
 
 def _trivial(result: TrivialResult) -> str:
@@ -126,10 +134,21 @@ def findings(found: Validation) -> list[str]:
         if result.standing in ("above", "same")
     ]
     for result in found.generation.lengths if found.generation else ():
-        for divergence in result.divergences:
-            apart = f", {divergence.margin:.3g} logits apart" if divergence.margin is not None else ""
-            listed.append(
-                f"with {result.drafts} drafts a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
-                f"token {divergence.token + 1}{apart}"
-            )
+        listed += _divergences(result)
+    for drafter in found.drafters[1:]:
+        if drafter.change.worse:
+            listed.append(f"{drafter.facts.name} drafts worse: {_change(drafter.change)} in mean accepted length")
+        for result in drafter.generation.lengths:
+            listed += [f"{drafter.facts.name}: {line}" for line in _divergences(result)]
+    return listed
+
+
+def _divergences(result: DraftLengthResult) -> list[str]:
+    listed = []
+    for divergence in result.divergences:
+        apart = f", {divergence.margin:.3g} logits apart" if divergence.margin is not None else ""
+        listed.append(
+            f"with {result.drafts} drafts a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
+            f"token {divergence.token + 1}{apart}"
+        )
     return listed

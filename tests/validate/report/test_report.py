@@ -30,6 +30,7 @@ TIMES = {
     "base_ms",
     "best_draft_steps",
     "predicted_speedup",
+    "break_even_draft_steps",
 }
 DRAWN = {
     f"{name}.{ending}"
@@ -68,7 +69,7 @@ def test_schema(written: Path) -> None:
     for entry in found["generation"].values():
         assert entry["identical"] is True
         assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
-            "base_ms", "best_draft_steps", "predicted_speedup"}}  # fmt: skip
+            "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps"}}  # fmt: skip
     assert found["verdict"].startswith(
         "Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, exec"
     )
@@ -99,6 +100,8 @@ def test_the_report_that_other_tests_use_is_one(written: Path) -> None:
     ]
     assert set(REPORT_DOCUMENT["controls"]["shuffled_kv"]) == set(found["controls"]["shuffled_kv"])
     assert set(REPORT_DOCUMENT["generation"]["3"]) == set(found["generation"]["3"])
+    assert set(REPORT_DOCUMENT["drafters"][0]) == set(found["drafters"][0])
+    assert found["drafters"][0]["agreement"] == found["agreement"]
 
 
 def test_what_is_measured_is_told_once(written: Path) -> None:
@@ -113,8 +116,9 @@ def test_what_is_measured_is_told_once(written: Path) -> None:
         "By workload",
         "Controls",
         "Speculative decoding",
+        "What a draft step costs, and what it is worth",
     ]
-    assert {table.figure for table in tables if table.figure} == set(FIGURES)
+    assert {table.figure for table in tables if table.figure} == set(FIGURES) - {"drafters_by_step"}
     for table in tables:
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)

@@ -32,5 +32,14 @@ def test_a_text_that_parts_from_the_base(validation: Validation) -> None:
 def test_what_was_not_measured(validation: Validation) -> None:
     _check(replace(validation, parity=None))
     _check(
-        replace(validation, base=None, settings={"seed": 0}, agreement=None, workloads={}, controls=(), generation=None)
+        replace(
+            validation,
+            base=None,
+            settings={"seed": 0},
+            agreement=None,
+            workloads={},
+            controls=(),
+            generation=None,
+            drafters=(),
+        )
     )

@@ -1,0 +1,227 @@
+"""An ordered head for a drafter: made of how its tokens are used, and kept if it drafts what the dense one drafts.
+
+A token's vector is the mean state in which it is the dense head's choice; the many that are chosen seldom or never lean
+on their own row. Clusters of equal size are made of these vectors, and the rows that stand for them are learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor, read_floats
+from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.speculate import Interval, Text, groups
+from mtp_extract.tune.centroids import Learned, learn_centroids, ranks
+from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
+from mtp_extract.tune.loss import LOGITS_AT_ONCE
+from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
+from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
+from mtp_extract.validate.acceptance.measured import mean_over_texts
+
+__all__ = [
+    "LEAST_KEPT",
+    "Built",
+    "Kept",
+    "Used",
+    "build_head",
+    "collect",
+    "dense",
+    "head_of",
+    "most_looked_into",
+    "ordered",
+    "ranks_of",
+]
+
+LEAST_KEPT = 0.995
+"""Of the dense head's choices."""
+
+_ROW_WORTH = 5.0
+"""States that a token's own row counts as much as."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """States that a drafter's head reads. N states.
+
+    Attributes:
+        states: [N, width], in the type the drafter computes in.
+        choices: int64 [N], the dense head's argmax.
+        text: int64 [N], index of the text.
+    """
+
+    states: Tensor
+    choices: Tensor
+    text: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Attributes:
+    share: of the dense head's choices that lie in a cluster looked into.
+    interval: of it, 95 % over texts; None with fewer than two.
+    """
+
+    share: float
+    interval: Interval | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        bounds = None if self.interval is None else [round(self.interval.low, 5), round(self.interval.high, 5)]
+        return {"share": round(self.share, 5), "interval": bounds}
+
+    @classmethod
+    def of(cls, used: Used, rank: Tensor, top_k: int) -> Kept:
+        """Where the cluster of each choice has ``rank`` [N]."""
+        hits = (rank < top_k).double()
+        return cls(float(hits.mean()), mean_over_texts(used.text, hits))
+
+
+@dataclass(frozen=True)
+class Built:
+    """Attributes:
+    ordering: int64 [V], the tokens cluster by cluster.
+    learned: the rows that stand for clusters.
+    tokens: how many were ever the dense head's choice.
+    """
+
+    ordering: Tensor
+    learned: Learned
+    tokens: int
+
+
+def dense(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` without the ordered head that it may have."""
+    tensors = {role: tensor for role, tensor in checkpoint.tensors.items() if role not in HEAD_ROLES}
+    return replace(checkpoint, config=replace(checkpoint.config, ordered_head=None), tensors=MappingProxyType(tensors))
+
+
+def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
+    """``checkpoint`` with an ordered head; all else as it is."""
+    head: Mapping[str, LazyTensor] = {
+        CENTROIDS: ArrayTensor(centroids.numpy()),
+        ORDERING: IndexTensor(ordering.numpy().astype(np.int64)),
+    }
+    return replace(
+        checkpoint,
+        config=replace(checkpoint.config, ordered_head=OrderedHeadConfig(len(centroids), top_k)),
+        tensors=MappingProxyType({**checkpoint.tensors, **head}),
+    )
+
+
+def head_of(checkpoint: Checkpoint, *, centroids: bool = False) -> Tensor:
+    """F32, a copy of the dense head's rows, or of the ordered one's centroids."""
+    return torch.from_numpy(read_floats(checkpoint.tensors[CENTROIDS if centroids else "lm_head"]))
+
+
+def ranks_of(used: Used, ordering: Tensor, centroids: Tensor) -> Tensor:
+    """int64 [N]: how many clusters score higher than the one with the dense head's choice."""
+    return ranks(used.states, centroids, cluster_of(ordering, len(centroids))[used.choices])
+
+
+def most_looked_into(count: int) -> int:
+    """The largest number of clusters that is chosen: an eighth, beyond which there is little to be gained."""
+    return max(1, count // 8)
+
+
+def collect(pair: Pair, drafter: MtpDrafter, texts: Sequence[Text], most: int, *, every_convention: bool) -> Used:
+    """The states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
+
+    Args:
+        pair: its base.
+        drafter: with a dense head.
+        texts: with an anchor at least.
+        most: states; of longer texts random anchors are taken.
+        every_convention: for both position conventions, and not only LiteRT's.
+    """
+    conventions = (LITERT, TRANSFORMERS) if every_convention else (LITERT,)
+    steps = pair.setting.draft_steps
+    anchors = max(1, most // (len(texts) * steps * len(conventions)))
+    parts = [
+        part
+        for group in groups([len(text.tokens) for text in texts], TEXTS_AT_ONCE)
+        for part in _states(pair, drafter, texts, group, anchors, conventions)
+    ]
+    return Used(*(torch.cat([getattr(part, name) for part in parts])[:most] for name in ("states", "choices", "text")))
+
+
+@torch.no_grad()
+def _states(
+    pair: Pair,
+    drafter: MtpDrafter,
+    texts: Sequence[Text],
+    group: Sequence[int],
+    anchors: int,
+    conventions: Sequence[Convention],
+) -> Iterator[Used]:
+    chosen, steps = [texts[index] for index in group], pair.setting.draft_steps
+    most = min(anchors, max(len(text.anchors) for text in chosen))
+    generator = torch.Generator().manual_seed(pair.setting.seed)
+    batch = collate(
+        pair.states(()).of(chosen), *random_anchors(chosen, most, generator), drafter.pre_projection.weight.device
+    )
+    counts = counting(batch, steps, greedy=pair.setting.temperature == 0)
+    index = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
+    rows = max(1, LOGITS_AT_ONCE // drafter.config.vocab_size)
+    for convention in conventions:
+        states = Rounds(drafter, steps)(batch, pair.base.embed, convention)[counts]
+        choices = [drafter.lm_head(part).argmax(-1) for part in states.split(rows)]
+        yield Used(states.cpu(), torch.cat(choices).cpu(), index)
+
+
+def vectors_of(used: Used, head: Tensor) -> Tensor:
+    """F32 [V, width]: of each token, the mean of the states in which it is chosen, and of its own row as some more.
+
+    Made in the place of ``head``.
+    """
+    size = _length(used.states)
+    head.mul_(_ROW_WORTH * size / (_length(head) or 1.0))
+    for rows in torch.split(torch.arange(len(used.states)), 1 << 16):
+        head.index_add_(0, used.choices[rows], used.states[rows].float())
+    counts = torch.bincount(used.choices, minlength=len(head))
+    return head.div_((counts + _ROW_WORTH)[:, None])
+
+
+def _length(rows: Tensor) -> float:
+    """The mean length of ``rows``."""
+    return float(rows.float().norm(dim=1).mean())
+
+
+def build_head(head: Tensor, used: Used, watched: Used, count: int, top_k: int | None, steps: int, seed: int) -> Built:
+    """Clusters, and the rows that stand for them.
+
+    Args:
+        head: F32 [V, width], the dense head; overwritten.
+        used: what it is made from.
+        watched: what says how good it is, on the way.
+        count: of clusters.
+        top_k: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
+        steps: of the optimizer.
+        seed: of the order of states.
+
+    Raises:
+        MtpExtractError: ``count`` does not divide the vocabulary, or a number is not finite.
+    """
+    vectors = vectors_of(used, head)
+    ordering = balanced_clusters(vectors, count)
+    cluster = cluster_of(ordering, count)
+    learned = learn_centroids(
+        used.states,
+        cluster[used.choices],
+        means_of(vectors, ordering, count),
+        (watched.states, cluster[watched.choices]),
+        top_k=top_k,
+        share=LEAST_KEPT,
+        steps=steps,
+        seed=seed,
+    )
+    return Built(ordering, learned, len(torch.unique(used.choices)))

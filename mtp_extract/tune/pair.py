@@ -1,0 +1,132 @@
+"""The drafter and its base, loaded, over however many processes there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from xxhash import xxh3_128
+
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.conversion import ReadDirectory
+from mtp_extract.drafter import MtpDrafter, drafter_of
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate import Base, SpeculativeGenerator, Text
+from mtp_extract.tune.loss import LOGITS_AT_ONCE
+from mtp_extract.tune.measure import joined, measure
+from mtp_extract.tune.rounds import States
+from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.writing import as_written
+from mtp_extract.validate.acceptance.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.validate.acceptance.measured import Measured
+
+__all__ = ["TEXTS_AT_ONCE", "Pair"]
+
+TEXTS_AT_ONCE = 32
+"""Least texts in one forward where nothing is trained."""
+
+_READ = 1 << 24
+_KEPT_STATES = 1 << 31
+"""Bytes of the base's states that are kept rather than computed in every step."""
+
+
+class Pair:
+    """A drafter beside its base.
+
+    Args:
+        setting: which.
+        say: told what is being done; of several processes by the first.
+
+    Attributes:
+        accelerator: accelerate's; it says which process this is.
+        origin: the drafter's directory, with its checkpoint.
+        loaded: the base as transformers has it.
+        drafter: in the type it computes in beside the base.
+        generator: both in the loop of generation.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+    """
+
+    def __init__(self, setting: Setting, say: Callable[[str], None] = lambda line: None) -> None:
+        self.setting = setting
+        self.accelerator = Accelerator(cpu=setting.device == "cpu")
+        self.say = say if self.accelerator.is_main_process else lambda line: None
+        _, processes = self.share
+        if setting.batch < processes:
+            raise MtpExtractError(
+                f"expected a batch of at least {processes}, one text a process, found {setting.batch}; raise it",
+                remedies=("batch",),
+            )
+        self.origin = ReadDirectory.of(setting.directory)
+        self.say(f"loading the base {setting.base}")
+        several = processes > 1 and self.accelerator.device.type != "cpu"
+        self.loaded: LoadedBase = load_base(setting.base, str(self.accelerator.device) if several else setting.device)
+        with memory_guard("loading the drafter"):
+            self.drafter = self.drafter_of(self.origin.checkpoint)
+            self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
+
+    @property
+    def name(self) -> str:
+        """Of the base, for the record: of a directory its name alone, for where it lies is nobody else's."""
+        path = Path(self.setting.base)
+        return path.resolve().name if path.is_dir() else self.setting.base
+
+    @property
+    def base(self) -> Base:
+        """As the loop needs it."""
+        return self.generator.base
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which process this is, of how many."""
+        return self.accelerator.process_index, self.accelerator.num_processes
+
+    @cached_property
+    def base_fingerprint(self) -> str:
+        """XXH3-128 of the base's weights: those of another one make other text."""
+        digest = xxh3_128()
+        for name, value in sorted(self.loaded.model.state_dict().items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+            numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            for at in range(0, len(numbers), _READ):
+                digest.update(numbers[at : at + _READ].data)
+        return digest.hexdigest()
+
+    def drafter_of(self, checkpoint: Checkpoint) -> MtpDrafter:
+        """``checkpoint`` as what is loaded from a directory like the origin would compute."""
+        written = as_written(self.origin, checkpoint)
+        return drafter_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+
+    def states(self, texts: Sequence[Text], logits_at_once: int = LOGITS_AT_ONCE) -> States:
+        """What the base computes over ``texts``, for this drafter."""
+        return States(self.base, list(self.drafter.needs.shared_kv), texts, _KEPT_STATES, logits_at_once)
+
+    def measured(self, drafter: MtpDrafter, texts: Sequence[Text], temperature: float | None = None) -> Measured:
+        """``drafter`` on ``texts``, divided among the processes; the same for all of them.
+
+        Args:
+            drafter: of the base.
+            texts: the base's own.
+            temperature: at which it wrote them; None for the setting's.
+        """
+        number, processes = self.share
+        part = measure(
+            self.base,
+            drafter,
+            [texts[index] for index in range(number, len(texts), processes)],
+            self.setting.draft_steps,
+            temperature=self.setting.temperature if temperature is None else temperature,
+            batch=max(self.setting.batch, TEXTS_AT_ONCE),
+        )
+        part = dataclasses.replace(part, text=part.text * processes + number)
+        if processes == 1:
+            return part
+        gathered: list[Any] = gather_object([part])
+        return joined(gathered)

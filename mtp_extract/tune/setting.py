@@ -1,0 +1,70 @@
+"""What every training here begins with, as the user says it: a drafter, its base, and what the base shall write."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_extract.errors import MtpExtractError
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A drafter with its base, and the text they are trained and measured on.
+
+    Attributes:
+        directory: the checkpoint.
+        base: directory or Hub id of the base model.
+        work: where text, state and log are kept: a run that was stopped goes on from there.
+        prompts: file of prompts; None for the shipped ones.
+        text: file of texts by people, to train on instead of the base's own.
+        new_tokens: most tokens of each continuation.
+        temperature: of serving: the base writes, and drafts are judged, at it.
+        chat_template: apply it where there is one.
+        draft_steps: K, drafts a round.
+        batch: texts a step, of all processes together.
+        seed: of everything random.
+        device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
+    """
+
+    directory: Path
+    base: str
+    work: Path
+    prompts: Path | None = None
+    text: Path | None = None
+    new_tokens: int = 256
+    temperature: float = 0.0
+    chat_template: bool = True
+    draft_steps: int = 3
+    batch: int = 16
+    seed: int = 0
+    device: str = "auto"
+
+    def check(self) -> None:
+        """What can be said before anything is loaded.
+
+        Raises:
+            MtpExtractError: a number is out of range, or two things exclude each other.
+        """
+        if self.prompts is not None and self.text is not None:
+            raise MtpExtractError("expected prompts or texts, found both; leave one out", remedies=("prompts", "text"))
+        if self.text is not None and self.temperature:
+            raise MtpExtractError(
+                "expected text of the base itself for sampled serving, found text by people, which has another "
+                "distribution; give prompts",
+                remedies=("prompts", "temperature=0"),
+            )
+        least = {"draft_steps": 1, "batch": 1, "new_tokens": self.draft_steps + 2, "seed": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise MtpExtractError(
+                    f"expected {name} of at least {bound}, found {getattr(self, name)}; raise it", remedies=(name,)
+                )
+        if not 0 <= self.temperature < math.inf:
+            raise MtpExtractError(
+                f"expected a temperature of at least 0, found {self.temperature}; 0 is greedy",
+                remedies=("temperature",),
+            )

@@ -1,0 +1,125 @@
+"""Before and after on texts that nothing was trained on, and whether what came out is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mtp_extract.speculate import Interval
+from mtp_extract.tune.corpus import Corpus
+from mtp_extract.validate.acceptance.measured import Change, Measured, compare
+
+__all__ = ["Comparison", "Comparisons", "signed"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Before and after, on texts that nothing was trained on or chosen by.
+
+    Attributes:
+        own: whether its workload is one of those trained on, and not only looked at for harm.
+    """
+
+    before: Measured
+    after: Measured
+    change: Change
+    own: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+
+        def figures(measured: Measured) -> dict[str, Any]:
+            return {
+                "mean_accepted_length": round(measured.mean_accepted_length, 4),
+                "interval": _bounds(measured.interval),
+                "conditional": [round(rate, 4) for rate in measured.conditional],
+            }
+
+        return {
+            "texts": self.before.texts,
+            "anchors": len(self.before.anchor),
+            "trained_on_its_kind": self.own,
+            "before": figures(self.before),
+            "after": figures(self.after),
+            "change": {"mean": round(self.change.mean, 4), "interval": _bounds(self.change.interval)},
+        }
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """All of one corpus.
+
+    Attributes:
+        overall: over all held-out texts of the workloads that were trained on.
+        workloads: by name; those of shipped prompts that were not trained on are there to see harm.
+        otherwise: over the corpus's texts of another serving; None where it has none. It decides nothing.
+        other_temperature: of that serving.
+    """
+
+    overall: Comparison
+    workloads: Mapping[str, Comparison]
+    otherwise: Comparison | None
+    other_temperature: float
+
+    @classmethod
+    def of(
+        cls, corpus: Corpus, before: Measured, after: Measured, otherwise: tuple[Measured, Measured] | None = None
+    ) -> Comparisons:
+        """Of measurements before and after.
+
+        Args:
+            corpus: the texts.
+            before, after: over those that were held out.
+            otherwise: before and after over those of another serving.
+        """
+        workloads = {
+            name: _compared(corpus, before.of(rows), after.of(rows), own=rows[0] < corpus.own)
+            for name in dict.fromkeys(corpus.workloads)
+            for rows in [[index for index, workload in enumerate(corpus.workloads) if workload == name]]
+        }
+        other = otherwise and Comparison(*otherwise, compare(*otherwise), own=True)
+        own = range(corpus.own)
+        overall = _compared(corpus, before.of(own), after.of(own), own=True)
+        return cls(overall, workloads, other, corpus.other_temperature)
+
+    def refused(self) -> tuple[str, ...]:
+        """Why what came after is not to be kept; empty if it is: better at 95 %, and worse on no workload."""
+        reasons = []
+        if not self.overall.change.better:
+            reasons.append(
+                f"it is not better on held-out text at 95 % ({signed(self.overall.change)} in mean accepted length)"
+            )
+        reasons += [
+            f"it is worse on {name} at 95 % ({signed(comparison.change)})"
+            for name, comparison in self.workloads.items()
+            if comparison.change.worse
+        ]
+        return tuple(reasons)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        other = self.otherwise
+        return {
+            "other_serving": other and {"temperature": self.other_temperature, "comparison": other.as_json()},
+            "overall": self.overall.as_json(),
+            "workloads": {name: comparison.as_json() for name, comparison in self.workloads.items()},
+        }
+
+
+def _compared(corpus: Corpus, before: Measured, after: Measured, *, own: bool) -> Comparison:
+    units = torch.tensor(corpus.units)
+    before, after = (replace(found, text=units[found.text]) for found in (before, after))
+    return Comparison(before, after, compare(before, after), own)
+
+
+def _bounds(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [round(interval.low, 4), round(interval.high, 4)]
+
+
+def signed(change: Change) -> str:
+    """``change`` with its interval, in words."""
+    interval = change.interval
+    return f"{change.mean:+.3f}" + (f", {interval.low:+.3f} to {interval.high:+.3f}" if interval else "")

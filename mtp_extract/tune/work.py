@@ -1,0 +1,30 @@
+"""The folder where text, state and log are kept between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtp_extract.errors import OutputError, escape
+
+__all__ = ["kept"]
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Around whatever writes into ``folder``, which is there afterwards.
+
+    Raises:
+        OutputError: it cannot be written. What was in it before is still there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        place = escape(error.filename if error.filename is not None else folder)
+        raise OutputError(
+            f"{place}: expected a place to keep text and state, found that it cannot be written: "
+            f"{error.strerror or escape(error)}. Make room there, or choose another place.",
+            remedies=("work",),
+        ) from error

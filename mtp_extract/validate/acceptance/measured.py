@@ -1,0 +1,112 @@
+"""How many drafts stand, and by how much two drafters differ on the same texts.
+
+Counted over *anchors that have all K targets*: those near the end of a text could accept fewer whatever is drafted.
+Intervals are over texts, which are independent, not over their positions. Two drafters are compared text by text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mtp_extract.speculate import Agreement, Interval, ratio_interval
+
+__all__ = ["Change", "Measured", "by_text", "compare", "mean_over_texts", "of_agreement"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Over anchors that have all K targets. N anchors.
+
+    Attributes:
+        text: int64 [N], index of the text.
+        anchor: int64 [N], position of the pending token.
+        stands: F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving.
+    """
+
+    text: Tensor
+    anchor: Tensor
+    stands: Tensor
+
+    def of(self, texts: Sequence[int]) -> Measured:
+        """The part that belongs to these texts."""
+        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
+        return Measured(self.text[kept], self.anchor[kept], self.stands[kept])
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """1 + mean accepted drafts of a round; NaN without anchors."""
+        return 1 + float(self._accepted.mean())
+
+    @property
+    def interval(self) -> Interval | None:
+        """Of it, 95 % over texts; None with fewer than two."""
+        return mean_over_texts(self.text, 1 + self._accepted)
+
+    @property
+    def unconditional(self) -> list[float]:
+        """By step."""
+        return [float(rate) for rate in self.stands.mean(dim=0)]
+
+    @property
+    def conditional(self) -> list[float]:
+        """By step."""
+        rates = [1.0, *self.unconditional]
+        return [rate / before if before else 0.0 for before, rate in pairwise(rates)]
+
+    @property
+    def texts(self) -> int:
+        """How many have an anchor."""
+        return len(torch.unique(self.text))
+
+    @property
+    def _accepted(self) -> Tensor:
+        return self.stands.sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
+
+    mean: float
+    interval: Interval | None
+
+    @property
+    def better(self) -> bool:
+        """Certain at 95 %."""
+        return self.interval is not None and self.interval.low > 0
+
+    @property
+    def worse(self) -> bool:
+        """Certain at 95 %."""
+        return self.interval is not None and self.interval.high < 0
+
+
+def compare(before: Measured, after: Measured) -> Change:
+    """What changed, text by text."""
+    difference = (after.stands - before.stands).sum(dim=1)
+    return Change(float(difference.mean()), mean_over_texts(before.text, difference))
+
+
+def of_agreement(agreement: Agreement) -> Measured:
+    """Greedy serving: the drafts that the base's own text confirms."""
+    whole = (agreement.targets >= 0).all(dim=1)
+    stands = (agreement.drafts == agreement.targets).double().cumprod(dim=1)
+    return Measured(agreement.text[whole], agreement.anchor[whole], stands[whole])
+
+
+def mean_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
+    """The interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
+    return ratio_interval(*by_text(text, values), level)
+
+
+def by_text(text: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
+    """Sums of ``values``, and how many there were, by text."""
+    rows, index = torch.unique(text, return_inverse=True)
+    empty = torch.zeros(len(rows), dtype=torch.double)
+    sums, sizes = (empty.index_add(0, index, column.double()) for column in (values, torch.ones_like(values)))
+    return sums.tolist(), sizes.tolist()

@@ -1,0 +1,1 @@
+"""What ``tuning.py`` tunes on: prompts, and a base that moved."""

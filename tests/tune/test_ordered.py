@@ -1,0 +1,247 @@
+"""An ordered head for the sample: what is written, what is kept of the dense one, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from helpers.commands import run
+from helpers.schemas import validator
+from safetensors.numpy import load_file
+
+from mtp_extract import convert
+from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.checkpoint.check import verify
+from mtp_extract.checkpoint.formats import read_checkpoint
+from mtp_extract.drafter import load_drafter
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.speculate import Interval
+from mtp_extract.tune import Setting
+from mtp_extract.tune import prompts as texts
+from mtp_extract.tune.clusters import cluster_of
+from mtp_extract.tune.head import HeadPlan, Ordered, _chosen, _refused, run_ordered_head
+from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
+from mtp_extract.validate import prompts as shipped
+from mtp_extract.validate.acceptance.measured import Change
+from mtp_extract.validate.parity.transformers import check_transformers
+
+HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
+TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
+CENTROIDS = "masked_embedding.centroids.weight"
+ORDERING = "masked_embedding.token_ordering"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Any:
+    """One thread, and few of the shipped prompts."""
+    threads, every = torch.get_num_threads(), shipped.shipped_prompts()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipped, "shipped_prompts", lambda: every[::50])
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    every = [head + tail for head in HEADS for tail in TAILS]
+    sides = {texts.TRAINED: 8, texts.WATCHED: 4, texts.HELD_OUT: 5}
+    chosen = [p for side, count in sides.items() for p in [q for q in every if texts.side_of(q) == side][:count]]
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def make(
+    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Ordered]:
+    """Makings share what the base wrote."""
+    work = tmp_path_factory.mktemp("work")
+
+    def made(out: Path, directory: Path = extracted, **changes: Any) -> Ordered:
+        setting = Setting(
+            directory, str(base), work, prompts=prompts, new_tokens=16, batch=4, device="cpu", chat_template=False
+        )
+        settings: dict[str, Any] = {"centroids": 32, "steps": 30, "force": True}
+        return run_ordered_head(HeadPlan(setting, out, **(settings | changes)))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def headed(make: Callable[..., Ordered], tmp_path_factory: pytest.TempPathFactory) -> Ordered:
+    return make(tmp_path_factory.mktemp("headed") / "out", top_k=4)
+
+
+def test_all_but_the_head_is_as_it_was(headed: Ordered, extracted: Path) -> None:
+    """And what is added is a permutation of the tokens, and rows; record and card say what was done."""
+    assert headed.directory is not None
+    before, after = (load_file(directory / "model.safetensors") for directory in (extracted, headed.directory))
+    assert after.keys() - before.keys() == {CENTROIDS, ORDERING}
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    codes = "codes/codes.safetensors"
+    assert (headed.directory / codes).read_bytes() == (extracted / codes).read_bytes()
+    vocabulary = len(before["model.embed_tokens.weight"])
+    assert after[ORDERING].dtype == np.int64
+    assert np.array_equal(np.sort(after[ORDERING]), np.arange(vocabulary))
+    assert after[CENTROIDS].shape == (32, before["model.embed_tokens.weight"].shape[1])
+    config = json.loads((headed.directory / "config.json").read_text())
+    keys = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+    assert [config[key] for key in keys] == [True, 32, 4]
+    record = verify(headed.directory).record
+    validator("extraction")(record)
+    assert record["proof"] is None
+    assert record["ordered_head"] == {**headed.record, "made_from": record["ordered_head"]["made_from"]}
+    assert record["tensors"][CENTROIDS]["why"].startswith("made here")
+    card = (headed.directory / "README.md").read_text(encoding="utf-8")
+    assert "looks into 4 of 32 clusters" in card
+    assert "--against" not in card
+    assert "The LM head is dense" not in card
+
+
+def test_transformers_loads_it_strictly_and_computes_the_same(headed: Ordered) -> None:
+    assert headed.directory is not None
+    check = check_transformers(headed.directory, load_drafter(headed.directory, dtype=torch.float32), 0)
+    assert check.passed, check.evidence
+
+
+def test_the_same_bytes_twice(headed: Ordered, make: Callable[..., Ordered], tmp_path: Path) -> None:
+    again = make(tmp_path / "again", top_k=4)
+    assert headed.directory is not None and again.directory is not None
+    for path in headed.directory.rglob("*"):
+        if path.is_file():
+            assert (again.directory / path.relative_to(headed.directory)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_head_in_place_of_another(headed: Ordered, make: Callable[..., Ordered], tmp_path: Path) -> None:
+    """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
+    assert headed.directory is not None
+    found = make(tmp_path / "other", headed.directory, centroids=16, top_k=16)
+    assert found.directory is not None
+    assert found.kept.share == 1
+    assert found.comparisons.overall.change.mean == 0
+    assert found.refused == ()
+    assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(16, 16)
+    half = convert(headed.directory, tmp_path / "bf16", format="transformers", dtype="bf16")
+    assert half.record["ordered_head"]["centroids"] == 32
+    stripped = dense(read_checkpoint(headed.directory))
+    assert stripped.config.ordered_head is None
+    assert not any(role.startswith("ordered_head") for role in stripped.tensors)
+
+
+def test_where_the_format_leaves_the_head_out_so_does_the_record(headed: Ordered, tmp_path: Path) -> None:
+    assert headed.directory is not None
+    assert "ordered_head" not in convert(headed.directory, tmp_path / "gguf", format="gguf").record
+
+
+def test_what_keeps_too_little_is_not_written(make: Callable[..., Ordered], tmp_path: Path) -> None:
+    found = make(tmp_path / "out", top_k=1, steps=1, force=False)
+    assert found.directory is None
+    assert "of the dense head's choices on held-out text" in found.refused[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format_", ["litert", "gguf", "gemma"])
+def test_formats_without_room_are_refused(
+    make: Callable[..., Ordered], extracted: Path, tmp_path: Path, format_: str
+) -> None:
+    convert(extracted, tmp_path / "origin", format=format_)
+    with pytest.raises(UnsupportedError, match="ordered head"):
+        make(tmp_path / "out", tmp_path / "origin")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_cannot_be_are_refused(make: Callable[..., Ordered], tmp_path: Path) -> None:
+    for changes, message in [
+        ({"centroids": 33}, "vocabulary of 512, found 33; use"),
+        ({"top_k": 33}, "at most all 32 clusters"),
+        ({"top_k": 0}, "top_k of at least 1"),
+        ({"states": 0}, "states of at least 1"),
+    ]:
+        with pytest.raises(MtpExtractError, match=message):
+            make(tmp_path / "out", **changes)
+    setting = Setting(tmp_path, "base", tmp_path)
+    assert HeadPlan(setting, tmp_path).count(262144) == 2048
+    assert HeadPlan(setting, tmp_path).count(512) == 32
+    assert 262145 % HeadPlan(setting, tmp_path).count(262145) == 0
+
+
+def test_options_of_one_thing_beside_the_other(tmp_path: Path) -> None:
+    for options, message in [
+        (["--head", "ordered", "--mode", "qat"], "--mode trains no head"),
+        (["--top-k", "4"], "--top-k is of an ordered head"),
+    ]:
+        found = run("tune", tmp_path, "--base", tmp_path, *options)
+        assert found.returncode == 2
+        assert message in " ".join(found.stderr.replace("│", " ").split())
+
+
+def test_few_states_are_said_to_be_few(headed: Ordered) -> None:
+    assert any("a centroid; more prompts" in note for note in headed.notes)
+
+
+def used(states: torch.Tensor, choices: list[int]) -> Used:
+    return Used(states, torch.tensor(choices), torch.arange(len(choices)))
+
+
+def test_vectors_are_mean_states_that_lean_on_rows() -> None:
+    head = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    states = torch.tensor([[0.0, 3.0]] * 20 + [[3.0, 0.0]] * 5)
+    found = vectors_of(used(states, [0] * 20 + [2] * 5), head.clone())
+    row = 3.0 / (4.0 / 3)
+    torch.testing.assert_close(found[0], torch.tensor([5 * row * 2 / 25, 20 * 3 / 25]))
+    torch.testing.assert_close(found[1], torch.tensor([0.0, row * 2]))
+    torch.testing.assert_close(found[2], torch.tensor([1.5, 0.0]))
+
+
+def test_heads_with_equal_rows_rows_of_nothing_or_no_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(64, 6, generator=generator)
+    some = used(states, torch.randint(24, (64,), generator=generator).tolist())
+    for head in (torch.zeros(24, 6), torch.ones(24, 6)):
+        built = build_head(head, some, some, 6, None, 4, 0)
+        assert torch.equal(built.ordering.sort().values, torch.arange(24))
+        assert torch.equal(torch.bincount(cluster_of(built.ordering, 6)), torch.full((6,), 4))
+        assert bool(torch.isfinite(built.learned.centroids).all())
+    with pytest.raises(MtpExtractError, match="finite"):
+        build_head(torch.full((24, 6), torch.nan), some, some, 6, None, 4, 0)
+
+
+def test_as_few_clusters_as_keep_enough_for_certain() -> None:
+    text = torch.arange(50).repeat_interleave(40)
+    watched = Used(torch.zeros(2000, 1), torch.zeros(2000, dtype=torch.long), text)
+    rank = torch.zeros(2000, dtype=torch.long)
+    rank[::250] = 3
+    # 99.6 % lie in the first two, which is not certain.
+    assert Kept.of(watched, rank, 2).share == 0.996
+    assert _chosen(watched, rank, 64) == 4
+    rank[:] = 1
+    assert _chosen(watched, rank, 64) == 2
+    rank[:] = 40
+    assert _chosen(watched, rank, 64) == 8
+
+
+@pytest.mark.parametrize(
+    ("share", "change", "expected"),
+    [
+        (0.999, (-0.01, -0.019, -0.001), []),
+        (0.994, (0.0, 0.0, 0.0), ["99.40%"]),
+        (0.999, (-0.01, -0.021, 0.0), ["may lose more than 0.02"]),
+        (0.999, (-0.1, -0.2, -0.05), ["may lose more than 0.02", "on code at 95 %"]),
+    ],
+)
+def test_the_rule(share: float, change: tuple[float, float, float], expected: list[str]) -> None:
+    mean, low, high = change
+    one = SimpleNamespace(change=Change(mean, Interval(low, high)))
+    comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
+    found = _refused(Kept(share, None), comparisons)
+    assert len(found) == len(expected)
+    assert all(part in reason for part, reason in zip(expected, found, strict=True))
