@@ -100,7 +100,7 @@ def drafter_samples(
         embedded = model.model.language_model.embed_tokens(ids[:, position:])
         inputs = sample_inputs(geometry, cache_length)
         inputs["activations"] = torch.cat([embedded, run["activations"][:, -1:]], dim=-1)
-        inputs["input_pos"] = torch.tensor([position], dtype=torch.int32)
+        inputs["input_pos"] = torch.tensor([position - 1], dtype=torch.int32)
         inputs["mask"] = (torch.arange(cache_length) < position)[None, None, None]
         inputs["param_tensor"][..., 1:3] = position
         inputs |= {name: run[name] for name in inputs if name.startswith("kv_cache_")}

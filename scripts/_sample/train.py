@@ -153,10 +153,10 @@ def train_drafter(
 ) -> Gemma4AssistantForCausalLM:
     """Distils a drafter, every position of a text at once.
 
-    At position t the drafter reads the embedding of token t + 1 and the base's final hidden state at t,
-    attends the base's caches up to t, and predicts what the base predicts at t + 1. The further steps read
-    its own projected state and the next token's embedding, at the same position, over the same caches; they
-    cost twice as much again, and join in the second half.
+    At position t the drafter reads the embedding of token t + 1 and the base's final hidden state at t, attends the
+    base's caches up to t from position t, and predicts what the base predicts at t + 1. The further steps read its own
+    projected state and the next token's embedding, at the same position, over the same caches; they cost twice as
+    much again, and join in the second half.
     """
     generator = _seeded(seed)
     config = geometry.assistant_config()
@@ -176,7 +176,7 @@ def train_drafter(
     for step, (batch, weights) in zip(range(schedule.drafter_steps), batches, strict=False):
         queries = batch.shape[1] - DRAFT_STEPS - 1
         masks = _training_masks(queries, batch.shape[1], geometry.sliding_window)
-        positions = torch.arange(1, queries + 1)[None]
+        positions = torch.arange(queries)[None]
         with torch.no_grad():
             output = language(input_ids=batch, use_cache=False, return_shared_kv_states=True)
             target = _softcapped(base.lm_head(output.last_hidden_state), geometry.softcap).softmax(-1)
@@ -213,9 +213,9 @@ def train_drafter(
 
 
 def _training_masks(queries: int, keys: int, window: int) -> dict[str, Tensor]:
-    """Additive masks ``[1, 1, queries, keys]``: query t is at position t + 1 and sees caches up to t."""
+    """Additive masks ``[1, 1, queries, keys]``: query t is at position t, as in LiteRT-LM, and sees caches up to t."""
     query = torch.arange(queries)[:, None]
     key = torch.arange(keys)[None]
     seen = key <= query
-    visible = {FULL: seen, SLIDING: seen & (query + 1 < key + window)}
+    visible = {FULL: seen, SLIDING: seen & (query < key + window)}
     return {kind: torch.where(mask, 0.0, MASKED)[None, None].to(torch.float32) for kind, mask in visible.items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import run
+from helpers.first_pair import first_bundle
 from helpers.random_assistants import GEOMETRIES, random_assistant
 from helpers.schemas import validator
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, save_file
 import mtp_extract
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.reads import bytes_a_step
-from mtp_extract.data import sample_bundle
 from mtp_extract.errors import DrafterError, PairError
 from mtp_extract.speculate import Agreement
 from mtp_extract.validate.acceptance.beside import facts_of
@@ -188,7 +188,7 @@ def lengths_in(path: Path) -> dict[str, int]:
     ],
 )
 def test_bytes_are_those_in_the_file(layout: str, dtype: str | None, head: Sequence[str], tmp_path: Path) -> None:
-    mtp_extract.extract(sample_bundle(), tmp_path / "out", format=layout, dtype=dtype)
+    mtp_extract.extract(first_bundle(), tmp_path / "out", format=layout, dtype=dtype)
     (file,) = (tmp_path / "out").glob("*.safetensors")
     lengths = lengths_in(file)
     reads = facts_of(tmp_path / "out", "x").reads
@@ -200,7 +200,7 @@ def test_bytes_of_a_gguf(tmp_path: Path) -> None:
     """llama.cpp's blocks of 32: 18 bytes of 4-bit codes, 34 of 8-bit ones."""
     from gguf import GGUFReader
 
-    mtp_extract.extract(sample_bundle(), tmp_path / "out", format="gguf")
+    mtp_extract.extract(first_bundle(), tmp_path / "out", format="gguf")
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(tmp_path / "out" / "drafter.gguf").tensors}
     reads = facts_of(tmp_path / "out", "x").reads
     assert reads.total == sum(tensors.values())
@@ -244,7 +244,7 @@ def test_one_that_does_not_fit_is_named(plan: Plan, checkpoint: Path, tmp_path: 
 
 
 def test_without_a_base_there_is_nothing_to_compare(checkpoint: Path) -> None:
-    result = run("validate", checkpoint, "--source", sample_bundle(), "--beside", checkpoint)
+    result = run("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         "error: expected a base for the drafters to be compared beside, found none; give the model they draft for "

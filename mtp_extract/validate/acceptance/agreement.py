@@ -45,6 +45,8 @@ __all__ = [
     "measure_agreement",
 ]
 
+_RUN = 8
+
 
 @dataclass(frozen=True)
 class Continuations:
@@ -62,6 +64,16 @@ class Continuations:
     def usable(self) -> tuple[int, ...]:
         """Indices of texts with at least one position to draft from."""
         return tuple(index for index, text in enumerate(self.texts) if text.anchors)
+
+    @property
+    def repeated(self) -> float:
+        """Share of eight-token runs of the continuations that stand earlier in the same one: how much is loops."""
+        seen = total = 0
+        for text in self.texts:
+            new = text.tokens[text.prompt_length :]
+            runs = [tuple(new[at : at + _RUN]) for at in range(len(new) - _RUN + 1)]
+            seen, total = seen + len(runs) - len(set(runs)), total + len(runs)
+        return seen / total if total else 0.0
 
     def of_workload(self, name: str) -> list[int]:
         """Indices of the texts of one workload."""

@@ -16,6 +16,7 @@ from mtp_extract.validate.acceptance.agreement import (
 )
 from mtp_extract.validate.acceptance.measured import mean_over_texts
 from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+from mtp_extract.validate.run import _loops
 
 STEPS = 3
 
@@ -140,3 +141,18 @@ def test_mean_is_not_a_number_without_positions() -> None:
     none = torch.zeros(0, dtype=torch.long)
     found = figures(Agreement(none, none, none.reshape(0, 2), none.reshape(0, 2), torch.zeros(0, 2, dtype=torch.bool)))
     assert math.isnan(found.mean_accepted_length)
+
+
+def test_what_repeats_in_the_continuation_alone() -> None:
+    prompt = tuple(range(12))
+    loop, fresh, short = ((*prompt, *new) for new in ([5, 6] * 10, prompt, range(7)))
+    prompts = (Prompt("any", "text"),) * 3
+    assert Continuations(prompts[:1], (Text(loop, 12),)).repeated == 11 / 13
+    assert Continuations(prompts[:1], (Text(fresh, 12),)).repeated == 0
+    assert Continuations(prompts, (Text(loop, 12), Text(fresh, 12), Text(short, 12))).repeated == 11 / 18
+
+
+def test_a_note_says_that_the_base_loops() -> None:
+    assert _loops(0.25) == ()
+    (note,) = _loops(0.611)
+    assert note.startswith("61 % of the runs of eight tokens")
