@@ -34,6 +34,28 @@ _BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_ext
 """What a header may say that a bundle does not: by whom it was written, where it came from, a tokenizer."""
 
 
+_ACTIVATION = ({"dtype": str, "scale": object, "zero_point": object}, None)
+_PART = {"role": str, "xxh3": str}
+_TENSOR = {
+    "kept": str,
+    "rounded_to": (str, None),
+    "rounded_before": [str],
+    "made_codes": ({"rule": str}, None),
+    "source": ({"subgraph": int, "tensor": int}, None),
+    "activations": ({"input": _ACTIVATION, "output": _ACTIVATION}, None),
+}
+_RECORD = {
+    "files": {},
+    "tensors": {},
+    "source": {"name": str, "provenance": {}, "section": ({}, None)},
+    "tool": {"version": str},
+    "geometry": {},
+    "known_as": (str, None),
+    "proof": ({}, None),
+}
+"""What is read of a record, with ``_PART`` and ``_TENSOR`` of an entry; docs/extraction.schema.json has the whole."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """What was checked and found in order.
@@ -69,7 +91,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_RECORD:
             raise CheckpointError(f"{path}: larger than any record of mtp-extract.")
-        record = json.loads(path.read_bytes())
+        record: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read: {error.strerror}. Expected a directory that mtp-extract wrote."
@@ -81,12 +103,12 @@ def read_record(directory: Path) -> dict[str, Any]:
             f"{path}: expected format version {FORMAT_VERSION}, found {escape(record.get('format_version'))}. Another "
             "release of mtp-extract wrote it: extract the drafter again with this one."
         )
-    if not isinstance(record, dict) or not all(
-        isinstance(record.get(key), dict) for key in ("files", "tensors", "source", "tool", "geometry")
-    ):
+    if not _has(record, _RECORD):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
-    files, tensors = record["files"].values(), record["tensors"].values()
-    if not all(isinstance(entry, dict) and isinstance(entry.get("tensors", {}), dict) for entry in (*files, *tensors)):
+    for name, entry in record["tensors"].items():
+        if not (_has(entry, _PART) and ("part" in entry or _has(entry, _TENSOR))):
+            raise CheckpointError(f"{path}: what it says of {escape(name)} is not what mtp-extract writes.")
+    if not all(isinstance(entry, dict) and _has(entry.get("tensors", {}), {}) for entry in record["files"].values()):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
     listed = FORMATS.get(str(record.get("layout")))
     if listed is None or record.get("dtype") not in listed.dtypes:
@@ -95,6 +117,19 @@ def read_record(directory: Path) -> dict[str, Any]:
             "release does not write."
         )
     return record
+
+
+def _has(value: Any, expected: Any) -> bool:
+    """Whether ``value`` has at least the keys, items and types of ``expected``; a tuple lists alternatives."""
+    if isinstance(expected, dict):
+        return isinstance(value, dict) and all(
+            key in value and _has(value[key], inner) for key, inner in expected.items()
+        )
+    if isinstance(expected, list):
+        return isinstance(value, list) and all(_has(item, expected[0]) for item in value)
+    if isinstance(expected, tuple):
+        return any(_has(value, one) for one in expected)
+    return value is None if expected is None else isinstance(value, expected)
 
 
 def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Verification:

@@ -276,6 +276,9 @@ RECORDS: dict[str, object] = {
     "a file of lists": {"files": {"model.safetensors": {"size": 458032, "tensors": []}}},
     "files that climb out": {"files": {"model.safetensors": {}, "../../etc/passwd": {"size": 1}}},
     "no layout": {"layout": ["transformers"]},
+    "a source that is none": {"source": {"name": "a", "provenance": [], "section": None}},
+    "a tool without a version": {"tool": {"name": "mtp-extract"}},
+    "no proof, not even none": {"proof": 5},
     "numbers that overflow": {"files": {"model.safetensors": {"size": 1e400}}},
 }
 
@@ -290,6 +293,32 @@ def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
     (folder / "extraction.json").write_text(json.dumps({**record, **RECORDS[case]}))  # type: ignore[dict-item]
     with pytest.raises(CheckpointError):
         verify(folder)
+
+
+ENTRIES: dict[str, object] = {
+    "nothing of roundings": {"rounded_before": None},
+    "roundings of numbers": {"rounded_before": [5]},
+    "codes made by no rule": {"made_codes": {}},
+    "a source without a place": {"source": {"tensor": 1}},
+    "activations of one side": {"activations": {"input": None}},
+    "no sum": {"xxh3": None},
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_hostile_entries_of_a_record(extracted: Path, tmp_path: Path, case: str) -> None:
+    """What is said of a weight is used when the directory is converted, tuned or inserted."""
+    from mtp_extract.conversion import convert
+    from mtp_extract.errors import CheckpointError
+
+    folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    record = json.loads((folder / "extraction.json").read_text())
+    name = next(name for name, entry in record["tensors"].items() if entry["source"])
+    record["tensors"][name].update(ENTRIES[case])
+    (folder / "extraction.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        convert(folder, tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
