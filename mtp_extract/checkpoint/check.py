@@ -53,7 +53,14 @@ _RECORD = {
     "known_as": (str, None),
     "proof": ({}, None),
 }
-"""What is read of a record, with ``_PART`` and ``_TENSOR`` of an entry; docs/extraction.schema.json has the whole."""
+_LENGTH = {"mean_accepted_length": (int, float)}
+_OVERALL = {"base": str, "overall": {"before": _LENGTH, "after": _LENGTH}}
+_MADE = {
+    "tuning": {"mode": str, **_OVERALL},
+    "ordered_head": {"kept": {"share": (int, float)}, **_OVERALL},
+}
+"""What is read of a record, and of what may be missing (``_MADE``) and of its entries (``_PART``, ``_TENSOR``);
+docs/extraction.schema.json has the whole."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,9 @@ def read_record(directory: Path) -> dict[str, Any]:
         )
     if not _has(record, _RECORD):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
+    for key, expected in _MADE.items():
+        if key in record and not _has(record[key], expected):
+            raise CheckpointError(f"{path}: what it says of {key} is not what mtp-extract writes.")
     for name, entry in record["tensors"].items():
         if not (_has(entry, _PART) and ("part" in entry or _has(entry, _TENSOR))):
             raise CheckpointError(f"{path}: what it says of {escape(name)} is not what mtp-extract writes.")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtp_extract.architecture.roles import HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.stored import StoredWeight
 
 __all__ = ["StepBytes", "bytes_a_step"]
 
-_HEAD = ("lm_head", "ordered_head.centroids", "ordered_head.token_ordering")
-_CHOSEN = ("lm_head", "ordered_head.token_ordering")
+_HEAD = ("lm_head", *HEAD_ROLES)
+_CHOSEN = ("lm_head", ORDERING)
 """Of these an ordered head reads the part of the clusters it chose."""
 
 

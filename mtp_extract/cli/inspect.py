@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -184,6 +184,8 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         tool = f"{escape(record['tool'].get('name'))} {escape(record['tool'].get('version'))}"
         what = "converted" if record.get("converted_from") else "extracted"
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
+        for line in _made(record):
+            say(f"  {line}")
         if result.against is not None:
             how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
             say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
@@ -201,6 +203,16 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
             ],
             ["role", "stored", "shape", "scales", "name"],
         )
+
+
+def _made(record: Mapping[str, Any]) -> Iterator[str]:
+    """What was made of the drafter since it left its bundle."""
+    for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
+        if made := record.get(key):
+            before, after = (made["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
+            how = made["mode"] if "mode" in made else f"keeps {made['kept']['share']:.2%} of its choices"
+            lengths = f"mean accepted length {before:.3f}, then {after:.3f}"
+            yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
 
 
 def _rounded(entry: Mapping[str, Any]) -> bool:

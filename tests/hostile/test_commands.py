@@ -278,6 +278,8 @@ RECORDS: dict[str, object] = {
     "no layout": {"layout": ["transformers"]},
     "a source that is none": {"source": {"name": "a", "provenance": [], "section": None}},
     "a tool without a version": {"tool": {"name": "mtp-extract"}},
+    "a tuning of nothing": {"tuning": {}},
+    "a head that keeps words": {"ordered_head": {"kept": {"share": "all"}}},
     "no proof, not even none": {"proof": 5},
     "numbers that overflow": {"files": {"model.safetensors": {"size": 1e400}}},
 }

@@ -54,6 +54,10 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     ran = run("inspect", tuned)
     assert ran.returncode == 0, ran.stderr
     assert "match extraction.json" in ran.stdout
+    tuning = verify(tuned).record["tuning"]
+    before, after = (tuning["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
+    said = f"tuned (qat) beside {tuning['base']}: mean accepted length {before:.3f}, then {after:.3f}"
+    assert said in " ".join(ran.stdout.split())
 
 
 def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:
