@@ -22,6 +22,7 @@ NEED_TORCH = (
     "checkpoint/test_transformers.py",
     "checkpoint/test_integers_in_engines.py",
     "scripts/test_in_engines.py",
+    "scripts/test_sample_corpus.py",
     "scripts/test_tuning.py",
 )
 

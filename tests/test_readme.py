@@ -31,6 +31,7 @@ def test_the_python_section_runs(
     assert "projected_activations" in extracted
     assert validated.splitlines()[-1] == "False"
     assert (tmp_path / "report" / "report.json").is_file()
-    alone = names["generator"].generate("def main():\n    ", drafts=0, max_new_tokens=32)
+    alone = names["generator"].generate(names["question"], drafts=0, max_new_tokens=32)
     assert names["result"].text == alone.text
+    assert names["result"].text == "GTFHWECIMQYJVDZOKRXL"
     assert names["result"].text in generated

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load_mapping", "sample_base", "sample_bundle"]
+__all__ = ["load_mapping", "sample_base", "sample_bundle", "sample_prompts"]
 
 _HERE = Path(__file__).resolve().parent
 
@@ -30,3 +30,8 @@ def sample_bundle() -> Path:
 def sample_base() -> Path:
     """The transformers checkpoint of the base model that the sample's drafter was trained for."""
     return _HERE / "base"
+
+
+def sample_prompts() -> Path:
+    """Prompts of the kind that base was trained on, of texts it has not seen; for chat prompts it is too small."""
+    return sample_base() / "prompts.json"

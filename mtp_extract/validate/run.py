@@ -70,21 +70,17 @@ class Plan:
 
 
 def sample_plan(plan: Plan) -> Plan:
-    """``plan`` for the sample that is shipped, with the base it was trained for.
-
-    That base continues Python source and was never shown a chat, so the template is left out.
-    """
-    from mtp_extract.data import sample_base, sample_bundle
+    """``plan`` for the sample that is shipped, with the base it was trained for and, unless given, prompts for that."""
+    from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
     return replace(
         plan,
         directory=None,
         base=str(sample_base()),
         source=str(sample_bundle()),
+        prompts=plan.prompts or sample_prompts(),
         device="cpu",
         batch=32,
-        new_tokens=min(plan.new_tokens, 48),
-        chat_template=False,
     )
 
 

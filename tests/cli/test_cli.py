@@ -33,7 +33,8 @@ def test_sample_is_one_command(tmp_path: Path) -> None:
     result = run("extract", "--sample", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "section 6, found by model_type" in result.stdout
-    assert "44 confirmed by published names" in result.stdout
+    assert "48 tensors from the graph" in result.stdout
+    assert "Proven before rounding" in result.stdout
     assert {p.name for p in (tmp_path / "sample-mtp-drafter").iterdir()} == {
         "README.md",
         "config.json",

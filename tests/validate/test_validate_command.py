@@ -14,6 +14,7 @@ from helpers.variant_files import variant
 from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
+from mtp_extract.data import sample_prompts
 
 RUNNER = CliRunner()
 
@@ -30,9 +31,21 @@ def run(*arguments: str | Path, before: str = "") -> subprocess.CompletedProcess
     )
 
 
-def test_sample(prompts_file: Path, tmp_path: Path) -> None:
+def test_sample(tmp_path: Path) -> None:
+    few = {kind: texts[:3] for kind, texts in json.loads(sample_prompts().read_text("utf-8")).items()}
+    (tmp_path / "few.json").write_text(json.dumps(few))
     result = run(
-        *("--sample", "--prompts", prompts_file, "--draft-steps", "1,2", "--new-tokens", "16", "--samples", "4"),
+        *(
+            "--sample",
+            "--prompts",
+            tmp_path / "few.json",
+            "--draft-steps",
+            "1,2",
+            "--new-tokens",
+            "16",
+            "--samples",
+            "4",
+        ),
         *("--report", tmp_path / "report"),
     )
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,51 @@
+"""The sample in the package is a pair to measure on: whatever is broken shows, and no text is a loop."""
+
+from __future__ import annotations
+
+import pytest
+
+import mtp_extract
+from mtp_extract.data import sample_base, sample_bundle, sample_prompts
+from mtp_extract.drafter import load_drafter
+from mtp_extract.engines import LocalEngine
+from mtp_extract.speculate import Agreement, SpeculativeGenerator
+from mtp_extract.validate.acceptance.agreement import Continuations, continue_greedily, measure_agreement
+from mtp_extract.validate.acceptance.base_model import load_base
+from mtp_extract.validate.acceptance.controls import CONTROLS, run_controls
+from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts
+
+EACH = 8
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeGenerator:
+    directory = tmp_path_factory.mktemp("sample") / "drafter"
+    mtp_extract.extract(sample_bundle(), directory, dtype="f32")
+    loaded = load_base(str(sample_base()), "cpu")
+    return SpeculativeGenerator(loaded.model, load_drafter(directory), loaded.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def written(generator: SpeculativeGenerator) -> Continuations:
+    prompts: list[Prompt] = []
+    for prompt in read_prompts(sample_prompts()):
+        if sum(other.workload == prompt.workload for other in prompts) < EACH:
+            prompts.append(prompt)
+    encoded = encode_prompts(prompts, generator.codec, chat_template=True)
+    return continue_greedily(LocalEngine(generator, batch=32), prompts, encoded, new_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def real(generator: SpeculativeGenerator, written: Continuations) -> Agreement:
+    return measure_agreement(generator.base, generator.drafter, written, 1, batch=32)
+
+
+def test_the_base_writes_few_loops(written: Continuations) -> None:
+    assert written.repeated < 0.25
+
+
+def test_every_control_is_below(generator: SpeculativeGenerator, written: Continuations, real: Agreement) -> None:
+    results = run_controls(generator.base, generator.drafter, written, real, batch=32)
+    assert {result.control.name: result.standing for result in results} == {
+        control.name: "below" for control in CONTROLS
+    }
