@@ -67,7 +67,9 @@ def places(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     tuned = folder / "tuned"
     shutil.copytree(checkpoint, tuned)
     record = json.loads((tuned / "extraction.json").read_text())
-    (tuned / "extraction.json").write_text(json.dumps({**record, "tuning": {"mode": "qat"}}))
+    overall = {when: {"mean_accepted_length": 3.0} for when in ("before", "after")}
+    tuning = {"mode": "qat", "base": "a base", "overall": overall}
+    (tuned / "extraction.json").write_text(json.dumps({**record, "tuning": tuning}))
     return {
         "drafter": checkpoint,
         "tuned": tuned,
