@@ -74,7 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--steps", type=int, default=2200, help="training steps of the base (default 2200)")
     parser.add_argument("--base", type=Path, help="a base of an earlier build, instead of training one")
-    parser.add_argument("--drafter-steps", type=int, default=300, help="training steps of the drafter (default 300)")
+    parser.add_argument("--drafter-steps", type=int, default=1000, help="training steps of the drafter (default 1000)")
     parser.add_argument(
         "--recipe", choices=sorted(quantize.RECIPES), default="mix48", help="the drafter's quantization"
     )

@@ -17,7 +17,8 @@ CODE = ["import os", "def main():", "    return os.name"] * 20
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    read: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(sample_base())
+    read = AutoTokenizer.from_pretrained(sample_base())
+    assert isinstance(read, PreTrainedTokenizerFast)
     return read
 
 
@@ -29,7 +30,7 @@ def test_a_task_is_a_turn_of_a_chat(tokenizer: PreTrainedTokenizerFast, kind: ta
     asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answer = document.ids[len(asked) :]
     assert list(document.ids[: len(asked)]) == asked
-    assert tokenizer.decode(answer[:-2]) == task.answer
+    assert tokenizer.decode(list(answer[:-2])) == task.answer
     assert answer[-2:] == (corpus.TURN_END, corpus.EOS)
     assert document.weights == (corpus.QUESTION_WEIGHT,) * len(asked) + (1.0,) * len(answer)
 
