@@ -30,7 +30,7 @@ def _require(module: str) -> None:
         package = _PACKAGES.get(module, module)
         found = "it is not installed" if error.name == module else f"importing it fails: {error}"
         raise MtpExtractError(
-            f"expected the package {package}, but {found}. Validation needs more packages than extraction: "
+            f"expected the package {package}, but {found}. Validation and tuning need more packages than extraction: "
             "pip install 'mtp-extract[validate]'"
         ) from error
 

@@ -124,8 +124,8 @@ def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
     result = run(checkpoint, "--base", first_base(), "--source", first_bundle(), before=block)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        f"error: expected the package {package}, but it is not installed. Validation needs more packages than "
-        "extraction: pip install 'mtp-extract[validate]'\n"
+        f"error: expected the package {package}, but it is not installed. Validation and tuning need more "
+        "packages than extraction: pip install 'mtp-extract[validate]'\n"
     )
 
 
