@@ -44,8 +44,10 @@ class Measured:
 
     @property
     def interval(self) -> Interval | None:
-        """Of it, 95 % over texts; None with fewer than two."""
-        return mean_over_texts(self.text, 1 + self._accepted)
+        """Of it, 95 % over texts, within what can be; None with fewer than two."""
+        found = mean_over_texts(self.text, 1 + self._accepted)
+        most = 1.0 + self.stands.shape[1]
+        return None if found is None else Interval(max(1.0, found.low), min(most, found.high))
 
     @property
     def unconditional(self) -> list[float]:

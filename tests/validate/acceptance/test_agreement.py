@@ -14,7 +14,7 @@ from mtp_extract.validate.acceptance.agreement import (
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import mean_over_texts
+from mtp_extract.validate.acceptance.measured import Measured, mean_over_texts
 from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
 from mtp_extract.validate.run import _loops
 
@@ -156,3 +156,15 @@ def test_a_note_says_that_the_base_loops() -> None:
     assert _loops(0.25) == ()
     (note,) = _loops(0.611)
     assert note.startswith("61 % of the runs of eight tokens")
+
+
+def test_an_interval_stays_within_what_can_be() -> None:
+    """Two texts that differ much say nothing: not that a round of 3 drafts may have -5 or 13 tokens."""
+    stands = torch.tensor([[0.0, 0, 0]] * 4 + [[1.0, 1, 1]] * 4, dtype=torch.double)
+    text = torch.arange(2).repeat_interleave(4)
+    interval = Measured(text, torch.arange(8), stands).interval
+    assert interval is not None
+    assert (interval.low, interval.high) == (1, 4)
+    raw = mean_over_texts(text, 1 + stands.sum(dim=1))
+    assert raw is not None
+    assert raw.low < 1 < 4 < raw.high
