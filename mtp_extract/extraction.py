@@ -205,7 +205,7 @@ def prove_checkpoint(
     rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
     with np.errstate(over="ignore", invalid="ignore"):
-        return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
+        return prove(drafter.graph, drafter.walk, checkpoint.mtp, _reading(checkpoint), rounding=rounding)
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:

@@ -109,6 +109,13 @@ class Choice:
         Raises:
             UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
         """
+        if FORMATS[self.format.name].architecture != checkpoint.architecture:
+            raise UnsupportedError(
+                f"The {self.format.name} format holds drafters of the architecture "
+                f"{FORMATS[self.format.name].architecture}, and this is one of {checkpoint.architecture}. Choose "
+                "another format.",
+                remedies=("format",),
+            )
         checkpoint = replace(checkpoint, tokenizer=self.tokenizer)
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.errors import DrafterError, escape
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Listed:
         provenance_inside: whether the weights file has room for where it came from.
         tokenizer_inside: whether it has room for the base's tokenizer.
         activations: whether it holds the static quantization of activations.
+        architecture: what it holds: "gemma4-mtp" or "eagle3".
         instance: what it is called in its module.
         otherwise: engine that wants it otherwise → the name under which it is so written.
         variant: whether it is chosen by engine and not by name.
@@ -44,6 +46,7 @@ class Listed:
     provenance_inside: bool = False
     tokenizer_inside: bool = False
     activations: bool = False
+    architecture: str = GEMMA4_MTP
     instance: str = "FORMAT"
     otherwise: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
@@ -109,6 +112,21 @@ FORMATS = {
         library="transformers",
         rules=("int8", "int4"),
         activations=True,
+    ),
+    "eagle3": Listed(
+        f"{__name__}.eagle3",
+        ("bf16", "f16", "f32"),
+        "an EAGLE-3 head for SGLang and vLLM",
+        engines=("vllm", "sglang"),
+        architecture=EAGLE3,
+    ),
+    "speculators": Listed(
+        f"{__name__}.speculators",
+        ("bf16", "f16", "f32"),
+        "an EAGLE-3 head for vLLM, which serves it by itself",
+        engines=("vllm",),
+        library="speculators",
+        architecture=EAGLE3,
     ),
 }
 """Every format by name."""
