@@ -9,6 +9,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
 from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
@@ -96,8 +98,9 @@ def command(
 
 def _head(record: Mapping[str, Any]) -> list[str]:
     before = record["converted_from"][-1]
-    name = record["known_as"] or "MTP"
-    return [f"{name} drafter of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
+    head = FORMATS[record["layout"]].architecture == EAGLE3
+    name = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
+    return [f"{name} of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
 
 
 def main() -> None:
