@@ -179,8 +179,8 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
         _show_checkpoint(place, found, result)
     if wrong := [finding for finding in found.get("findings", ()) if finding["effect"] == WRONG]:
         raise CheckpointError(
-            f"{escape(place)}: expected a head that engines load as it is meant, found {len(wrong)} things that one "
-            "takes otherwise and does not tell. Convert it, or change its config as said."
+            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {len(wrong)}. "
+            "Convert it, or change its config as said."
         )
 
 

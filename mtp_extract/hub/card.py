@@ -38,6 +38,8 @@ _TAGS = (
 
 _HEAD_TAGS = ("speculative-decoding", "eagle3", "draft-model", "gemma4", "mtp-extract")
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 _UNKNOWN_LICENSE = "other"
 """What the Hub calls a licence that is none of those it lists."""
 
@@ -50,7 +52,7 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
     license_ = license_of(extraction)
     metadata: dict[str, str | list[str]] = {"license": license_.id if license_ else _UNKNOWN_LICENSE}
-    base = base_model_of(extraction)
+    base = _base_of(extraction)
     if base:
         metadata["base_model"] = [base]
     format_ = FORMATS.get(extraction["layout"])
@@ -71,7 +73,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     Raises:
         KeyError, TypeError, ...: one of them is not what this package writes.
     """
-    base, known_as, license_ = base_model_of(extraction), extraction.get("known_as"), license_of(extraction)
+    base, known_as, license_ = _base_of(extraction), extraction.get("known_as"), license_of(extraction)
     # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
     tensors = {name: entry for name, entry in extraction["tensors"].items() if "part" not in entry}
     kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
@@ -203,6 +205,12 @@ def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> 
 def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:
     bounds = f" ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})" if interval else ""
     return f"{mean:{sign}.3f}{bounds}"
+
+
+def _base_of(extraction: Mapping[str, Any]) -> str | None:
+    """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
+    named = extraction["geometry"].get("base")
+    return named if named and _HUB_ID.fullmatch(named) else base_model_of(extraction)
 
 
 def _is_head(extraction: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,13 +171,13 @@ class Base:
     def _run(self, layers: Sequence[int], **inputs: Any) -> tuple[Any, dict[int, Tensor]]:
         """The body's output, and the hidden states that enter ``layers``."""
         last: list[Tensor] = []
-        # transformers' own last state is the one after the final norm.
-        norm = self.model.get_decoder().norm
-        hook = norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
-        try:
+        with ExitStack() as stack:
+            if self.num_layers in layers:
+                # transformers' own last state is the one after the final norm.
+                norm = self.model.get_decoder().norm
+                hook = norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
+                stack.callback(hook.remove)
             output = self.model.model(**inputs, output_hidden_states=bool(layers))
-        finally:
-            hook.remove()
         states = {layer: last[0] if layer == self.num_layers else output.hidden_states[layer] for layer in layers}
         return output, states
 

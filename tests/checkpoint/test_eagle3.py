@@ -104,6 +104,7 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
     card = (tmp_path / "other" / "README.md").read_text()
     assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
+    assert 'base_model:\n- "org/base"' in card and "vllm serve org/base" in card
 
 
 def test_layers_are_written_as_each_engine_counts(tmp_path: Path) -> None:
