@@ -16,7 +16,7 @@ from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
-from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof, Rounding, prove
@@ -128,7 +128,7 @@ def _extract(
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
     hashes = _Hashes(drafter, checkpoint)
-    if FORMATS[choice.format.name].provenance_inside:
+    if EVERY[choice.format.name].provenance_inside:
         hashes.hash_section()
         checkpoint = replace(checkpoint, provenance=record.provenance(_source(drafter, hashes)))
     prepared = choice.prepare(checkpoint)
@@ -283,7 +283,7 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[s
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
-    if any(r.input is not None for r in drafter.walk.roles) and not FORMATS[format_.name].activations:
+    if any(r.input is not None for r in drafter.walk.roles) and not EVERY[format_.name].activations:
         notes.append(
             "The graph quantizes activations statically; extraction.json records their scales, which this "
             "format does not hold."

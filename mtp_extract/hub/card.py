@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
-from mtp_extract.checkpoint.formats import ENGINES, FORMATS
+from mtp_extract.checkpoint.formats import ENGINES, EVERY
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
@@ -55,7 +55,7 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     base = _base_of(extraction)
     if base:
         metadata["base_model"] = [base]
-    format_ = FORMATS.get(extraction["layout"])
+    format_ = EVERY.get(extraction["layout"])
     if format_ is not None and format_.library:
         metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
@@ -77,7 +77,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
     tensors = {name: entry for name, entry in extraction["tensors"].items() if "part" not in entry}
     kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
-    aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
+    aside, format_ = extraction.get("set_aside") or [], EVERY.get(extraction["layout"])
     engines = format_.engines if format_ else ()
     bundle = extraction["source"].get("kind") != "checkpoint"
     tuning, head = (extraction.get(key) or {} for key in ("tuning", "ordered_head"))
@@ -215,7 +215,7 @@ def _base_of(extraction: Mapping[str, Any]) -> str | None:
 
 def _is_head(extraction: Mapping[str, Any]) -> bool:
     """Whether it is an EAGLE-3 head's, which has a card of its own."""
-    format_ = FORMATS.get(extraction["layout"])
+    format_ = EVERY.get(extraction["layout"])
     return format_ is not None and format_.architecture == EAGLE3
 
 

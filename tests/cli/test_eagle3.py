@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from helpers.commands import run
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
 from typer.testing import CliRunner
 
+import mtp_extract
 from mtp_extract.cli import convert, extract, inspect, validate
 from mtp_extract.data import sample_base
+from mtp_extract.errors import UnsupportedError
 
 RUNNER = CliRunner()
 
@@ -49,8 +52,10 @@ def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
 
 def test_a_bundle_holds_no_head(sample: Path, tmp_path: Path) -> None:
     result = RUNNER.invoke(extract.app, [str(sample), "--format", "eagle3", "-o", str(tmp_path / "out")])
-    assert result.exit_code == 1 and not (tmp_path / "out").exists()
-    assert "format holds drafters of the architecture eagle3" in str(result.exception)
+    assert result.exit_code == 2
+    with pytest.raises(UnsupportedError, match="format holds drafters of the architecture eagle3"):
+        mtp_extract.extract(sample, tmp_path / "out", format="eagle3")
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:

@@ -1,7 +1,8 @@
-"""The formats, one module each. What ``FORMATS`` lists is what there is to choose from."""
+"""The formats, one module each. What ``FORMATS`` lists is what there is to choose from; of EAGLE-3 heads, ``HEADS``."""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,7 +15,7 @@ from mtp_extract.errors import DrafterError, escape
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 
-__all__ = ["FORMATS", "format_named", "format_of", "name_for", "read_checkpoint"]
+__all__ = ["EVERY", "FORMATS", "HEADS", "format_named", "format_of", "name_for", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ FORMATS = {
         rules=("int8", "int4"),
         activations=True,
     ),
+}
+"""Every format of an MTP drafter by name."""
+
+HEADS = {
     "eagle3": Listed(
         f"{__name__}.eagle3",
         ("bf16", "f16", "f32"),
@@ -129,7 +134,10 @@ FORMATS = {
         architecture=EAGLE3,
     ),
 }
-"""Every format by name."""
+"""Every layout of an EAGLE-3 head by name."""
+
+EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
+"""Both."""
 
 
 def format_named(name: str) -> Format:
@@ -138,10 +146,10 @@ def format_named(name: str) -> Format:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in FORMATS:
-        choices = (name for name, listed in FORMATS.items() if not listed.variant)
+    if name not in EVERY:
+        choices = (name for name, listed in [*FORMATS.items(), *HEADS.items()] if not listed.variant)
         raise ValueError(f"format {name!r}: expected {' or '.join(choices)}.")
-    listed = FORMATS[name]
+    listed = EVERY[name]
     found: Format = getattr(import_module(listed.module), listed.instance)
     return found
 
@@ -155,7 +163,7 @@ def name_for(name: str, engine: str | None) -> str:
     format_named(name)
     if engine is None:
         return name
-    otherwise = FORMATS[name].otherwise
+    otherwise = EVERY[name].otherwise
     if engine not in otherwise:
         raise ValueError(
             f"engine {engine!r}: the {name} format is written "
@@ -170,7 +178,7 @@ def format_of(directory: Path) -> Format:
     Raises:
         DrafterError: it is of none.
     """
-    formats = [format_named(name) for name in FORMATS]
+    formats = [format_named(name) for name in EVERY]
     for found in formats:
         if found.recognizes(directory):
             return found
