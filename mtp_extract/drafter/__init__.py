@@ -13,7 +13,7 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedH
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.arguments import DraftArguments, Transform
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.load import Network, build_drafter, drafter_of, load_any, load_drafter
+from mtp_extract.drafter.load import Network, build_drafter, drafter_of, load_any, load_drafter, network_of
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention, position_masks
 from mtp_extract.drafter.mtp import Altered, DrafterOutput, MtpDrafter
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
@@ -43,5 +43,6 @@ __all__ = [
     "drafter_of",
     "load_any",
     "load_drafter",
+    "network_of",
     "position_masks",
 ]

@@ -144,6 +144,13 @@ class Eagle3Drafter(nn.Module):
         rows = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
         return rows + self.get_buffer("d2t") if self.config.reduced else rows
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
+        found = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
+        targets = self.targets.to(tokens.device)
+        found[targets] = torch.arange(len(targets), device=tokens.device)
+        return found[tokens]
+
     @property
     def needs(self) -> Needs:
         """Three hidden states and the embedding of every token; a cache of its own."""
@@ -213,10 +220,10 @@ class Eagle3Drafter(nn.Module):
         Returns:
             Logits [batch, queries, vocabulary], −∞ for tokens that the head cannot propose, and the next state.
         """
-        normed, following = self.body(state, token)
+        normed, following = self.advance(state, token)
         return self.logits(normed), following
 
-    def body(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
+    def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
         """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
         layer = self.layer
         x, residual = layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
@@ -236,6 +243,13 @@ class Eagle3Drafter(nn.Module):
         whole = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
         whole[..., self.targets] = drafted
         return whole
+
+    def with_tensors(self, changes: Mapping[str, Tensor]) -> Eagle3Drafter:
+        """A head with some tensors replaced, by the name of their module, and the others shared."""
+        with torch.device("meta"):
+            twin = Eagle3Drafter(self.config)
+        twin.load_state_dict({**self.state_dict(), **changes}, strict=True, assign=True)
+        return twin.eval().requires_grad_(False)
 
     def _embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""

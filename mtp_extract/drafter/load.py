@@ -20,7 +20,7 @@ from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 
-__all__ = ["Network", "build_drafter", "drafter_of", "load_any", "load_drafter"]
+__all__ = ["Network", "build_drafter", "drafter_of", "load_any", "load_drafter", "network_of"]
 
 Network = MtpDrafter | Eagle3Drafter
 """A drafter of either architecture."""
@@ -54,7 +54,17 @@ def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device:
     Raises:
         DrafterError: as there.
     """
-    checkpoint = read_checkpoint(directory)
+    return network_of(read_checkpoint(directory), dtype=dtype, device=device)
+
+
+def network_of(
+    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Network:
+    """The drafter that ``checkpoint`` holds, of whichever architecture, in evaluation mode.
+
+    Raises:
+        DrafterError: FP16 was asked for.
+    """
     if isinstance(checkpoint.config, Eagle3Config):
         return _on_meta(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
     return drafter_of(checkpoint, dtype=dtype, device=device)
