@@ -12,7 +12,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from mtp_extract.architecture.config import known_drafter
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import files_in, verify, with_record
@@ -215,7 +215,7 @@ class ReadDirectory:
     def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
         """The record of what was made of it."""
         config, old = self.checkpoint.config, self.old or {}
-        known = known_drafter(config)
+        known = known_drafter(config) if isinstance(config, DrafterConfig) else None
 
         def evidence(role: str) -> dict[str, Any]:
             return {**self.entries.get(role, _UNKNOWN), "rounded_before": self.rounded_before(role), "made_codes": None}
@@ -248,7 +248,7 @@ class ReadDirectory:
             proof = self.old["proof"] if self.old is not None else None
             return {**proof, "inherited": True} if proof else None
         source.prefetch()
-        drafter = source.drafter(self.checkpoint.config.sliding_window)
+        drafter = source.drafter(self.checkpoint.mtp.sliding_window)
         original = checkpoint_of(drafter)
         if any(self.rounded_before(role) for role in self.entries) or prepared.made:
             # That these numbers were rounded so, deriving them again shows.

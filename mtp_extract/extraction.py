@@ -16,7 +16,7 @@ from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import Verification, read_record, verify_against
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
-from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof, Rounding, prove
@@ -128,7 +128,7 @@ def _extract(
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
     hashes = _Hashes(drafter, checkpoint)
-    if FORMATS[choice.format.name].provenance_inside:
+    if EVERY[choice.format.name].provenance_inside:
         hashes.hash_section()
         checkpoint = replace(checkpoint, provenance=record.provenance(_source(drafter, hashes)))
     prepared = choice.prepare(checkpoint)
@@ -205,7 +205,7 @@ def prove_checkpoint(
     rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
     with np.errstate(over="ignore", invalid="ignore"):
-        return prove(drafter.graph, drafter.walk, checkpoint.config, _reading(checkpoint), rounding=rounding)
+        return prove(drafter.graph, drafter.walk, checkpoint.mtp, _reading(checkpoint), rounding=rounding)
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
@@ -283,7 +283,7 @@ def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[s
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
-    if any(r.input is not None for r in drafter.walk.roles) and not FORMATS[format_.name].activations:
+    if any(r.input is not None for r in drafter.walk.roles) and not EVERY[format_.name].activations:
         notes.append(
             "The graph quantizes activations statically; extraction.json records their scales, which this "
             "format does not hold."

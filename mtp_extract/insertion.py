@@ -124,7 +124,7 @@ class InsertionPlan:
         """Extract what was written, compare it with what was put in, and prove it."""
         section, signature = self._opened.section, self._opened.signature
         with open_bundle(path, section=section, signature=signature) as opened:
-            drafter = opened.drafter(self._checkpoint.config.sliding_window)
+            drafter = opened.drafter(self._checkpoint.mtp.sliding_window)
             written = checkpoint_of(drafter)
 
             def comparing(role: str, decision: Decision) -> None:
@@ -173,7 +173,7 @@ def planned_insertion(
     with ExitStack() as stack:
         checkpoint = _checkpoint(source, stack)
         opened = stack.enter_context(open_bundle(bundle, section=section, signature=signature))
-        window = checkpoint.config.sliding_window
+        window = checkpoint.mtp.sliding_window
         added = False
         try:
             drafter = opened.drafter(window)
@@ -243,7 +243,7 @@ def _plan(
     ranges: Ranges | None,
     added: bool,
 ) -> InsertionPlan:
-    notes = check_geometry(checkpoint.config, drafter.config)
+    notes = check_geometry(checkpoint.mtp, drafter.config)
     if not added:
         # What was there before stays, fit or not.
         problems = base_misfits(opened, drafter)
@@ -255,7 +255,7 @@ def _plan(
         virtual = LaidSource(laid, opened.source.name)
         section = drafter.section.index if drafter.section else None
         relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
-        drafter = relaid.drafter(checkpoint.config.sliding_window)
+        drafter = relaid.drafter(checkpoint.mtp.sliding_window)
     calibrated, remarks = _activations(drafter, decisions, ranges)
     pieces = (*laid.pieces, *patches(drafter, decisions, moved), *calibrated)
     return InsertionPlan(

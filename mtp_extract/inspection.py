@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.architecture.config import known_drafter
-from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.bundle import Drafter, Opened
 from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.checkpoint.formats.llama import findings_of
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.errors import DrafterError, MtpExtractError, NoDrafterError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.published import known_bundle
@@ -213,8 +214,15 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         DrafterError, CheckpointError: it is damaged, or holds no drafter.
     """
     format_ = format_of(place)
-    found = format_.read(place)
-    known = known_drafter(found.config)
+    findings = findings_of(place)
+    try:
+        found = format_.read(place)
+    except DrafterError as error:
+        if not findings:
+            raise
+        told_of = "\n  ".join(map(str, findings))
+        raise DrafterError(f"{error}\nWhat engines make of it:\n  {told_of}") from error
+    known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
     shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
     types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
     told: dict[str, Any] = {
@@ -225,6 +233,8 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         "weights": len(shapes),
         "stored_types": dict(sorted(Counter(types.values()).items())),
     }
+    if found.architecture == EAGLE3:
+        told["findings"] = [asdict(finding) for finding in findings]
     if tensors:
         told["tensors"] = [
             {

@@ -16,7 +16,7 @@ from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.codes import plan_codes
-from mtp_extract.checkpoint.formats import FORMATS, format_named, name_for
+from mtp_extract.checkpoint.formats import EVERY, format_named, name_for
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
@@ -89,7 +89,7 @@ class Choice:
             UnsupportedError: rounding and exactness at once.
         """
         format_ = format_named(name_for(name, engine))
-        dtypes = FORMATS[name].dtypes
+        dtypes = EVERY[name].dtypes
         dtype = dtype or dtypes[0]
         if dtype not in dtypes:
             raise ValueError(f"dtype {dtype!r}: the {name} layout is written in {' or '.join(dtypes)}.")
@@ -99,7 +99,7 @@ class Choice:
             raise UnsupportedError(
                 f"Rounding by {quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
             )
-        if tokenizer is not None and not FORMATS[name].tokenizer_inside:
+        if tokenizer is not None and not EVERY[name].tokenizer_inside:
             raise ValueError(f"tokenizer: the {name} layout has no room for one.")
         return cls(format_, dtype, codes, exact, quantize, overwrite, None if tokenizer is None else Path(tokenizer))
 
@@ -109,6 +109,13 @@ class Choice:
         Raises:
             UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
         """
+        if EVERY[self.format.name].architecture != checkpoint.architecture:
+            raise UnsupportedError(
+                f"The {self.format.name} format holds drafters of the architecture "
+                f"{EVERY[self.format.name].architecture}, and this is one of {checkpoint.architecture}. Choose "
+                "another format.",
+                remedies=("format",),
+            )
         checkpoint = replace(checkpoint, tokenizer=self.tokenizer)
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:
@@ -121,7 +128,7 @@ class Choice:
         return Prepared(self, checkpoint, holdings)
 
     def _rounded(self, checkpoint: Checkpoint, rule: str, leave: Container[str]) -> Checkpoint:
-        name, rules = self.format.name, FORMATS[self.format.name].rules
+        name, rules = self.format.name, EVERY[self.format.name].rules
         if rule not in rules:
             raise UnsupportedError(
                 f"The {name} format holds no codes that {rule} makes"

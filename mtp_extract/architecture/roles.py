@@ -11,10 +11,12 @@ from functools import cache
 from types import MappingProxyType
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig
+from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.data import load_mapping
 
 __all__ = [
     "CENTROIDS",
+    "EAGLE3",
     "GEMMA4",
     "GEMMA4_MTP",
     "HEAD_ROLES",
@@ -23,11 +25,18 @@ __all__ = [
     "NORM",
     "ORDERING",
     "SCALAR",
+    "Config",
     "Role",
     "role_table",
     "roles_of",
     "shapes_of",
 ]
+
+Config = DrafterConfig | Eagle3Config
+"""The shape of a drafter of either architecture."""
+
+EAGLE3 = "eagle3"
+"""The architecture of EAGLE-3 heads."""
 
 GEMMA4_MTP = "gemma4-mtp"
 """The architecture of Gemma 4's multi-token-prediction drafters."""
@@ -114,9 +123,9 @@ def _fill(role: Role, layer: int) -> Role:
     )
 
 
-def shapes_of(config: DrafterConfig) -> dict[Role, tuple[int, ...]]:
+def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
     """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
-    return dict(_shapes(config))
+    return dict(_shapes(config) if isinstance(config, DrafterConfig) else _eagle3_shapes(config))
 
 
 def _shapes(config: DrafterConfig) -> Iterator[tuple[Role, tuple[int, ...]]]:
@@ -137,3 +146,26 @@ def _sizes(config: DrafterConfig, layer: LayerConfig) -> dict[str, int]:
         "query": config.num_heads * layer.head_dim,
         "centroids": config.ordered_head.num_centroids if config.ordered_head else 0,
     }
+
+
+def _eagle3_shapes(config: Eagle3Config) -> Iterator[tuple[Role, tuple[int, ...]]]:
+    sizes = {
+        "hidden": config.hidden_size,
+        "pair": 2 * config.hidden_size,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "draft_vocab": config.draft_vocab_size,
+        "backbone": config.backbone_hidden_size,
+        "fused": FUSED * config.backbone_hidden_size,
+        "query": config.num_heads * config.head_dim,
+        "kv": config.num_kv_heads * config.head_dim,
+    }
+    there = {
+        "embed_tokens": config.own_embedding,
+        "fc_norm": config.fc_norm,
+        "input_norm": config.norm_before_fc,
+        "d2t": config.reduced,
+    }
+    for role in roles_of(config.num_layers, architecture=EAGLE3):
+        if there.get(role.name.split(".")[0], True):
+            yield role, tuple(sizes[dimension] for dimension in role.shape)

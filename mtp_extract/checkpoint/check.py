@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
-from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.formats import EVERY, format_named
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import rounded_again
@@ -120,7 +120,7 @@ def read_record(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: what it says of {escape(name)} is not what mtp-extract writes.")
     if not all(isinstance(entry, dict) and _has(entry.get("tensors", {}), {}) for entry in record["files"].values()):
         raise CheckpointError(f"{path}: not a record of mtp-extract.")
-    listed = FORMATS.get(str(record.get("layout")))
+    listed = EVERY.get(str(record.get("layout")))
     if listed is None or record.get("dtype") not in listed.dtypes:
         raise CheckpointError(
             f"{path}: names layout {escape(record.get('layout'))} and dtype {escape(record.get('dtype'))}, which this "

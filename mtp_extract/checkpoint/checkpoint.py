@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Protocol
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import Role, shapes_of
+from mtp_extract.architecture.roles import Config, Role, shapes_of
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph import Activation
 
-__all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding"]
+__all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding", "require_mtp"]
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
@@ -23,12 +24,27 @@ FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
 """What else may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 
+def require_mtp(config: Config) -> DrafterConfig:
+    """``config``, where it is an MTP drafter's.
+
+    Raises:
+        UnsupportedError: it is an EAGLE-3 head's.
+    """
+    if not isinstance(config, DrafterConfig):
+        raise UnsupportedError(
+            "Expected an MTP drafter, found an EAGLE-3 head, which no LiteRT bundle holds. Give a drafter that came "
+            "from one.",
+            remedies=("source",),
+        )
+    return config
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a bundle, a directory or a training holds; what formats write and read.
 
     Attributes:
-        architecture: a key of the role table, "gemma4-mtp".
+        architecture: a key of the role table, "gemma4-mtp" or "eagle3".
         tensors: role → weight. Optional roles may be absent.
         dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
@@ -38,7 +54,7 @@ class Checkpoint:
     """
 
     architecture: str
-    config: DrafterConfig
+    config: Config
     tensors: Mapping[str, LazyTensor]
     dtype: str
     provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -46,6 +62,11 @@ class Checkpoint:
         default_factory=lambda: MappingProxyType({})
     )
     tokenizer: Path | None = None
+
+    @property
+    def mtp(self) -> DrafterConfig:
+        """The shape of an MTP drafter; as :func:`require_mtp`."""
+        return require_mtp(self.config)
 
     def whole(self) -> Checkpoint:
         """The same with every role there is: an optional one that nothing states is of ones."""
@@ -98,7 +119,7 @@ class Format(Protocol):
             UnsupportedError: something of ``checkpoint`` that the format cannot express.
         """
 
-    def read_config(self, directory: Path) -> DrafterConfig:
+    def read_config(self, directory: Path) -> Config:
         """What the directory's configuration says, strictly.
 
         Raises:

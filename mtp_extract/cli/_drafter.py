@@ -18,6 +18,9 @@ def found_in(section: int | None, found_by: str) -> str:
 
 def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
     """Two lines of sizes; ``geometry`` as in ``extraction.json``."""
+    if "draft_vocab_size" in geometry:
+        _say_head(geometry, parameters)
+        return
     types = geometry["layer_types"]
     sliding, full = types.count("sliding_attention"), types.count("full_attention")
     layers = [f"{sliding} sliding (window {geometry['sliding_window']})"] if sliding else []
@@ -33,3 +36,20 @@ def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
         f"{geometry['backbone_hidden_size']}, vocabulary {geometry['vocab_size']}, "
         + (f"soft cap {cap:g}" if cap else "no soft cap")
     )
+
+
+def _say_head(geometry: Mapping[str, Any], parameters: int) -> None:
+    say(
+        f"  EAGLE-3 head, {parameters / 1e6:.2f} M parameters, 1 layer of its own, {geometry['num_heads']} heads of "
+        f"{geometry['head_dim']}, {geometry['num_kv_heads']} KV heads, RoPE {geometry['rope_theta']:g}"
+    )
+    say(
+        f"  hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}, backbone "
+        f"{geometry['backbone_hidden_size']}, {geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
+    )
+    layers = ", ".join(map(str, geometry["base_layers"]))
+    flags = [flag for flag in _FLAGS if geometry[flag]]
+    say(f"  reads what enters layers {layers} of {geometry['base'] or 'its base'}; {', '.join(flags) or 'no flags'}")
+
+
+_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")

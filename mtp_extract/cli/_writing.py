@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from mtp_extract.checkpoint.formats import FORMATS
+from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.checkpoint.formats import EVERY, FORMATS, HEADS
 from mtp_extract.cli._drafter import say_geometry
 from mtp_extract.cli.terminal import say, size, table, write_json
 from mtp_extract.errors import escape
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS_ABOUT",
+    "HEADS_ABOUT",
+    "AnyFormatName",
     "Codes",
     "Exact",
     "For",
@@ -37,11 +40,13 @@ __all__ = [
 # What an option may be is what the registry lists.
 _CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
 FormatName = Enum("FormatName", {name: name for name in _CHOICES}, type=str)  # type: ignore[misc]  # not a literal
+AnyFormatName = Enum("AnyFormatName", {name: name for name in (*_CHOICES, *HEADS)}, type=str)  # type: ignore[misc]
 _Type = Enum("_Type", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
 _Engine = Enum("_Engine", {name: name for listed in FORMATS.values() for name in listed.otherwise}, type=str)  # type: ignore[misc]
 _Rule = Enum("_Rule", {name: name for listed in FORMATS.values() for name in listed.rules}, type=str)  # type: ignore[misc]
 
 FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in _CHOICES.items())
+HEADS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in HEADS.items())
 _RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in _CHOICES.items() if listed.rules)
 
 For = Annotated[
@@ -78,11 +83,11 @@ def check_usage(format_: str, engine: str | None, dtype: str | None, tokenizer: 
     """Refuse, as wrong usage, a type in which the format is not written, an engine that loads it as it is, and a
     tokenizer for which it has no room.
     """
-    if tokenizer is not None and not FORMATS[format_].tokenizer_inside:
+    if tokenizer is not None and not EVERY[format_].tokenizer_inside:
         raise typer.BadParameter(f"--tokenizer: the {format_} format has no room for one.")
-    if engine is not None and engine not in FORMATS[format_].otherwise:
+    if engine is not None and engine not in EVERY[format_].otherwise:
         raise typer.BadParameter(f"the {format_} format is not written otherwise for {engine}.")
-    dtypes = FORMATS[format_].dtypes
+    dtypes = EVERY[format_].dtypes
     if dtype is not None and dtype not in dtypes:
         raise typer.BadParameter(f"the {format_} format is written in {' or '.join(dtypes)}.")
 
@@ -105,7 +110,8 @@ def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]
     for line in head[1:]:
         say(line)
     say(f"Wrote {escape(result.directory)}/ ({record['layout']} format, {holds(record)}), read back and compared")
-    _say_proof(record)
+    if EVERY[record["layout"]].architecture != EAGLE3:
+        _say_proof(record)
     table([[file, size(length)] for file, length in result.files.items()])
     for note in result.notes:
         say(f"Note: {note}")

@@ -9,13 +9,16 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
 from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
+    HEADS_ABOUT,
+    AnyFormatName,
     Codes,
     Exact,
     For,
-    FormatName,
     Numbers,
     Overwrite,
     Quantize,
@@ -40,7 +43,7 @@ def command(
             help="What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.",
         ),
     ],
-    format: Annotated[FormatName, typer.Option(help=FORMATS_ABOUT)],  # noqa: A002 - the option's name
+    format: Annotated[AnyFormatName, typer.Option(help=f"{FORMATS_ABOUT} {HEADS_ABOUT}")],  # noqa: A002 - the option's name
     out: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
         typer.Option("-o", "--out", metavar="OUT", help="Where to write; by default DIR's name + -FORMAT."),
@@ -96,8 +99,9 @@ def command(
 
 def _head(record: Mapping[str, Any]) -> list[str]:
     before = record["converted_from"][-1]
-    name = record["known_as"] or "MTP"
-    return [f"{name} drafter of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
+    head = EVERY[record["layout"]].architecture == EAGLE3
+    name = "EAGLE-3 head" if head else f"{record['known_as'] or 'MTP'} drafter"
+    return [f"{name} of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
 
 
 def main() -> None:

@@ -145,7 +145,9 @@ def _show_comparison(found: BaseComparison) -> None:
 def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify, with_record
+    from mtp_extract.checkpoint.eagle3_lint import WRONG
     from mtp_extract.checkpoint.staging import RECORD
+    from mtp_extract.errors import CheckpointError
     from mtp_extract.extraction import verify_against_source
     from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
@@ -168,13 +170,18 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
                 "files": result.files if result else None,
                 "tensors": result.tensors if result else found["weights"],
                 "against": result.against if result else None,
-                "ok": True,
+                "ok": all(finding["effect"] != WRONG for finding in found.get("findings", ())),
                 "extraction": result.record if result else None,
                 "holds": found,
             }
         )
     else:
         _show_checkpoint(place, found, result)
+    if wrong := [finding for finding in found.get("findings", ()) if finding["effect"] == WRONG]:
+        raise CheckpointError(
+            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {len(wrong)}. "
+            "Convert it, or change its config as said."
+        )
 
 
 def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification | None) -> None:
@@ -194,6 +201,8 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
     say_geometry(found["geometry"], found["parameters"])
     stored = ", ".join(f"{count} {kind}" for kind, count in found["stored_types"].items())
     say(f"  {found['format']} format: {found['weights']} weights ({stored})")
+    for finding in found.get("findings", ()):
+        say(f"  {finding['engine']} {finding['effect']}: {finding['what']}")
     if "tensors" in found:
         say("Tensors")
         table(

@@ -40,6 +40,7 @@ _OBJECTIVES = ("ce", "kl", "tv")
 Mode = Enum("Mode", {name: name for name in _MODES}, type=str)  # type: ignore[misc]  # not a literal
 Objective = Enum("Objective", {name: name for name in _OBJECTIVES}, type=str)  # type: ignore[misc]
 Head = Enum("Head", {"ordered": "ordered"}, type=str)
+New = Enum("New", {"eagle3": "eagle3"}, type=str)
 _DEFAULT = next(iter(_MODES))
 
 _REDRAW = 0.5
@@ -49,14 +50,21 @@ _TOLD = 20
 
 @app.command()
 def command(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant.")
-    ],
     base: Annotated[
         str, typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
     ],
-    prompts: Annotated[
+    directory: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
+        typer.Argument(
+            metavar="[DIR]", help="A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head."
+        ),
+    ] = None,
+    new: Annotated[
+        Optional[New],  # noqa: UP045
+        typer.Option(help="Make a new head for the base, and train every weight of it; DIR is left out."),
+    ] = None,
+    prompts: Annotated[
+        Optional[Path],  # noqa: UP045
         typer.Option(
             metavar="FILE",
             help='Prompts of your workload: JSON lines {"prompt": …, "source": …}, JSON {"workload": ["prompt", …]}, '
@@ -118,6 +126,9 @@ def command(
         Optional[float],  # noqa: UP045
         typer.Option(min=0, help="By default the mode's own, by the drafter's width."),
     ] = None,
+    draft_vocab: Annotated[
+        int, typer.Option(min=1, help="Of a new head: how many tokens it can propose, the base's most frequent ones.")
+    ] = 32000,
     seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same bytes.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
     chat_template: Annotated[
@@ -131,7 +142,7 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
     print_json: AsJson = False,
 ) -> None:
-    """Tune a drafter to the base that it is served with, on what that base writes.
+    """Tune a drafter to the base that it is served with, on what that base writes; or train a new one.
 
     What is written is better on held-out text at 95 %, and worse on no workload (an ordered head: as good as the dense
     one); else nothing is, and the exit status is 1. Ctrl-C ends the training and keeps the best so far if it is better;
@@ -141,7 +152,11 @@ def command(
     from mtp_extract.tune.run import Plan, default_directory, run_tuning
     from mtp_extract.tune.setting import Setting
 
-    target = out or default_directory(directory)
+    if (directory is None) != (new is not None):
+        raise typer.BadParameter("name a DIR, or a kind of head with --new; one of the two.")
+    if new is not None and (head is not None or mode is not None):
+        raise typer.BadParameter("--new trains all of a head of its own kind; leave --head and --mode out.")
+    target = out or (default_directory(directory) if directory is not None else Path(f"{Path(base).name}-eagle3"))
     setting = Setting(
         directory,
         base,
@@ -189,6 +204,7 @@ def command(
         steps=steps or Plan.steps,
         anchors=anchors or Plan.anchors,
         learning_rate=learning_rate,
+        draft_vocab=draft_vocab,
         force=force,
         overwrite=overwrite,
     )

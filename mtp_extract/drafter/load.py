@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import read_checkpoint, reading
 from mtp_extract.checkpoint.lazy import read_floats, read_indices
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 
-__all__ = ["build_drafter", "drafter_of", "load_drafter"]
+__all__ = ["Network", "build_drafter", "drafter_of", "load_any", "load_drafter", "network_of"]
+
+Network = MtpDrafter | Eagle3Drafter
+"""A drafter of either architecture."""
+
+_C = TypeVar("_C")
+_N = TypeVar("_N", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -25,7 +34,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def load_drafter(
     directory: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """The drafter in ``directory``, of whichever format, in evaluation mode.
+    """The MTP drafter in ``directory``, of whichever format, in evaluation mode.
 
     Args:
         directory: what an extraction wrote, or an official assistant checkpoint.
@@ -34,18 +43,47 @@ def load_drafter(
 
     Raises:
         DrafterError: no such files; a tensor missing, unexpected, or of another shape; or FP16 asked for.
+        UnsupportedError: it holds an EAGLE-3 head.
     """
     return drafter_of(read_checkpoint(directory), dtype=dtype, device=device)
+
+
+def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Network:
+    """As :func:`load_drafter`, of whichever architecture.
+
+    Raises:
+        DrafterError: as there.
+    """
+    return network_of(read_checkpoint(directory), dtype=dtype, device=device)
+
+
+def network_of(
+    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Network:
+    """The drafter that ``checkpoint`` holds, of whichever architecture, in evaluation mode.
+
+    Raises:
+        DrafterError: FP16 was asked for.
+    """
+    if isinstance(checkpoint.config, Eagle3Config):
+        return _on_meta(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
+    return drafter_of(checkpoint, dtype=dtype, device=device)
 
 
 def drafter_of(
     checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """The drafter that ``checkpoint`` holds, in evaluation mode; as :func:`load_drafter`.
+    """The MTP drafter that ``checkpoint`` holds, in evaluation mode; as :func:`load_drafter`.
 
     Raises:
         DrafterError: FP16 was asked for.
+        UnsupportedError: it is an EAGLE-3 head.
     """
+    return _on_meta(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
+
+
+def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+    """Every weight, by the path of its module."""
     stored = DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype]
     dtype = _computed_in(dtype, getattr(torch, stored.transformers))
     # Roles that are one stored constant stay one tensor.
@@ -56,7 +94,7 @@ def drafter_of(
         if origin not in shared:
             shared[origin] = _tensor(checkpoint, role, dtype, device)
         state[role.path] = shared[origin]
-    return _assemble(checkpoint.config, state)
+    return state
 
 
 def _tensor(checkpoint: Checkpoint, role: Role, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -88,7 +126,8 @@ def build_drafter(
     if tied is not None and not torch.equal(tied, embedding):
         raise reading.mismatch(["lm_head.weight: expected the same values as model.embed_tokens.weight, found others"])
     dtype = _computed_in(dtype, tensors["pre_projection.weight"].dtype)
-    return _assemble(
+    return _on_meta(
+        MtpDrafter,
         config,
         {
             role.path: tensors[role.names["transformers"]].to(device, torch.long if role.kind == INDEX else dtype)
@@ -97,9 +136,9 @@ def build_drafter(
     )
 
 
-def _assemble(config: DrafterConfig, state: Mapping[str, Tensor]) -> MtpDrafter:
+def _on_meta(network: Callable[[_C], _N], config: _C, state: Mapping[str, Tensor]) -> _N:
     with torch.device("meta"):
-        drafter = MtpDrafter(config)
+        drafter = network(config)
     drafter.load_state_dict(dict(state), strict=True, assign=True)
     return drafter.eval().requires_grad_(False)
 

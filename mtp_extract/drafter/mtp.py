@@ -246,6 +246,11 @@ class MtpDrafter(nn.Module):
         logits, projected = self(*(transform(arguments, state.step) if transform else arguments))
         return logits, dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
+    def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
+        """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
+        h, projected = self.body(*state.arguments(token))
+        return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
+
     def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
         return self._twin(config, {})

@@ -32,7 +32,8 @@ class Needs:
         width: of the base's embeddings and hidden states.
         embedding: the base's embedding of every drafted token, times sqrt(width).
         final_hidden: the state after the final norm that predicted the pending token.
-        layers: the hidden states that enter these layers of the base, counted from 0.
+        layers: the hidden states that enter these layers of the base, counted from 0; the number of its layers stands
+            for what leaves the last one, before the final norm.
         shared_kv: layer type → (KV heads, head_dim) of the base's K and V it looks at.
         own_cache: it keeps something of its own from round to round: :attr:`BaseState.previous`.
     """

@@ -1,8 +1,8 @@
 """The model card of an extracted drafter: ``README.md`` with the Hub's metadata.
 
 A card is a function of ``extraction.json`` and, where there is one, ``report.json``: no dates, no network,
-the same bytes for the same input. Its text is ``card.md`` beside this file; here are the values. Names come from files
-nobody vouches for, so they are escaped for Markdown and for YAML.
+the same bytes for the same input. Its text is ``card.md`` beside this file, or ``eagle3.md`` of an EAGLE-3 head; here
+are the values. Names come from files nobody vouches for, so they are escaped for Markdown and for YAML.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from string import Template
 from types import MappingProxyType
 from typing import Any
 
-from mtp_extract.architecture.roles import HEAD_ROLES
-from mtp_extract.checkpoint.formats import ENGINES, FORMATS
+from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
+from mtp_extract.checkpoint.formats import ENGINES, EVERY
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
@@ -36,6 +36,10 @@ _TAGS = (
     "mtp-extract",
 )
 
+_HEAD_TAGS = ("speculative-decoding", "eagle3", "draft-model", "gemma4", "mtp-extract")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 _UNKNOWN_LICENSE = "other"
 """What the Hub calls a licence that is none of those it lists."""
 
@@ -48,14 +52,14 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
     license_ = license_of(extraction)
     metadata: dict[str, str | list[str]] = {"license": license_.id if license_ else _UNKNOWN_LICENSE}
-    base = base_model_of(extraction)
+    base = _base_of(extraction)
     if base:
         metadata["base_model"] = [base]
-    format_ = FORMATS.get(extraction["layout"])
+    format_ = EVERY.get(extraction["layout"])
     if format_ is not None and format_.library:
         metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
-    metadata["tags"] = list(_TAGS)
+    metadata["tags"] = list(_HEAD_TAGS if _is_head(extraction) else _TAGS)
     return metadata
 
 
@@ -69,19 +73,19 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     Raises:
         KeyError, TypeError, ...: one of them is not what this package writes.
     """
-    base, known_as, license_ = base_model_of(extraction), extraction.get("known_as"), license_of(extraction)
+    base, known_as, license_ = _base_of(extraction), extraction.get("known_as"), license_of(extraction)
     # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
     tensors = {name: entry for name, entry in extraction["tensors"].items() if "part" not in entry}
     kept = [entry for entry in tensors.values() if entry.get("kept") == "codes"]
-    aside, format_ = extraction.get("set_aside") or [], FORMATS.get(extraction["layout"])
+    aside, format_ = extraction.get("set_aside") or [], EVERY.get(extraction["layout"])
     engines = format_.engines if format_ else ()
     bundle = extraction["source"].get("kind") != "checkpoint"
     tuning, head = (extraction.get(key) or {} for key in ("tuning", "ordered_head"))
     return _filled(
-        (Path(__file__).parent / "card.md").read_text("utf-8"),
+        (Path(__file__).parent / ("eagle3.md" if _is_head(extraction) else "card.md")).read_text("utf-8"),
         {
             "metadata": _yaml(card_metadata(extraction)),
-            "heading": f"{escape(known_as)}: multi-token prediction drafter" if known_as else "MTP drafter",
+            "heading": _heading(known_as, _is_head(extraction)),
             "target": f"[{escape(base)}](https://huggingface.co/{escape(base)})" if base else "its base model",
             "file": code(extraction["source"]["name"]),
             "version": escape(extraction["tool"]["version"]),
@@ -201,6 +205,24 @@ def _compared(made: Mapping[str, Any], names: tuple[str, str], overall: str) -> 
 def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> str:
     bounds = f" ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})" if interval else ""
     return f"{mean:{sign}.3f}{bounds}"
+
+
+def _base_of(extraction: Mapping[str, Any]) -> str | None:
+    """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
+    named = extraction["geometry"].get("base")
+    return named if named and _HUB_ID.fullmatch(named) else base_model_of(extraction)
+
+
+def _is_head(extraction: Mapping[str, Any]) -> bool:
+    """Whether it is an EAGLE-3 head's, which has a card of its own."""
+    format_ = EVERY.get(extraction["layout"])
+    return format_ is not None and format_.architecture == EAGLE3
+
+
+def _heading(known_as: str | None, head: bool) -> str:
+    if head:
+        return "EAGLE-3 head"
+    return f"{escape(known_as)}: multi-token prediction drafter" if known_as else "MTP drafter"
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,16 +129,16 @@ class Base:
             if window is not None:
                 visible = visible & (keys > query - window)
             masks[kind] = self._mask(visible[:, None])
-        output = self.model.model(
+        output, states = self._run(
+            layers,
             input_ids=tokens,
             attention_mask=masks,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            output_hidden_states=bool(layers),
         )
         cache.end()
-        return Fed(tokens, positions, output.last_hidden_state, _states(output, layers))
+        return Fed(tokens, positions, output.last_hidden_state, states)
 
     def read_kv(self, cache: SlotCache) -> tuple[dict[str, KV], dict[str, Tensor]]:
         """The shared KV pairs, and the position in each of their slots; layer type → value."""
@@ -156,12 +157,8 @@ class Base:
             PairError: the base does not return its shared K and V.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        output = self.model.model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            return_shared_kv_states=True,
-            output_hidden_states=bool(layers),
+        output, states = self._run(
+            layers, input_ids=tokens, position_ids=positions, use_cache=False, return_shared_kv_states=True
         )
         kv = getattr(output, "shared_kv_states", None)
         if kv is None:
@@ -169,7 +166,20 @@ class Base:
                 f"expected {type(self.model).__name__} to return shared_kv_states, found none; it needs "
                 "transformers 5.16.1 or newer"
             )
-        return FullPass(tokens, positions, output.last_hidden_state, _states(output, layers), dict(kv))
+        return FullPass(tokens, positions, output.last_hidden_state, states, dict(kv))
+
+    def _run(self, layers: Sequence[int], **inputs: Any) -> tuple[Any, dict[int, Tensor]]:
+        """The body's output, and the hidden states that enter ``layers``."""
+        last: list[Tensor] = []
+        with ExitStack() as stack:
+            if self.num_layers in layers:
+                # transformers' own last state is the one after the final norm.
+                norm = self.model.get_decoder().norm
+                hook = norm.register_forward_pre_hook(lambda _, entering: last.append(entering[0]))
+                stack.callback(hook.remove)
+            output = self.model.model(**inputs, output_hidden_states=bool(layers))
+        states = {layer: last[0] if layer == self.num_layers else output.hidden_states[layer] for layer in layers}
+        return output, states
 
     def _mask(self, visible: Tensor) -> Tensor:
         if not self._additive:
@@ -178,10 +188,6 @@ class Base:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
             ~visible, torch.finfo(dtype).min
         )
-
-
-def _states(output: Any, layers: Sequence[int]) -> dict[int, Tensor]:
-    return {layer: output.hidden_states[layer] for layer in layers}
 
 
 @torch.inference_mode()
@@ -194,7 +200,7 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
         PairError: vocabulary, width, or the K and V of a layer type differ, or a layer is missing; or the
             tokenizer has more tokens than the base.
     """
-    advice = "give the base model this drafter was extracted for"
+    advice = "give the base model this drafter was made for"
     needs = drafter.needs
     if needs.vocab_size != base.vocab_size:
         raise PairError(
@@ -207,9 +213,10 @@ def check_pair(base: Base, drafter: Drafter, tokenizer: Any = None) -> None:
             f"expected the base to compute K and V for {', '.join(absent)}, found only "
             f"{', '.join(base.kv_providers) or 'none'}; {advice}"
         )
-    if absent_layers := [layer for layer in needs.layers if not 0 <= layer < base.num_layers]:
+    if absent_layers := [layer for layer in needs.layers if not 0 <= layer <= base.num_layers]:
         raise PairError(
-            f"expected the base to have a layer {absent_layers[0]}, found layers 0 to {base.num_layers - 1}; {advice}"
+            f"expected the base to have a layer {absent_layers[0]}, found layers 0 to {base.num_layers - 1}, and "
+            f"{base.num_layers} for what leaves the last; {advice}"
         )
     shared = base.full_pass(torch.zeros(1, 1, dtype=torch.long, device=base.device)).shared_kv
     for kind, expected in needs.shared_kv.items():

@@ -83,6 +83,7 @@ class Corpus:
             batch=max(setting.batch, TEXTS_AT_ONCE),
             chat_template=setting.chat_template,
             share=pair.share,
+            drafts=0 if setting.directory is None else Writing.drafts,
         )
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         written = setting.text is None

@@ -138,6 +138,7 @@ def run_ordered_head(
     import torch
 
     from mtp_extract.architecture.config import OrderedHeadConfig
+    from mtp_extract.drafter import MtpDrafter
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.pair import Pair
@@ -154,6 +155,7 @@ def run_ordered_head(
     check_head_writable(pair.origin, like)
     with memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
+        assert isinstance(drafter, MtpDrafter)
         corpus = Corpus.of(pair, tell)
         pair.say(f"reading the drafter's states over {len(corpus.trained)} texts")
         most = plan.states or max(_LEAST_STATES, _STATES_A_CENTROID * count)

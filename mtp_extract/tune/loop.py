@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, Eagle3Drafter, Network
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.speculate import Base, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
@@ -108,7 +108,7 @@ class Trained:
 class _Training(nn.Module):
     """One step's loss, as the module that accelerate divides among processes."""
 
-    def __init__(self, latents: Latents, drafter: MtpDrafter, base: Base, recipe: Recipe) -> None:
+    def __init__(self, latents: Latents, drafter: Network, base: Base, recipe: Recipe) -> None:
         super().__init__()
         self.latents, self.rounds = latents, Rounds(drafter, recipe.draft_steps)
         self._base, self._recipe = (base,), recipe
@@ -120,22 +120,31 @@ class _Training(nn.Module):
         weights = self.latents.weights(drafter.lm_head.weight.dtype)
         replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
         states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
-        counts = counting(batch, steps, greedy=greedy)
+        counts, where, choices = counting(batch, steps, greedy=greedy), aims(batch, steps), batch.choices.flatten()
+        cap, tokens = None, None
+        if isinstance(drafter, Eagle3Drafter):
+            # Rows of its head are tokens of its own vocabulary.
+            choices, tokens = drafter.rows(choices), drafter.targets
+            if not OBJECTIVES[recipe.objective].over_distributions:
+                counts = counts & (choices[where] >= 0)
+        else:
+            cap = drafter.config.final_logit_softcap
         device = states.device
         hidden = batch.hidden.flatten(0, 1)
 
         @torch.no_grad()
         def logits(positions: Tensor) -> Tensor:
-            return base.logits(hidden[positions].to(base.device)).to(device)
+            found = base.logits(hidden[positions].to(base.device)).to(device)
+            return found if tokens is None else found[:, tokens]
 
         losses = chunked_loss(
             states[counts],
             weights.get("lm_head.weight", drafter.lm_head.weight),
-            Teacher(batch.choices.flatten(), logits),
-            aims(batch, steps)[counts],
+            Teacher(choices, logits),
+            where[counts],
             torch.full((int(counts.sum()),), weight, device=device),
             OBJECTIVES[recipe.objective],
-            cap=drafter.config.final_logit_softcap,
+            cap=cap,
             temperature=recipe.temperature or 1.0,
             logits_at_once=recipe.logits_at_once,
         )
@@ -144,13 +153,13 @@ class _Training(nn.Module):
 
 def train(
     latents: Latents,
-    drafter: MtpDrafter,
+    drafter: Network,
     base: Base,
     states: States,
     texts: Sequence[Text],
     recipe: Recipe,
     accelerator: Any,
-    watch: Callable[[MtpDrafter], Measured],
+    watch: Callable[[Network], Measured],
     folder: Path,
     fingerprint: str,
     *,
@@ -268,8 +277,8 @@ class _Run:
     def __init__(
         self,
         latents: Latents,
-        drafter: MtpDrafter,
-        watch: Callable[[MtpDrafter], Measured],
+        drafter: Network,
+        watch: Callable[[Network], Measured],
         folder: Path,
         fingerprint: str,
         accelerator: Any,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import LITERT, MtpDrafter
+from mtp_extract.drafter import LITERT, Network
 from mtp_extract.speculate import Base, Text, groups, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
@@ -24,7 +24,7 @@ __all__ = ["joined", "measure"]
 
 
 def measure(
-    base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
+    base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
 ) -> Measured:
     """Draft ``steps`` tokens after every anchor of ``texts``.
 
@@ -65,13 +65,13 @@ def _empty(steps: int) -> Measured:
 
 
 @torch.no_grad()
-def _sampled(base: Base, drafter: MtpDrafter, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
-    items = States(base, list(drafter.needs.shared_kv), (), 0, LOGITS_AT_ONCE).of(texts)
+def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
+    items = States(base, drafter.needs, (), 0, LOGITS_AT_ONCE).of(texts)
     most = max(len(text.anchors) for text in texts)
     anchors, real = torch.ones(len(texts), most, dtype=torch.long), torch.zeros(len(texts), most, dtype=torch.bool)
     for row, text in enumerate(texts):
         anchors[row, : len(text.anchors)], real[row, : len(text.anchors)] = torch.tensor(text.anchors), True
-    device = drafter.pre_projection.weight.device
+    device = drafter.lm_head.weight.device
     batch = collate(items, anchors, real, device)
     states = Rounds(drafter, steps)(batch, base.embed, LITERT)
     where, whole = aims(batch, steps), counting(batch, steps, greedy=False).all(dim=0)

@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["MODES", "Latents", "Mode"]
+__all__ = ["MODES", "NEW_HEAD", "Latents", "Mode"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     }
 )
 """By name; the first is the default."""
+
+NEW_HEAD = Mode("every weight of a new head, as floats", "free", 3e-3, 3e-3)
+"""What has nothing to keep can take longer steps."""
 
 MEASURED_WIDTH = 64
 """Of the drafter for which the learning rates of :data:`MODES` were measured."""

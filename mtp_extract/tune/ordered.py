@@ -102,7 +102,7 @@ class Built:
 def dense(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` without the ordered head that it may have."""
     tensors = {role: tensor for role, tensor in checkpoint.tensors.items() if role not in HEAD_ROLES}
-    return replace(checkpoint, config=replace(checkpoint.config, ordered_head=None), tensors=MappingProxyType(tensors))
+    return replace(checkpoint, config=replace(checkpoint.mtp, ordered_head=None), tensors=MappingProxyType(tensors))
 
 
 def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
@@ -113,7 +113,7 @@ def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: 
     }
     return replace(
         checkpoint,
-        config=replace(checkpoint.config, ordered_head=OrderedHeadConfig(len(centroids), top_k)),
+        config=replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k)),
         tensors=MappingProxyType({**checkpoint.tensors, **head}),
     )
 

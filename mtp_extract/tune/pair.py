@@ -15,11 +15,12 @@ from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.conversion import ReadDirectory
-from mtp_extract.drafter import MtpDrafter, drafter_of
+from mtp_extract.drafter import Network, network_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Base, SpeculativeGenerator, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
+from mtp_extract.tune.new_head import Nothing
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.writing import as_written
@@ -47,7 +48,8 @@ class Pair:
         accelerator: accelerate's; it says which process this is.
         origin: the drafter's directory, with its checkpoint.
         loaded: the base as transformers has it.
-        drafter: in the type it computes in beside the base.
+        drafter: in the type it computes in beside the base; there, as ``origin``, from :meth:`take` on where the
+            setting names none.
         generator: both in the loop of generation.
 
     Raises:
@@ -64,13 +66,30 @@ class Pair:
                 f"expected a batch of at least {processes}, one text a process, found {setting.batch}; raise it",
                 remedies=("batch",),
             )
-        self.origin = ReadDirectory.of(setting.directory)
+        if setting.directory is not None:
+            self.origin = ReadDirectory.of(setting.directory)
         self.say(f"loading the base {setting.base}")
         several = processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(setting.base, str(self.accelerator.device) if several else setting.device)
         with memory_guard("loading the drafter"):
-            self.drafter = self.drafter_of(self.origin.checkpoint)
-            self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
+            if setting.directory is None:
+                alone = Base(self.loaded.model)
+                self.generator = SpeculativeGenerator(alone, Nothing.beside(alone), self.loaded.tokenizer)
+            else:
+                self._join()
+
+    def take(self, directory: Path) -> None:
+        """Put the drafter in ``directory`` beside the base, where there was none.
+
+        Raises:
+            MtpExtractError: it holds none, or none that fits.
+        """
+        self.origin = ReadDirectory.of(directory)
+        self._join()
+
+    def _join(self) -> None:
+        self.drafter = self.drafter_of(self.origin.checkpoint)
+        self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
 
     @property
     def name(self) -> str:
@@ -99,16 +118,16 @@ class Pair:
                 digest.update(numbers[at : at + _READ].data)
         return digest.hexdigest()
 
-    def drafter_of(self, checkpoint: Checkpoint) -> MtpDrafter:
+    def drafter_of(self, checkpoint: Checkpoint) -> Network:
         """``checkpoint`` as what is loaded from a directory like the origin would compute."""
         written = as_written(self.origin, checkpoint)
-        return drafter_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+        return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
     def states(self, texts: Sequence[Text], logits_at_once: int = LOGITS_AT_ONCE) -> States:
         """What the base computes over ``texts``, for this drafter."""
-        return States(self.base, list(self.drafter.needs.shared_kv), texts, _KEPT_STATES, logits_at_once)
+        return States(self.base, self.drafter.needs, texts, _KEPT_STATES, logits_at_once)
 
-    def measured(self, drafter: MtpDrafter, texts: Sequence[Text], temperature: float | None = None) -> Measured:
+    def measured(self, drafter: Network, texts: Sequence[Text], temperature: float | None = None) -> Measured:
         """``drafter`` on ``texts``, divided among the processes; the same for all of them.
 
         Args:

@@ -2,21 +2,21 @@
 
 As in :mod:`mtp_extract.speculate.teacher`: an anchor n is a position whose token is pending, the base has seen
 positions up to n - 1 and a mask shows no more of its K and V; position and mask stay the same in all steps, and from
-the second on the drafter reads its own projected state. But every step reads the text's token, which is the drafter's
-own wherever the step counts: in greedy text a step counts only where all before it drafted the text's tokens, in
-sampled text a draft that stands has the base's distribution, as the text does.
+the second on the drafter reads its own projected state (an EAGLE-3 head its own state, and K and V of its own). But
+every step reads the text's token, which is the drafter's own wherever the step counts: in greedy text a step counts
+only where all before it drafted the text's tokens, in sampled text a draft that stands has the base's distribution, as
+the text does.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.drafter import BaseState, Convention, MtpDrafter
+from mtp_extract.drafter import BaseState, Convention, DraftState, MtpDrafter, Needs, Network
 from mtp_extract.drafter.protocol import KV, Fed
 from mtp_extract.speculate import Base, Text, groups
 from mtp_extract.speculate.base import FullPass
@@ -35,12 +35,14 @@ class TextStates:
         text: the tokens.
         hidden: [L, width], after the final norm.
         shared_kv: layer type → K and V, each [KV heads, L, head_dim].
+        layers: layer → [L, width], the state that enters it.
         choices: int64 [L], the base's argmax after each token.
     """
 
     text: Text
     hidden: Tensor
     shared_kv: Mapping[str, KV]
+    layers: Mapping[int, Tensor]
     choices: Tensor
 
 
@@ -51,7 +53,7 @@ class Batch:
     Attributes:
         tokens: int64 [B, L].
         lengths: int64 [B].
-        hidden, shared_kv, choices: of the base, over [B, L].
+        hidden, shared_kv, layers, choices: of the base, over [B, L].
         anchors: int64 [B, A].
         real: bool [B, A]; a text with fewer anchors has others in their place.
     """
@@ -60,6 +62,7 @@ class Batch:
     lengths: Tensor
     hidden: Tensor
     shared_kv: Mapping[str, KV]
+    layers: Mapping[int, Tensor]
     choices: Tensor
     anchors: Tensor
     real: Tensor
@@ -73,14 +76,14 @@ class States:
 
     Args:
         base: computes them.
-        kinds: layer types whose K and V are wanted.
+        needs: what of them is wanted.
         texts: all that will be asked for.
         room: bytes to keep them in.
         logits_at_once: most logits at a time.
     """
 
-    def __init__(self, base: Base, kinds: Sequence[str], texts: Sequence[Text], room: int, logits_at_once: int) -> None:
-        self._base, self._kinds, self._logits_at_once = base, tuple(kinds), logits_at_once
+    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], room: int, logits_at_once: int) -> None:
+        self._base, self._needs, self._logits_at_once = base, needs, logits_at_once
         self._group_of: dict[Text, tuple[Text, ...]] = {}
         self._kept: dict[Text, TextStates] = {}
         distinct = list(dict.fromkeys(texts))
@@ -103,7 +106,8 @@ class States:
 
     def _size_of_a_token(self, text: Text) -> float:
         (item,) = self._computed([text])
-        tensors = [item.hidden, item.choices, *(part for kv in item.shared_kv.values() for part in kv)]
+        kv = (part for kv in item.shared_kv.values() for part in kv)
+        tensors = [item.hidden, item.choices, *item.layers.values(), *kv]
         return sum(tensor.nbytes for tensor in tensors) / len(text.tokens)
 
     @torch.no_grad()
@@ -111,7 +115,7 @@ class States:
         tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
         for row, text in enumerate(texts):
             tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
-        full = self._base.full_pass(tokens.to(self._base.device))
+        full = self._base.full_pass(tokens.to(self._base.device), self._needs.layers)
         rows = max(1, self._logits_at_once // self._base.vocab_size)
         flat = full.hidden.flatten(0, 1)
         choices = torch.cat([self._base.logits(part).argmax(-1) for part in torch.split(flat, rows)]).view(tokens.shape)
@@ -121,6 +125,7 @@ class States:
                 text,
                 full.hidden[row, :length].clone(),
                 {kind: (k[row, :, :length].clone(), v[row, :, :length].clone()) for kind, (k, v) in self._of(full)},
+                {layer: states[row, :length].clone() for layer, states in full.layers.items()},
                 choices[row, :length].clone(),
             )
             for row, text in enumerate(texts)
@@ -128,7 +133,7 @@ class States:
         ]
 
     def _of(self, full: FullPass) -> list[tuple[str, KV]]:
-        return [(kind, full.shared_kv[kind]) for kind in self._kinds]
+        return [(kind, full.shared_kv[kind]) for kind in self._needs.shared_kv]
 
 
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
@@ -152,6 +157,7 @@ def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: 
         lengths=lengths.to(device),
         hidden=padded([item.hidden for item in items], 0),
         shared_kv={kind: (k, v) for kind, (k, v) in kv.items()},
+        layers={layer: padded([item.layers[layer] for item in items], 0) for layer in items[0].layers},
         choices=padded([item.choices for item in items], 0),
         anchors=anchors.to(device),
         real=real.to(device),
@@ -174,7 +180,7 @@ def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator
 class Rounds(nn.Module):
     """K draft steps from every anchor of a batch, as a module, so that its weights can be replaced for a call."""
 
-    def __init__(self, drafter: MtpDrafter, steps: int) -> None:
+    def __init__(self, drafter: Network, steps: int) -> None:
         super().__init__()
         self.drafter, self.steps = drafter, steps
 
@@ -182,23 +188,23 @@ class Rounds(nn.Module):
         """States after the final norm, [K, B, A, width]."""
         seen = (batch.anchors - 1)[..., None].expand(-1, -1, batch.hidden.shape[-1])
         slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        state = self.drafter.start(
-            BaseState(
-                batch.anchors,
-                batch.hidden.gather(1, seen),
-                embed,
-                batch.shared_kv,
-                dict.fromkeys(batch.shared_kv, slots),
-                Fed(batch.tokens, slots, batch.hidden, {}),
-            ),
-            convention,
+        known = BaseState(
+            batch.anchors,
+            batch.hidden.gather(1, seen),
+            embed,
+            batch.shared_kv,
+            dict.fromkeys(batch.shared_kv, slots),
+            Fed(batch.tokens, slots, batch.hidden, batch.layers),
         )
+        state: DraftState
+        if isinstance(self.drafter, MtpDrafter):
+            state = self.drafter.start(known, convention)
+        else:
+            state = self.drafter.start(known)
         found = []
         for step in range(self.steps):
-            token = batch.tokens.gather(1, _within(batch, batch.anchors + step))
-            h, projected = self.drafter.body(*state.arguments(token))
+            h, state = self.drafter.advance(state, batch.tokens.gather(1, _within(batch, batch.anchors + step)))
             found.append(h)
-            state = dataclasses.replace(state, hidden=projected, step=step + 1)
         return torch.stack(found)
 
 

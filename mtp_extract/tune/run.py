@@ -16,7 +16,7 @@ from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.drafter import Network
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
     from mtp_extract.tune.modes import Latents
@@ -35,9 +35,10 @@ class Plan:
     Attributes:
         setting: the drafter, its base, and the text.
         out: where the tuned checkpoint goes.
-        mode: a name in :data:`~mtp_extract.tune.modes.MODES`.
+        mode: a name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained.
         objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`; None chooses by the temperature.
         steps, anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
+        draft_vocab: most tokens that a new head can propose.
         force: write also what is not better.
         overwrite: replace ``out`` if it is a checkpoint of ours.
     """
@@ -49,6 +50,7 @@ class Plan:
     steps: int = 200
     anchors: int = 24
     learning_rate: float | None = None
+    draft_vocab: int = 32000
     force: bool = False
     overwrite: bool = False
 
@@ -83,7 +85,7 @@ class Plan:
         if self.objective is not None and self.objective not in OBJECTIVES:
             raise ValueError(f"objective {self.objective!r}: expected {' or '.join(OBJECTIVES)}.")
         self.setting.check()
-        for name in ("steps", "anchors"):
+        for name in ("steps", "anchors", "draft_vocab"):
             if getattr(self, name) < 1:
                 raise MtpExtractError(
                     f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
@@ -153,8 +155,12 @@ def run_tuning(
 
     pair = Pair(plan.setting, say)
     with memory_guard("tuning"):
+        new = plan.setting.directory is None
+        corpus = Corpus.of(pair, tell) if new else None
+        if corpus is not None:
+            pair.take(_made(plan, pair, corpus))
         latents = _latents(plan, pair)
-        corpus = Corpus.of(pair, tell)
+        corpus = corpus or Corpus.of(pair, tell)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = _measured(pair, pair.drafter, corpus)
         trained = _train(plan, pair, corpus, latents, tell, stop)
@@ -165,7 +171,7 @@ def run_tuning(
     comparisons = Comparisons.of(corpus, before[0], after[0], otherwise)
     refused = comparisons.refused()
     record = {
-        "mode": plan.mode,
+        "mode": "float" if new else plan.mode,
         "base": pair.name,
         "base_xxh3": pair.base_fingerprint,
         "recipe": dataclasses.asdict(plan.recipe()),
@@ -183,22 +189,39 @@ def run_tuning(
     return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, pair.loaded.notes)
 
 
+def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
+    """A head that nothing was trained of, in the directory of the work."""
+    from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, write_head
+
+    place, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
+    config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
+    if pair.accelerator.is_main_process:
+        stops = getattr(getattr(base.model, "generation_config", None), "eos_token_id", None)
+        always = [stops] if isinstance(stops, int) else stops or []
+        tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, always)
+        dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
+        write_head(new_head(base, config, tokens, dtype, setting.seed), place)
+    pair.accelerator.wait_for_everyone()
+    return place
+
+
 def _latents(plan: Plan, pair: Pair) -> Latents:
     """What is trained; that its like can be written is known before the work begins."""
-    from mtp_extract.tune.modes import MODES, Latents
+    from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
     from mtp_extract.tune.writing import check_writable
 
     # One step alone has no use for the state that it hands on.
     idle = ("post_projection",) if plan.setting.draft_steps == 1 else ()
+    mode = MODES[plan.mode] if plan.setting.directory is not None else NEW_HEAD
     try:
-        latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle)
+        latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)
     except MtpExtractError as error:
-        raise MtpExtractError(f"{escape(plan.setting.directory)}: {error}", remedies=error.remedies) from error
+        raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
     check_writable(pair.origin, latents.tuned({key: value + 1 for key, value in latents.values.items()}), plan.mode)
     return latents
 
 
-def _measured(pair: Pair, drafter: MtpDrafter, corpus: Corpus) -> tuple[Measured, Measured | None]:
+def _measured(pair: Pair, drafter: Network, corpus: Corpus) -> tuple[Measured, Measured | None]:
     """On the held-out texts, and on those of another serving."""
     other = pair.measured(drafter, corpus.otherwise, corpus.other_temperature) if corpus.otherwise else None
     return pair.measured(drafter, corpus.held_out), other

@@ -16,7 +16,7 @@ class Setting:
     """A drafter with its base, and the text they are trained and measured on.
 
     Attributes:
-        directory: the checkpoint.
+        directory: the checkpoint; None where a new EAGLE-3 head is to be made.
         base: directory or Hub id of the base model.
         work: where text, state and log are kept: a run that was stopped goes on from there.
         prompts: file of prompts; None for the shipped ones.
@@ -30,7 +30,7 @@ class Setting:
         device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
     """
 
-    directory: Path
+    directory: Path | None
     base: str
     work: Path
     prompts: Path | None = None

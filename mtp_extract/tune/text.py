@@ -53,6 +53,7 @@ class Writing:
         batch: prompts at a time.
         chat_template: take text as what a user says in a chat, where the base has a chat format.
         share: of how many processes this is which: (number, of how many).
+        drafts: a round; 0 for the base alone.
     """
 
     generator: SpeculativeGenerator
@@ -64,6 +65,7 @@ class Writing:
     batch: int
     chat_template: bool
     share: tuple[int, int] = (0, 1)
+    drafts: int = 3
 
     def prepare(self, items: Sequence[Item], tell: Callable[[Written], None] = lambda written: None) -> None:
         """Write what is not there yet, of this process's share.
@@ -133,7 +135,9 @@ class Writing:
         return found
 
     def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
-        options = Options(max_new_tokens=self.new_tokens, sampling=Sampling(self.temperature), seed=seed)
+        options = Options(
+            max_new_tokens=self.new_tokens, sampling=Sampling(self.temperature), seed=seed, drafts=self.drafts
+        )
         results = self.generator.generate_batch(prompts, options)
         lines = [
             {

@@ -13,7 +13,7 @@ import numpy as np
 from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.checkpoint.formats import EVERY, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
@@ -89,7 +89,7 @@ def _dtype(origin: ReadDirectory) -> str:
     coded = (
         tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
     )
-    dtypes = FORMATS[origin.layout].dtypes
+    dtypes = EVERY[origin.layout].dtypes
     return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
 
 

@@ -21,7 +21,7 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
 from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
 from mtp_extract.checkpoint.formats.parts import static_scale
 from mtp_extract.checkpoint.integers import row_codes, same_codes
@@ -113,7 +113,7 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
     """
     original = checkpoint_of(source)
     format_ = format_of(directory)
-    found = format_.read_config(directory)
+    found = require_mtp(format_.read_config(directory))
     config = _config(directory, original, found)
     written, tensors = None, _check("tensors", False, "they were not read")
     compared: _Compared | None = None
@@ -145,7 +145,7 @@ def _shape(config: DrafterConfig) -> object:
 def _config(directory: Path, original: Checkpoint, found: DrafterConfig) -> Check:
     """By key, as the directory's format writes them; and by what is read from it, whatever form that has."""
     format_ = format_of(directory)
-    types = set(original.config.layer_types)
+    types = set(original.mtp.layer_types)
     free = {*_FREE, *({SLIDING, FULL} - types), *(() if SLIDING in types else ("sliding_window",))}
     count, wrong = 0, list[str]()
     dtype = next(dtype for dtype in ("f32", CODES) if dtype in FORMATS[format_.name].dtypes)
@@ -157,7 +157,7 @@ def _config(directory: Path, original: Checkpoint, found: DrafterConfig) -> Chec
     if document:
         count, wrong = _differences(json.loads(document), reading.read_json(directory / format_.marker), free)
     if not wrong:
-        mine, theirs = (_meaning(config) for config in (original.config, found))
+        mine, theirs = (_meaning(config) for config in (original.mtp, found))
         count, wrong = max(count, len(mine)), _differences(mine, theirs, frozenset())[1]
         wrong += [f"{key}: the graph has none" for key in theirs if key not in mine]
     if wrong:
@@ -307,7 +307,7 @@ def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint,
 
     try:
         with np.errstate(all="ignore"):
-            proof = prove(source.graph, source.walk, written.config, read)
+            proof = prove(source.graph, source.walk, written.mtp, read)
     except (ProofError, CheckpointError) as error:
         return _check("execution", False, str(error).split(". ")[0])
     except (ValueError, ArithmeticError):

@@ -15,10 +15,11 @@ from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.drafter import Network
     from mtp_extract.speculate import Agreement, Encoded, SpeculativeGenerator
     from mtp_extract.validate.acceptance.base_model import LoadedBase
     from mtp_extract.validate.acceptance.beside import DrafterFacts
+    from mtp_extract.validate.acceptance.controls import ControlResult
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
@@ -148,8 +149,9 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     import torch
 
     from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.checkpoint import require_mtp
     from mtp_extract.checkpoint.formats import format_of
-    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter import MtpDrafter, load_any
     from mtp_extract.validate.acceptance.base_model import memory_guard
     from mtp_extract.validate.identity import check_identity, drafter_for
     from mtp_extract.validate.parity.compare import check_interpreter
@@ -164,7 +166,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         say("deriving every tensor from the file again, and executing both")
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
-        source = drafter_for(opened, config)
+        source = drafter_for(opened, require_mtp(config))
         checks, comparable = check_identity(directory, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
@@ -186,11 +188,11 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         # What is refuted needs no second opinion, and may hold numbers that nothing can run.
         return replace(result, notes=("It is refuted already, so nothing was measured.",))
     with memory_guard("loading the drafter"):
-        drafter = load_drafter(directory, dtype=torch.float32)
+        drafter = load_any(directory, dtype=torch.float32)
     cases = None
     if plan.base is not None:
         result, cases = _against_base(plan, plan.base, directory, steps, result, say)
-    if source is not None:
+    if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, plan.seed)
         say("running the drafter section in Google's interpreter")
@@ -231,6 +233,8 @@ def _against_base(
     plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
+    from mtp_extract.checkpoint.checkpoint import require_mtp
+    from mtp_extract.drafter import MtpDrafter
     from mtp_extract.engines import LocalEngine
     from mtp_extract.validate.acceptance.agreement import continue_greedily, figures, measure_agreement
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
@@ -287,8 +291,13 @@ def _against_base(
                     {name: compare(first.of(rows), mine.of(rows)) for name, rows in parts.items()},
                 )
             )
-        say("the same with one thing broken at a time")
-        controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)
+        controls: list[ControlResult] = []
+        notes = [*loaded.notes, *_flattered(facts), *_loops(written.repeated)]
+        if isinstance(drafter, MtpDrafter):
+            say("the same with one thing broken at a time")
+            controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)
+        else:
+            notes.append("Nothing was broken on purpose beside it: the controls are those of an MTP drafter.")
     found = replace(
         result,
         base=BaseFacts(
@@ -311,21 +320,23 @@ def _against_base(
         controls=tuple(controls),
         generation=drafters[0].generation,
         drafters=tuple(drafters),
-        notes=(*result.notes, *loaded.notes, *_flattered(facts), *_loops(written.repeated)),
+        notes=(*result.notes, *notes),
     )
-    return found, lambda interface: base_cases(generator.base, drafter.config, interface, written.texts, plan.samples)
+    return found, lambda interface: base_cases(
+        generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
+    )
 
 
-def _pair(loaded: LoadedBase, directory: Path) -> tuple[MtpDrafter, SpeculativeGenerator]:
+def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:
     """The drafter in ``directory`` with its base.
 
     Raises:
         MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
     """
-    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter import load_any
     from mtp_extract.speculate import SpeculativeGenerator
 
-    drafter = load_drafter(directory, dtype=loaded.drafter_dtype, device=loaded.device)
+    drafter = load_any(directory, dtype=loaded.drafter_dtype, device=loaded.device)
     try:
         return drafter, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     except PairError as error:

@@ -127,7 +127,10 @@ def test_a_layer_the_base_does_not_have(model: Any) -> None:
     class Deep(Caching):
         @property
         def needs(self) -> Needs:
-            return replace(super().needs, layers=(5,))
+            return replace(super().needs, layers=(6,))
 
-    with pytest.raises(PairError, match="expected the base to have a layer 5, found layers 0 to 4; give the base"):
+    with pytest.raises(
+        PairError,
+        match="expected the base to have a layer 6, found layers 0 to 4, and 5 for what leaves the last; give the base",
+    ):
         SpeculativeGenerator(model, Deep(()))

@@ -67,7 +67,7 @@ class Tiny:
             latents,
             drafter_of(self.checkpoint, dtype=dtype),
             self.base,
-            States(self.base, list(self.drafter.needs.shared_kv), self.texts[:5], 1 << 20, 1 << 20),
+            States(self.base, self.drafter.needs, self.texts[:5], 1 << 20, 1 << 20),
             self.texts[:5],
             recipe,
             Accelerator(cpu=True),

@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
-    states = States(tiny.base, list(tiny.drafter.needs.shared_kv), texts, 0, 1 << 20).of(texts)
+    states = States(tiny.base, tiny.drafter.needs, texts, 0, 1 << 20).of(texts)
     most = max(len(text.anchors) for text in texts)
     anchors, real = random_anchors(texts, most, torch.Generator().manual_seed(0))
     return collate(states, anchors, real, torch.device("cpu"))
@@ -110,9 +110,9 @@ def test_anchors(tiny: Tiny) -> None:
 
 
 def test_states_that_are_kept_are_those_that_are_made(tiny: Tiny) -> None:
-    kinds, texts = list(tiny.drafter.needs.shared_kv), tiny.texts
-    kept, never = States(tiny.base, kinds, texts, 1 << 20, 80), States(tiny.base, kinds, texts, 1000, 1 << 20)
-    backwards = States(tiny.base, kinds, texts, 1 << 20, 1 << 20).of(texts[::-1])[::-1]
+    needs, texts = tiny.drafter.needs, tiny.texts
+    kept, never = States(tiny.base, needs, texts, 1 << 20, 80), States(tiny.base, needs, texts, 1000, 1 << 20)
+    backwards = States(tiny.base, needs, texts, 1 << 20, 1 << 20).of(texts[::-1])[::-1]
     first = kept.of(texts[:2])
     assert kept.of(texts[:2])[0] is first[0]
     assert never.of(texts[:2])[0] is not never.of(texts[:2])[0]

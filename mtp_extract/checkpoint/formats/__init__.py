@@ -1,19 +1,21 @@
-"""The formats, one module each. What ``FORMATS`` lists is what there is to choose from."""
+"""The formats, one module each. What ``FORMATS`` lists is what there is to choose from; of EAGLE-3 heads, ``HEADS``."""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.errors import DrafterError, escape
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 
-__all__ = ["FORMATS", "format_named", "format_of", "name_for", "read_checkpoint"]
+__all__ = ["EVERY", "FORMATS", "HEADS", "format_named", "format_of", "name_for", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Listed:
         provenance_inside: whether the weights file has room for where it came from.
         tokenizer_inside: whether it has room for the base's tokenizer.
         activations: whether it holds the static quantization of activations.
+        architecture: what it holds: "gemma4-mtp" or "eagle3".
         instance: what it is called in its module.
         otherwise: engine that wants it otherwise → the name under which it is so written.
         variant: whether it is chosen by engine and not by name.
@@ -44,6 +47,7 @@ class Listed:
     provenance_inside: bool = False
     tokenizer_inside: bool = False
     activations: bool = False
+    architecture: str = GEMMA4_MTP
     instance: str = "FORMAT"
     otherwise: Mapping[str, str] = field(default_factory=dict)
     variant: bool = False
@@ -111,7 +115,29 @@ FORMATS = {
         activations=True,
     ),
 }
-"""Every format by name."""
+"""Every format of an MTP drafter by name."""
+
+HEADS = {
+    "eagle3": Listed(
+        f"{__name__}.eagle3",
+        ("bf16", "f16", "f32"),
+        "an EAGLE-3 head for SGLang and vLLM",
+        engines=("vllm", "sglang"),
+        architecture=EAGLE3,
+    ),
+    "speculators": Listed(
+        f"{__name__}.speculators",
+        ("bf16", "f16", "f32"),
+        "an EAGLE-3 head for vLLM, which serves it by itself",
+        engines=("vllm",),
+        library="speculators",
+        architecture=EAGLE3,
+    ),
+}
+"""Every layout of an EAGLE-3 head by name."""
+
+EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
+"""Both."""
 
 
 def format_named(name: str) -> Format:
@@ -120,10 +146,10 @@ def format_named(name: str) -> Format:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in FORMATS:
-        choices = (name for name, listed in FORMATS.items() if not listed.variant)
+    if name not in EVERY:
+        choices = (name for name, listed in [*FORMATS.items(), *HEADS.items()] if not listed.variant)
         raise ValueError(f"format {name!r}: expected {' or '.join(choices)}.")
-    listed = FORMATS[name]
+    listed = EVERY[name]
     found: Format = getattr(import_module(listed.module), listed.instance)
     return found
 
@@ -137,7 +163,7 @@ def name_for(name: str, engine: str | None) -> str:
     format_named(name)
     if engine is None:
         return name
-    otherwise = FORMATS[name].otherwise
+    otherwise = EVERY[name].otherwise
     if engine not in otherwise:
         raise ValueError(
             f"engine {engine!r}: the {name} format is written "
@@ -152,7 +178,7 @@ def format_of(directory: Path) -> Format:
     Raises:
         DrafterError: it is of none.
     """
-    formats = [format_named(name) for name in FORMATS]
+    formats = [format_named(name) for name in EVERY]
     for found in formats:
         if found.recognizes(directory):
             return found

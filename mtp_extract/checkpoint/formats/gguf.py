@@ -75,7 +75,7 @@ class GgufFormat:
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        config = checkpoint.config
+        config = checkpoint.mtp
         metadata = config_metadata(config)
         planned = [
             _plan(checkpoint, role, shape, dtype)

@@ -44,16 +44,16 @@ class LitertFormat:
         return hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        if checkpoint.config.ordered_head is not None:
+        if checkpoint.mtp.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
-        names = _tensor_names(checkpoint.tensors, checkpoint.config.num_layers)
+        names = _tensor_names(checkpoint.tensors, checkpoint.mtp.num_layers)
         first = {name: role for role, name in reversed(names.items())}
         tensors = tuple(
             plan_floats(name, role, checkpoint.tensors[role], dtype) for name, role in reversed(first.items())
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json_text(_config(checkpoint.config, names))),
+            OutputFile(self.marker, text=json_text(_config(checkpoint.mtp, names))),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:

@@ -87,7 +87,7 @@ class PackedFormat(ABC):
         """
 
     def recognizes(self, directory: Path) -> bool:
-        return reading.quantization_of(directory / self.marker) == self.name
+        return reading.kind_of(directory / self.marker) == self.name
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
         if role.kind == INDEX:
@@ -111,7 +111,7 @@ class PackedFormat(ABC):
         return packed if isinstance(packed, str) else (codes, packed)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        shapes = shapes_of(checkpoint.config)
+        shapes = shapes_of(checkpoint.mtp)
         found = {
             role.name: self._packed(role, checkpoint.tensors[role.name])
             for role in shapes
@@ -126,7 +126,7 @@ class PackedFormat(ABC):
                 "same engines load.",
                 remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
-        if checkpoint.config.ordered_head is not None and HEAD in packed:
+        if checkpoint.mtp.ordered_head is not None and HEAD in packed:
             raise UnsupportedError(
                 f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
                 "integers. Leave lm_head in floats."
@@ -154,7 +154,7 @@ class PackedFormat(ABC):
             if role.kind == MATRIX:
                 floats.append(module)
             tensors.append(plan_weight(checkpoint, role, shape, name, "f32"))
-        document = config_document(checkpoint.config, "float32", tied=tied)
+        document = config_document(checkpoint.mtp, "float32", tied=tied)
         document[self.key] = self.document(modules, floats)
         return [
             OutputFile(self.weights_file, tensors=tuple(tensors), metadata=self.metadata),

@@ -15,12 +15,12 @@ __all__ = [
     "activation",
     "check_tensors",
     "flag",
+    "kind_of",
     "mismatch",
     "number",
     "optional_integer",
     "optional_number",
     "positive_integer",
-    "quantization_of",
     "read_json",
     "read_shards",
     "read_tensors",
@@ -54,11 +54,15 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
 _QUANTIZED = ("compressed-tensors", "gemma")
 
 
-def quantization_of(path: Path) -> str | None:
-    """How the weights beside the ``config.json`` at ``path`` are quantized: "mlx", or a method that a format here has.
+_EAGLE3 = "eagle3"
 
-    Empty for floats, for a method no format here has, and for a file that cannot be read, which reading it reports;
-    None where there is no file.
+
+def kind_of(path: Path) -> str | None:
+    """Of which kind the ``config.json`` at ``path`` is: the layout of an EAGLE-3 head, or how an MTP drafter is
+    quantized ("mlx", or a method that a format here has).
+
+    Empty for an MTP drafter's floats, for a method no format here has, and for a file that cannot be read, which
+    reading it reports; None where there is no file.
     """
     if not path.is_file():
         return None
@@ -66,6 +70,10 @@ def quantization_of(path: Path) -> str | None:
         config = read_json(path)
     except DrafterError:
         return ""
+    if "speculators_model_type" in config:
+        return "speculators"
+    if _EAGLE3 in str(config.get("architectures")).lower():
+        return _EAGLE3
     if isinstance(config.get("quantization"), dict):
         return "mlx"
     quantization = config.get("quantization_config")

@@ -70,13 +70,13 @@ class TransformersFormat:
     weights_file = "model.safetensors"
 
     def recognizes(self, directory: Path) -> bool:
-        return reading.quantization_of(directory / self.marker) == ""
+        return reading.kind_of(directory / self.marker) == ""
 
     def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
         return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        config = checkpoint.config
+        config = checkpoint.mtp
         tensors = tuple(
             plan_weight(checkpoint, role, shape, role.names[self.name], dtype)
             for role, shape in shapes_of(config).items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 from mtp_extract.checkpoint.check import read_record, with_record
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.reads import StepBytes, bytes_a_step
@@ -76,7 +76,7 @@ def facts_of(directory: Path, name: str) -> DrafterFacts:
         layout.name,
         _made(record),
         str(tuning["mode"]) if "mode" in tuning else None,
-        checkpoint.config.ordered_head,
+        checkpoint.config.ordered_head if isinstance(checkpoint.config, DrafterConfig) else None,
         bytes_a_step(layout.name, checkpoint),
     )
 

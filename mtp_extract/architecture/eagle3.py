@@ -1,0 +1,99 @@
+"""The shape of an EAGLE-3 head, the other kind of drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mtp_extract.errors import DrafterError
+
+__all__ = ["FUSED", "Eagle3Config"]
+
+FUSED = 3
+"""Hidden states of the base that are fused: a low, a middle and a high one."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Everything there is to say of an EAGLE-3 head, beside its weights.
+
+    Attributes:
+        backbone_hidden_size: width of the base, whose states are fused.
+        hidden_size: width of the head.
+        intermediate_size: width of the feed-forward block.
+        vocab_size: tokens of the base.
+        draft_vocab_size: rows of the LM head: tokens that it can propose.
+        num_heads: query heads.
+        num_kv_heads: heads of K and V, each for as many query heads.
+        head_dim: width of one head; heads times this need not be ``hidden_size``.
+        base_layers: whose incoming hidden states are fused, counted from 0, ascending. The number of the base's layers
+            stands for what leaves the last one, before the final norm. vLLM counts so; SGLang and SpecForge name the
+            layer before, whose output that is.
+        rope_theta: base of the frequencies; the whole head is rotated.
+        rms_norm_eps: epsilon under the root of every RMSNorm.
+        fc_norm: each state is normed by itself before they are fused.
+        norm_before_fc: they are normed together.
+        norm_before_residual: the residual stream begins after the norm of the fused state, not before it.
+        norm_output: what is fed back in the next step is taken after the final norm, not before it.
+        own_embedding: it embeds tokens by a table of its own, and not by the base's.
+        max_position_embeddings: longest context it was made for, in tokens; None when not recorded.
+        base: name of the base it was trained for, as the Hub or a file system has it; None when not recorded.
+    """
+
+    backbone_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    base_layers: tuple[int, ...]
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    max_position_embeddings: int | None = None
+    base: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise DrafterError(
+                f"expected KV heads that divide the {self.num_heads} query heads, of an even width, found "
+                f"{self.num_kv_heads} of {self.head_dim}; check num_key_value_heads and head_dim in the config"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise DrafterError(
+                f"expected at most the base's {self.vocab_size} tokens, found a draft_vocab_size of "
+                f"{self.draft_vocab_size}; check the config"
+            )
+        ids = self.base_layers
+        if len(ids) != FUSED or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0:
+            raise DrafterError(
+                f"expected {FUSED} different layers of the base, the lowest first, found {list(ids)}; engines sort "
+                "them and read each once, so that fc would fit no longer: check eagle_aux_hidden_state_layer_ids"
+            )
+        if not self.own_embedding and self.hidden_size != self.backbone_hidden_size:
+            raise DrafterError(
+                f"expected a table of embeddings in a head of width {self.hidden_size} beside a base of "
+                f"{self.backbone_hidden_size}, found none: the base's does not fit"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the head: one."""
+        return 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether it proposes only some of the base's tokens."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``extraction.json`` and ``--json``."""
+        return {**dataclasses.asdict(self), "base_layers": list(self.base_layers)}

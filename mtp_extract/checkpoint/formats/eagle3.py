@@ -1,0 +1,108 @@
+"""The directory of an EAGLE-3 head that SpecForge writes, and that SGLang and vLLM load.
+
+The layers of the base are named twice, because engines count otherwise: at the top level as vLLM does (the layer that a
+state enters), in ``eagle_config`` as SGLang and SpecForge do (the layer it leaves). Each prefers the place that is its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.architecture.roles import INDEX, Role
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.eagle3_lint import IDS
+from mtp_extract.checkpoint.formats import llama, reading
+from mtp_extract.checkpoint.formats.holding import hold_floats
+from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.errors import DrafterError
+
+__all__ = ["FORMAT", "config_document", "parse_config"]
+
+_BASE = "base_model_name_or_path"
+"""Read by no engine; what a ``speculators`` directory says of its verifier."""
+
+
+class Eagle3Format:
+    """``config.json`` and ``model.safetensors``."""
+
+    name = "eagle3"
+    marker = llama.MARKER
+    weights_file = llama.WEIGHTS_FILE
+
+    def recognizes(self, directory: Path) -> bool:
+        return reading.kind_of(directory / self.marker) == self.name
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        document = config_document(llama.require_head(checkpoint), DTYPES[dtype].transformers)
+        return llama.plan_head(checkpoint, dtype, self.name, document)
+
+    def read_config(self, directory: Path) -> Eagle3Config:
+        return parse_config(reading.read_json(directory / self.marker), llama.has_embedding(directory))
+
+    def read(self, directory: Path) -> Checkpoint:
+        return llama.read_head(directory, self.read_config(directory), self.name)
+
+
+FORMAT = Eagle3Format()
+
+
+def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """``config.json`` of a head whose weights have the transformers dtype ``dtype``."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **({_BASE: config.base} if config.base else {}),
+        **llama.llama_document(config),
+        **llama.shape_flags(config),
+        "dtype": dtype,
+        IDS: list(config.base_layers),
+        "eagle_config": {IDS: [layer - 1 for layer in config.base_layers], "use_aux_hidden_state": True},
+    }
+
+
+def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+    """The parsed ``config.json``.
+
+    Args:
+        config: what it holds.
+        own_embedding: whether a table of embeddings lies beside it.
+
+    Raises:
+        DrafterError: a key is missing, of the wrong type or range, says what no such head has, or contradicts another.
+    """
+    eagle = reading.table(config, "eagle_config") if config.get("eagle_config") is not None else {}
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise DrafterError(
+            "expected use_aux_hidden_state to be true in an EAGLE-3 head, found otherwise; it is not supported"
+        )
+    entering, leaving = llama.read_ids(config, IDS), llama.read_ids(eagle, IDS)
+    shifted = None if leaving is None else tuple(layer + 1 for layer in leaving)
+    layers = entering or shifted
+    if layers is None:
+        raise DrafterError(
+            f"expected {IDS} in the drafter's config, found none; engines take 2, n // 2 and n − 3 of a base of n "
+            "layers: write those that the head was trained with"
+        )
+    if entering is not None and shifted is not None and entering != shifted:
+        raise DrafterError(
+            f"expected each layer of {IDS} in eagle_config to be one less than at the top level, found "
+            f"{list(leaving or ())} and {list(entering)}: SGLang and vLLM would read different states; check which of "
+            "the two the head was trained with"
+        )
+    base = config.get(_BASE)
+    return llama.parse_llama(
+        config,
+        config,
+        layers,
+        norm_before_residual=reading.flag(config, "norm_before_residual"),
+        norm_before_fc=reading.flag(eagle if "norm_before_fc" in eagle else config, "norm_before_fc"),
+        own_embedding=own_embedding,
+        base=base if isinstance(base, str) else None,
+    )

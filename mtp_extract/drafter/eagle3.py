@@ -1,0 +1,275 @@
+"""The EAGLE-3 head, whole: one layer with a cache of its own, over three hidden states of the base.
+
+The states that enter three layers of the base at position p are fused into one, ``g[p]``. The layer reads it beside the
+embedding of the token at p + 1, and says what token comes at p + 2; what comes out of it takes the place of ``g`` in
+the next step. So the head runs over every position of the text, as the base does: its keys and values at p are those of
+``g[p]`` and token p + 1, of positions that the base has verified, and after them those of the round's own steps.
+
+Every flag means what the engines mean by it (:class:`~mtp_extract.architecture.eagle3.Eagle3Config`). Norms, rotation,
+attention logits and softmax are computed in F32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtp_extract.architecture.config import RopeConfig
+from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
+from mtp_extract.drafter.mtp import RMSNorm, rotate
+from mtp_extract.drafter.protocol import KV, BaseState, Needs
+
+__all__ = ["Eagle3Drafter", "Eagle3Layer", "Eagle3State"]
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose attention reads twice its width: the normed embedding, then the normed state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config, self.rope = config, RopeConfig(config.rope_theta)
+        width, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.embedding_norm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.q_proj = nn.Linear(2 * width, queries, bias=False)
+        self.k_proj = nn.Linear(2 * width, keys, bias=False)
+        self.v_proj = nn.Linear(2 * width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.post_attention_norm = RMSNorm(width, eps)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def read(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, [..., 2 · width], and where the residual stream begins, [..., width]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.config.norm_before_residual else hidden
+        return torch.cat((self.embedding_norm(embedding), normed), dim=-1), residual
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> KV:
+        """K, rotated, and V, each [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
+        shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
+        return rotate(self.k_proj(x).view(shape), positions, self.rope), self.v_proj(x).view(shape)
+
+    def forward(self, x: Tensor, residual: Tensor, positions: Tensor, cache: KV, visible: Tensor, own: KV) -> Tensor:
+        """One position of every query.
+
+        Args:
+            x, residual: of :meth:`read`, [batch, queries, …].
+            positions: int64 [batch, queries].
+            cache: K and V of verified positions, each [batch, slots, KV heads, head_dim].
+            visible: bool [batch, queries, slots].
+            own: those of the round's steps up to this, [batch, queries, steps, KV heads, head_dim].
+
+        Returns:
+            [batch, queries, width], before the final norm.
+        """
+        config = self.config
+        (keys, values), (own_keys, own_values) = cache, own
+        batch, queries, _ = x.shape
+        q = rotate(self.q_proj(x).view(batch, queries, -1, config.head_dim), positions, self.rope)
+        q = q.view(batch, queries, config.num_kv_heads, -1, config.head_dim).float() * config.head_dim**-0.5
+        before = torch.einsum("blkgd,bskd->blkgs", q, keys.float())
+        before = before.masked_fill(~visible[:, :, None, None], -math.inf)
+        weights = torch.cat((before, torch.einsum("blkgd,bltkd->blkgt", q, own_keys.float())), dim=-1).softmax(-1)
+        slots = keys.shape[1]
+        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], values.float())
+        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], own_values.float())
+        h = residual + self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
+        y = self.post_attention_norm(h)
+        out: Tensor = h + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        return out
+
+
+@dataclass(frozen=True)
+class Eagle3State:
+    """Where a round stands.
+
+    Attributes:
+        embed: tokens → embedding, unscaled.
+        hidden: [batch, queries, width], the fused state at ``positions`` in the first step, what was fed back later.
+        positions: int64 [batch, queries], that of the pending token less one, and one more with every step.
+        cache: K and V at slots that are positions, each [batch, slots, KV heads, head_dim]. Slots past what the base
+            has verified hold anything, and are written anew before they are seen.
+        visible: bool [batch, queries, slots].
+        own: K and V of the round's steps, each [batch, queries, steps, KV heads, head_dim]; None before the first.
+        filled: slots that may have been written.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    hidden: Tensor
+    positions: Tensor
+    cache: KV
+    visible: Tensor
+    filled: int
+    own: KV | None = None
+
+
+class Eagle3Drafter(nn.Module):
+    """The EAGLE-3 head: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
+
+    Made by :func:`mtp_extract.drafter.load_any`.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        width, base, eps = config.hidden_size, config.backbone_hidden_size, config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.fc_norm = nn.ModuleList(RMSNorm(base, eps) for _ in range(FUSED)) if config.fc_norm else None
+        self.input_norm = RMSNorm(FUSED * base, eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(FUSED * base, width, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.final_norm = RMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if config.reduced:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The one there is."""
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [draft vocabulary]: the base's token of every row of the head; stored as a difference."""
+        rows = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return rows + self.get_buffer("d2t") if self.config.reduced else rows
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
+        found = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
+        targets = self.targets.to(tokens.device)
+        found[targets] = torch.arange(len(targets), device=tokens.device)
+        return found[tokens]
+
+    @property
+    def needs(self) -> Needs:
+        """Three hidden states and the embedding of every token; a cache of its own."""
+        config = self.config
+        return Needs(
+            vocab_size=config.vocab_size,
+            width=config.backbone_hidden_size,
+            embedding=not config.own_embedding,
+            final_hidden=False,
+            layers=config.base_layers,
+            own_cache=True,
+        )
+
+    def fuse(self, states: Mapping[int, Tensor]) -> Tensor:
+        """[…, width], of the base's states, layer → […, base width]."""
+        weight = self.fc.weight
+        low_to_high = [states[layer].to(weight) for layer in self.config.base_layers]
+        if self.input_norm is not None:
+            low_to_high = list(self.input_norm(torch.cat(low_to_high, dim=-1)).chunk(FUSED, dim=-1))
+        if self.fc_norm is not None:
+            low_to_high = [norm(state) for norm, state in zip(self.fc_norm, low_to_high, strict=True)]
+        fused: Tensor = self.fc(torch.cat(low_to_high, dim=-1))
+        return fused
+
+    def start(self, base: BaseState) -> Eagle3State:
+        """Begin a round: take in what the base was fed, and leave the last state of it to the first step.
+
+        In the first round the base was fed from position 0 on.
+        """
+        weight, previous, rows = self.fc.weight, base.previous, base.rows
+        embed = self._embedding(base.embed)
+        states = self.fuse(base.fed.layers)  # [B, F, W]
+        tokens, positions = base.fed.tokens.to(weight.device), base.fed.positions.to(weight.device)
+        if previous is None:
+            # The token at 0 has no state before it.
+            tokens, positions = tokens[:, 1:], positions[:, 1:] - 1
+            cache, filled, first = None, tokens.shape[1], torch.zeros_like(base.positions[:, :1])
+        else:
+            last, cache = previous.hidden, previous.cache
+            if rows is not None:
+                kept = torch.tensor(list(rows), device=weight.device)
+                last, cache = last[kept], (cache[0][kept], cache[1][kept])
+            states = torch.cat((last, states), dim=1)
+            positions = positions - 1
+            filled, first = previous.filled + tokens.shape[1], positions[:, :1]
+        x, _ = self.layer.read(embed(tokens), states[:, :-1])
+        cache = _written(cache, self.layer.keys_values(x, positions), positions, filled)
+        newest = base.positions.to(weight.device) - 1  # [B, Q]
+        index = (newest - first.to(weight.device))[..., None].expand(-1, -1, states.shape[-1])
+        slots = torch.arange(cache[0].shape[1], device=weight.device)
+        return Eagle3State(
+            embed=embed,
+            hidden=states.gather(1, index),
+            positions=newest,
+            cache=cache,
+            visible=slots < newest[..., None],
+            filled=filled,
+        )
+
+    def step(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
+        """One draft step.
+
+        Args:
+            state: from :meth:`start`, or from the step before.
+            token: int64 [batch, queries].
+
+        Returns:
+            Logits [batch, queries, vocabulary], −∞ for tokens that the head cannot propose, and the next state.
+        """
+        normed, following = self.advance(state, token)
+        return self.logits(normed), following
+
+    def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
+        """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
+        layer = self.layer
+        x, residual = layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
+        keys, values = (part[:, :, None] for part in layer.keys_values(x, state.positions))
+        if state.own is not None:
+            keys, values = torch.cat((state.own[0], keys), dim=2), torch.cat((state.own[1], values), dim=2)
+        h = layer(x, residual, state.positions, state.cache, state.visible, (keys, values))
+        normed: Tensor = self.final_norm(h)
+        hidden = normed if self.config.norm_output else h
+        return normed, dataclasses.replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[…, vocabulary] of ``normed`` […, width]."""
+        drafted: Tensor = self.lm_head(normed)
+        if not self.config.reduced:
+            return drafted
+        whole = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
+        whole[..., self.targets] = drafted
+        return whole
+
+    def with_tensors(self, changes: Mapping[str, Tensor]) -> Eagle3Drafter:
+        """A head with some tensors replaced, by the name of their module, and the others shared."""
+        with torch.device("meta"):
+            twin = Eagle3Drafter(self.config)
+        twin.load_state_dict({**self.state_dict(), **changes}, strict=True, assign=True)
+        return twin.eval().requires_grad_(False)
+
+    def _embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""
+        weight = self.fc.weight
+        if self.embed_tokens is not None:
+            return self.embed_tokens
+        scale = self.config.backbone_hidden_size**-0.5
+        return lambda tokens: (embed(tokens).float() * scale).to(weight)
+
+
+def _written(cache: KV | None, new: KV, positions: Tensor, filled: int) -> KV:
+    """``cache`` with ``new`` [batch, length, …] at the slots ``positions`` [batch, length], grown to ``filled``."""
+    written = []
+    for index, part in enumerate(new):
+        old = cache[index] if cache is not None else part[:, :0]
+        if old.shape[1] < filled:
+            grown = part.new_zeros(len(part), max(filled, 2 * old.shape[1]), *part.shape[2:])
+            grown[:, : old.shape[1]] = old
+            old = grown
+        # What an earlier round sees lies before the first slot that is written here.
+        where = positions[..., None, None].expand_as(part)
+        written.append(old.scatter_(1, where, part.to(old.dtype)))
+    return written[0], written[1]

@@ -1,0 +1,151 @@
+"""An EAGLE-3 head that nothing was trained of, made for a base: its shape, its vocabulary, and where it begins."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
+from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.formats.llama import WEIGHTS_FILE
+from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor
+from mtp_extract.checkpoint.staging import staged_directory, write_file
+from mtp_extract.drafter import Needs
+from mtp_extract.speculate import Base, Text
+
+__all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "write_head"]
+
+_ROPE_THETA = 1e6
+"""Of the base's full layers; the head has one frequency base, and rotates all of it."""
+
+_LEAST_DEEP = 9
+"""Layers of a base of which engines' default choice, 2, n // 2 and n − 3, is a low, a middle and a high one."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """In the place of a drafter where the base writes alone.
+
+    Attributes:
+        needs: vocabulary and width of the base.
+    """
+
+    needs: Needs
+
+    @classmethod
+    def beside(cls, base: Base) -> Nothing:
+        """One that fits ``base``."""
+        return cls(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
+
+    def start(self, base: Any) -> Any:
+        """Never called: no draft is asked for."""
+        raise AssertionError("nothing drafts nothing")
+
+    def step(self, state: Any, token: Tensor) -> Any:
+        """Never called."""
+        raise AssertionError("nothing drafts nothing")
+
+
+def base_layers(count: int) -> tuple[int, ...]:
+    """Which of a base's ``count`` layers are read: the engines' default where that is three, else thirds of it."""
+    if count >= _LEAST_DEEP:
+        return 2, count // 2, count - 3
+    return tuple(max(1, count * part // FUSED) for part in range(1, FUSED + 1))
+
+
+def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Config:
+    """The shape of a head as wide as ``base``, with the heads of its first layer and its feed-forward block.
+
+    Args:
+        base: whose embeddings it shares.
+        draft_vocab_size: tokens that it may propose, if the base has as many.
+        name: of the base.
+    """
+    text = base.config
+    first = text.per_layer_config[0]
+    heads = math.gcd(int(text.num_attention_heads), base.width)
+    return Eagle3Config(
+        backbone_hidden_size=base.width,
+        hidden_size=base.width,
+        intermediate_size=int(text.intermediate_size),
+        vocab_size=base.vocab_size,
+        draft_vocab_size=min(draft_vocab_size, base.vocab_size),
+        num_heads=heads,
+        num_kv_heads=math.gcd(int(first.num_key_value_heads), heads),
+        head_dim=int(first.head_dim),
+        base_layers=base_layers(base.num_layers),
+        rope_theta=_ROPE_THETA,
+        rms_norm_eps=float(text.rms_norm_eps),
+        fc_norm=True,
+        max_position_embeddings=int(text.max_position_embeddings),
+        base=name,
+    )
+
+
+def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
+    """The ``count`` tokens that drafts aim at most often, ascending; where texts have fewer, the lowest others.
+
+    Args:
+        texts: what the base wrote.
+        count: tokens wanted.
+        vocabulary: tokens there are.
+        always: tokens that are among them however rare: those that end a text.
+    """
+    seen = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
+    ranked = [*always, *(token for token, _ in sorted(seen.items(), key=lambda item: (-item[1], item[0])))]
+    return sorted(list(dict.fromkeys([*ranked, *range(vocabulary)]))[:count])
+
+
+@torch.no_grad()
+def new_head(base: Base, config: Eagle3Config, tokens: list[int], dtype: str, seed: int) -> Checkpoint:
+    """A head of random weights, its LM head and final norm the base's.
+
+    Args:
+        base: for which.
+        config: its shape.
+        tokens: those of its vocabulary, ascending.
+        dtype: what its floats are to be stored in.
+        seed: of the weights.
+    """
+    rows = np.asarray(tokens)
+    generator = torch.Generator().manual_seed(seed)
+    given = {
+        "lm_head": base.model.lm_head.weight[torch.from_numpy(rows)],
+        "final_norm": base.model.get_decoder().norm.weight,
+    }
+    tensors: dict[str, LazyTensor] = {}
+    for role, shape in shapes_of(config).items():
+        if role.kind == INDEX:
+            tensors[role.name] = IndexTensor(rows - np.arange(len(rows)))
+            continue
+        if role.name in given:
+            weight = given[role.name].detach().float().cpu()
+        elif role.kind == NORM:
+            weight = torch.ones(shape)
+        else:
+            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        tensors[role.name] = ArrayTensor(np.array(weight.numpy(), np.float32))
+    return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
+
+
+def write_head(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write ``checkpoint`` where a training takes it up; what an earlier one left there makes way.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently.
+    """
+    files = format_named(EAGLE3).plan(checkpoint, checkpoint.dtype)
+    with staged_directory(directory, overwrite=True, record=WEIGHTS_FILE) as stage:
+        for file in files:
+            write_file(stage, file, lambda done: None)

@@ -1,0 +1,78 @@
+"""EAGLE-3 heads at the command line: shown with what engines make of them, converted, measured beside a base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.commands import run
+from helpers.random_heads import edit, head_config, random_head, write_head
+from helpers.schemas import validator
+from typer.testing import CliRunner
+
+import mtp_extract
+from mtp_extract.cli import convert, extract, inspect, validate
+from mtp_extract.data import sample_base
+from mtp_extract.errors import UnsupportedError
+
+RUNNER = CliRunner()
+
+
+def test_a_head_is_shown_and_converted(tmp_path: Path) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config(fc_norm=True, base="org/base")))
+    shown = RUNNER.invoke(inspect.app, [str(directory), "--tensors"])
+    assert shown.exit_code == 0, shown.output
+    assert "EAGLE-3 head, 0.02 M parameters, 1 layer of its own, 8 heads of 8, 2 KV heads, RoPE 1e+06" in shown.output
+    assert "backbone 32, 24 of 40 tokens" in shown.output
+    assert "reads what enters layers 1, 3, 5 of org/base; fc_norm" in shown.output
+    assert "midlayer.self_attn.q_proj.weight" in shown.output
+    made = RUNNER.invoke(convert.app, [str(directory), "--format", "speculators", "-o", str(tmp_path / "out")])
+    assert made.exit_code == 0, made.output
+    assert made.output.startswith("EAGLE-3 head of head, from its eagle3 format\n")
+    validator("extraction")(json.loads((tmp_path / "out" / "extraction.json").read_text()))
+    again = RUNNER.invoke(inspect.app, [str(tmp_path / "out"), "--json"])
+    found = json.loads(again.stdout)
+    assert found["ok"] and found["holds"]["format"] == "speculators" and not found["holds"]["findings"]
+
+
+def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
+    directory = edit(write_head(tmp_path / "head", random_head(head_config())), norm_before_residual=True)
+    shown = run("inspect", directory)
+    assert shown.returncode == 1 and "Traceback" not in shown.stderr
+    assert "SGLang 0.5.23 loads it wrongly: norm_before_residual is true" in shown.stdout
+    assert "takes otherwise without a word, found 1. Convert it" in shown.stderr
+    found = RUNNER.invoke(inspect.app, [str(directory), "--json"])
+    assert not json.loads(found.stdout)["ok"] and found.exit_code == 1
+    edit(directory, hidden_act="gelu_pytorch_tanh")
+    shown = run("inspect", directory)
+    assert shown.returncode == 1 and not shown.stdout
+    assert "expected hidden_act silu" in shown.stderr and "vLLM 0.33.0 refuses it: hidden_act" in shown.stderr
+
+
+def test_a_bundle_holds_no_head(sample: Path, tmp_path: Path) -> None:
+    result = RUNNER.invoke(extract.app, [str(sample), "--format", "eagle3", "-o", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    with pytest.raises(UnsupportedError, match="format holds drafters of the architecture eagle3"):
+        mtp_extract.extract(sample, tmp_path / "out", format="eagle3")
+    assert not (tmp_path / "out").exists()
+
+
+def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
+    """With random weights: what is measured is bad, and the text the base's all the same."""
+    config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=512)
+    directory = write_head(tmp_path / "head", random_head(config))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"workload": "code", "prompt": text}) + "\n" for text in ("def ", "import os"))
+    )
+    told = [str(directory), "--base", str(sample_base()), "--prompts", str(prompts), "--draft-steps", "2"]
+    result = RUNNER.invoke(validate.app, [*told, "--new-tokens", "12", "--no-chat-template", "--json"])
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.stdout)
+    assert report["generation"]["2"]["identical_prompts"] == 2
+    assert report["agreement"]["steps"][0]["top1"] is not None and not report["controls"]
+    assert any("the controls are those of an MTP drafter" in note for note in report["notes"])
+    refused = run("validate", directory, "--source", sample)
+    assert refused.returncode == 1
+    assert "Expected an MTP drafter, found an EAGLE-3 head" in refused.stderr and "(--source)" in refused.stderr

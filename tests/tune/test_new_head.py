@@ -1,0 +1,197 @@
+"""A new EAGLE-3 head: what it starts as, that its training sees what generation sees, and that it learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_letters
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.random_pairs import base_alone, random_base
+from helpers.schemas import validator
+
+from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.checkpoint.check import verify
+from mtp_extract.checkpoint.formats import read_checkpoint
+from mtp_extract.checkpoint.formats.llama import findings_of
+from mtp_extract.data import sample_base
+from mtp_extract.drafter import LITERT, Eagle3Drafter, network_of
+from mtp_extract.errors import DrafterError
+from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text, teacher_forced
+from mtp_extract.tune import Plan, Setting, prompts, run_tuning
+from mtp_extract.tune.loop import Recipe, train
+from mtp_extract.tune.measure import measure
+from mtp_extract.tune.modes import NEW_HEAD, Latents
+from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, write_head
+from mtp_extract.tune.rounds import Rounds, States, collate
+from mtp_extract.validate import prompts as shipped
+
+# What is particular to each kind of Gemma 4 stays inside the base: attention without a scale, K for V, RoPE of a part
+# of the head, two kinds of caches, embeddings per layer, caches that the last layers share, experts.
+KINDS: dict[str, dict[str, Any]] = {
+    "E4B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "31B": {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "26B": {
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
+    config = head_for(base, tokens, None)
+    return new_head(base, config, frequent_tokens(texts or [], tokens, base.vocab_size), "f32", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
+    """It drafts without changing a text, is trained on the states it will read, and gets better."""
+    from accelerate import Accelerator
+
+    base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
+    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    checkpoint = untrained(base, 32, texts)
+    head = network_of(checkpoint)
+    assert isinstance(head, Eagle3Drafter)
+    results = SpeculativeGenerator(base, head).generate_batch(
+        PROMPTS, Options(max_new_tokens=24, drafts=3, stop_token_ids=[])
+    )
+    assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
+
+    states = States(base, head.needs, texts, 1 << 20, 1 << 20)
+    anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
+    batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
+    with torch.no_grad():
+        first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
+    drafted = teacher_forced(base, head, texts, 1)
+    chosen = torch.isin(drafted.anchor, torch.tensor([9, 12]))
+    assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
+
+    recipe = Recipe(steps=16, batch=3, anchors=8, evaluations=2)
+    watch = measure(base, head, texts, 3, temperature=0, batch=4)
+    latents = Latents(checkpoint, NEW_HEAD)
+    trained = train(
+        latents, head, base, states, texts, recipe, Accelerator(cpu=True),
+        lambda drafter: measure(base, drafter, texts, 3, temperature=0, batch=4), tmp_path, "",
+    )  # fmt: skip
+    losses = [entry["loss"] for entry in trained.history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    after = measure(base, network_of(latents.tuned(trained.values)), texts, 3, temperature=0, batch=4)
+    assert after.mean_accepted_length > watch.mean_accepted_length + 0.2
+
+
+def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
+    base = Base(random_base())
+    checkpoint = untrained(base, 24, [Text((1, 39, 38, 39), 1)])
+    write_head(checkpoint, tmp_path / "head")
+    write_head(checkpoint, tmp_path / "head")
+    assert not findings_of(tmp_path / "head")
+    found = read_checkpoint(tmp_path / "head")
+    assert found.config == checkpoint.config
+    loaded = network_of(found)
+    assert isinstance(loaded, Eagle3Drafter)
+    assert loaded.targets.tolist() == [*range(22), 38, 39]
+    assert torch.equal(loaded.lm_head.weight, base.model.lm_head.weight[loaded.targets])
+    assert loaded.rows(torch.tensor([0, 22, 39])).tolist() == [0, -1, 23]
+
+
+def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
+    """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
+    from accelerate import Accelerator
+
+    base = Base(random_base(tie_word_embeddings=False))
+    texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
+    checkpoint = untrained(base, 3, texts)
+    head = network_of(checkpoint)
+    states = States(base, head.needs, texts, 1 << 20, 1 << 20)
+    for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
+        recipe = Recipe(steps=4, batch=3, anchors=8, objective=objective, temperature=temperature)
+        work = tmp_path / objective
+        work.mkdir()
+        trained = train(
+            Latents(checkpoint, NEW_HEAD), head, base, states, texts, recipe, Accelerator(cpu=True),
+            lambda drafter, t=temperature: measure(base, drafter, texts, 3, temperature=t, batch=4), work, "",
+        )  # fmt: skip
+        losses = [entry["loss"] for entry in trained.history if "loss" in entry]
+        assert all(np.isfinite(losses)) and losses[-1] < losses[0]
+
+
+def test_the_vocabulary_is_what_the_base_says_most() -> None:
+    texts = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)]
+    assert frequent_tokens(texts, 3, 10) == [4, 5, 7]
+    assert frequent_tokens(texts, 2, 10) == [4, 5]
+    assert frequent_tokens(texts, 2, 10, always=[8]) == [5, 8]
+    assert frequent_tokens(texts, 6, 10) == [0, 1, 2, 4, 5, 7]
+    assert frequent_tokens([], 10, 10) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (2, 4, 6)), (5, (1, 3, 5))]
+)
+def test_layers_that_are_read(count: int, expected: tuple[int, ...]) -> None:
+    assert base_layers(count) == expected
+
+
+def test_a_base_of_two_layers_has_no_three_states() -> None:
+    base = Base(
+        random_base(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0)
+    )
+    with pytest.raises(DrafterError, match="3 different layers"):
+        head_for(base, 32, None)
+
+
+def test_the_shape_is_the_bases_own() -> None:
+    config = head_for(Base(random_base()), 32000, "org/base")
+    assert config == Eagle3Config(
+        backbone_hidden_size=32, hidden_size=32, intermediate_size=48, vocab_size=40, draft_vocab_size=40, num_heads=4,
+        num_kv_heads=2, head_dim=8, base_layers=(1, 3, 5), rope_theta=1e6, fc_norm=True,
+        max_position_embeddings=config.max_position_embeddings, base="org/base",
+    )  # fmt: skip
+
+
+def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a base alone to a directory that engines load, with its record and its card; once more is the same."""
+    every = shipped.shipped_prompts()
+    monkeypatch.setattr(shipped, "shipped_prompts", lambda: every[::20])
+    words = [
+        f"{head}{tail}" for head in ("class ", "def ", "import ", "for ", "if ", "with ") for tail in ascii_letters
+    ]
+    sides = {prompts.TRAINED: 6, prompts.WATCHED: 4, prompts.HELD_OUT: 4}
+    chosen = [p for side, count in sides.items() for p in [w for w in words if prompts.side_of(w) == side][:count]]
+    path = tmp_path / "code.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "source": p, "workload": "code"}) + "\n" for p in chosen))
+    work, base = tmp_path / "work", str(sample_base())
+    setting = Setting(None, base, work, prompts=path, new_tokens=12, chat_template=False, batch=4, device="cpu")
+    plan = Plan(setting, tmp_path / "head", steps=3, anchors=4, draft_vocab=128, force=True)
+    tuned = run_tuning(plan)
+    assert tuned.directory == tmp_path / "head" and not findings_of(tuned.directory)
+    config = read_checkpoint(tuned.directory).config
+    assert isinstance(config, Eagle3Config)
+    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (2, 4, 6))
+    record = verify(tuned.directory).record
+    validator("extraction")(record)
+    assert record["tuning"]["mode"] == "float" and record["tuning"]["recipe"]["draft_steps"] == 3
+    assert "mtp-extract trained every weight" in (tuned.directory / "README.md").read_text()
+    again = run_tuning(replace(plan, out=tmp_path / "again"))
+    assert again.record["overall"] == tuned.record["overall"]
+    weights = [(found / "model.safetensors").read_bytes() for found in (tuned.directory, tmp_path / "again")]
+    assert weights[0] == weights[1]
