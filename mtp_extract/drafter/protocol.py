@@ -70,10 +70,10 @@ class Fed:
     hidden: Tensor
     layers: Mapping[int, Tensor]
 
-    def keep(self, rows: Sequence[int]) -> Fed:
-        """These sequences alone."""
-        layers = {layer: states[rows] for layer, states in self.layers.items()}
-        return Fed(self.tokens[rows], self.positions[rows], self.hidden[rows], layers)
+    def keep(self, rows: Tensor) -> Fed:
+        """These sequences alone, int64 [kept]."""
+        layers = {layer: states[rows.to(states.device)] for layer, states in self.layers.items()}
+        return Fed(self.tokens[rows], self.positions[rows], self.hidden[rows.to(self.hidden.device)], layers)
 
 
 @dataclass(frozen=True)

@@ -106,18 +106,18 @@ class Base:
     def forward(
         self,
         tokens: Tensor,
-        starts: Sequence[int],
+        starts: Tensor,
         cache: SlotCache,
-        lengths: Sequence[int] | None = None,
+        lengths: Tensor | None = None,
         layers: Sequence[int] = (),
     ) -> Fed:
         """Feed ``tokens`` [batch, queries] at positions ``starts[b]`` on, and store their K and V.
 
         Args:
             tokens: int64; right-padded when ``lengths`` is given.
-            starts: position of each sequence's first token. Everything before it must be in the cache.
+            starts: int64 [batch], position of each sequence's first token. Everything before it must be in the cache.
             cache: written to; entries at later positions count as absent.
-            lengths: in the first forward, each prompt's true length.
+            lengths: int64 [batch], in the first forward, each prompt's true length.
             layers: those whose incoming hidden states are wanted too.
         """
         positions = cache.begin(starts, tokens.shape[1], lengths)

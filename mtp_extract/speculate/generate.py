@@ -85,10 +85,6 @@ class _Sequence:
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = ""
 
-    @property
-    def pending_position(self) -> int:
-        return len(self.prompt.tokens) + len(self.tokens) - 1
-
     def add(self, tokens: Sequence[int], ends: Callable[[list[int]], bool], most: int) -> list[int]:
         """Append up to the first token that ends the text, and notice the end. Returns what was appended."""
         before = len(self.tokens)
@@ -100,6 +96,88 @@ class _Sequence:
         else:
             self.finish_reason = "length" if len(self.tokens) >= most else ""
         return self.tokens[before:]
+
+
+class _Numbers:
+    """Random numbers of the sequences, on the device: those of many rounds in one upload.
+
+    Args:
+        count: numbers a round.
+        upload: to the device.
+    """
+
+    ROUNDS = 16
+
+    def __init__(self, count: int, upload: Callable[[Tensor], Tensor]) -> None:
+        self._count, self._upload = count, upload
+        self._numbers: list[Tensor] = []
+
+    def first(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """F64 [batch] in [0, 1), one for each sequence, from its own generator."""
+        return self._take(sequences, 1).squeeze(1)
+
+    def next(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """F64 [batch, count] in [0, 1), those of one round."""
+        if not self._numbers:
+            self._numbers = list(torch.split(self._take(sequences, self.ROUNDS * self._count), self._count, dim=1))
+        return self._numbers.pop(0)
+
+    def keep(self, rows: Tensor) -> _Numbers:
+        """Of these sequences alone, int64 [kept]."""
+        self._numbers = [numbers[rows] for numbers in self._numbers]
+        return self
+
+    def _take(self, sequences: Sequence[_Sequence], count: int) -> Tensor:
+        rows = [torch.rand(count, generator=sequence.generator, dtype=torch.float64) for sequence in sequences]
+        return self._upload(torch.stack(rows))
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where the active sequences stand when a round begins, on the device: nothing of it is read in Python.
+
+    Attributes:
+        cache: the base's K and V.
+        fed: what the base was fed last.
+        hidden: [batch, width], the state that predicted the pending token.
+        pending: int64 [batch].
+        position: int64 [batch], that of the pending token.
+        left: int64 [batch], tokens that may still be added.
+        numbers: random ones.
+    """
+
+    cache: SlotCache
+    fed: Fed
+    hidden: Tensor
+    pending: Tensor
+    position: Tensor
+    left: Tensor
+    numbers: _Numbers
+
+    def after(self, fed: Fed, verdict: Verdict) -> _Standing:
+        """After a round."""
+        added = verdict.accepted + 1
+        hidden = _at(fed.hidden, verdict.accepted)
+        position, left = self.position + added, self.left - added
+        return _Standing(self.cache, fed, hidden, verdict.following, position, left, self.numbers)
+
+    def keep(self, rows: Tensor) -> _Standing:
+        """These sequences alone, int64 [kept]."""
+        self.cache.keep(rows)
+        return _Standing(
+            self.cache,
+            self.fed.keep(rows),
+            self.hidden[rows.to(self.hidden.device)],
+            self.pending[rows],
+            self.position[rows],
+            self.left[rows],
+            self.numbers.keep(rows),
+        )
+
+
+def _at(states: Tensor, index: Tensor) -> Tensor:
+    """[batch, width]: of ``states`` [batch, length, width], those at ``index`` [batch]."""
+    return states[torch.arange(len(states), device=states.device), index.to(states.device)]
 
 
 @dataclass(frozen=True)
@@ -245,84 +323,79 @@ class _Run:
         """Run to the end, yielding each sequence's tokens round by round."""
         if not self.active:
             return
-        cache, fed, hidden, first = self._prefill()
-        for sequence, token in zip(self.active, first.tolist(), strict=True):
+        standing, first = self._prefill()
+        for sequence, (token,) in zip(self.active, first, strict=True):
             added = sequence.add([token], self.ends, self.options.max_new_tokens)
             yield _Event(sequence.row, tuple(added), None)
-        pending = first
         while True:
             rows = [i for i, sequence in enumerate(self.active) if not sequence.finish_reason]
             if len(rows) < len(self.active):
                 self.active = [self.active[i] for i in rows]
                 if not self.active:
                     return
-                cache.keep(rows)
-                fed, hidden, pending = fed.keep(rows), hidden[rows], pending[rows]
+                standing = standing.keep(self._upload(torch.tensor(rows)))
                 self._rows = rows if self._previous is not None else None
-            fed, hidden, pending, emitted = self._round(cache, fed, hidden, pending)
+            standing, emitted = self._round(standing)
             for sequence, added, account in emitted:
                 yield _Event(sequence.row, tuple(added), account)
 
-    def _prefill(self) -> tuple[SlotCache, Fed, Tensor, Tensor]:
-        """Feed the prompts: cache, states, states [batch, width] at their ends, first new tokens [batch]."""
-        lengths = [len(sequence.prompt.tokens) for sequence in self.active]
-        tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self.base.device)
-        for row, sequence in enumerate(self.active):
-            tokens[row, : lengths[row]] = torch.tensor(sequence.prompt.tokens)
-        queries = self.length.most + 1
-        cache = self.base.new_cache(
-            batch=len(lengths), capacity=max(lengths) + self.options.max_new_tokens + queries, queries=queries
-        )
+    def _prefill(self) -> tuple[_Standing, list[list[int]]]:
+        """Feed the prompts: where the sequences stand then, and the first new token of each."""
+        prompts = [torch.tensor(sequence.prompt.tokens) for sequence in self.active]
+        tokens = self._upload(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True))
+        lengths = self._upload(torch.tensor([len(prompt) for prompt in prompts]))
+        batch, longest = tokens.shape
+        queries, most = self.length.most + 1, self.options.max_new_tokens
+        cache = self.base.new_cache(batch=batch, capacity=longest + most + queries, queries=queries)
+        numbers = _Numbers(1 if self.options.sampling.greedy else 2 * self.length.most + 1, self._upload)
         marks = Marks(self.base.device)
         marks.mark()
-        fed = self.base.forward(tokens, [0] * len(lengths), cache, lengths, self.drafter.needs.layers)
-        device = fed.hidden.device
-        hidden = fed.hidden[torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1]
+        fed = self.base.forward(tokens, torch.zeros_like(lengths), cache, lengths, self.drafter.needs.layers)
+        hidden = _at(fed.hidden, lengths - 1)
         logits = self.base.logits(hidden)
         if self.options.sampling.greedy:
             first = logits.argmax(-1)
         else:
-            first = draw(self.options.sampling.probabilities(logits), self._uniform(1).squeeze(1))
+            first = draw(self.options.sampling.probabilities(logits), numbers.first(self.active))
         marks.mark()
+        found = self._to_host(first[:, None])
         self.prefill_ms = sum(marks.milliseconds())
         for shape in dict.fromkeys(cache.shapes):
             self._note(f"base_kv_cache{list(shape[1:])}", shape, hidden.dtype, 2 * cache.shapes.count(shape))
-        return cache, fed, hidden, first
+        return _Standing(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
 
-    def _round(
-        self, cache: SlotCache, fed: Fed, hidden: Tensor, pending: Tensor
-    ) -> tuple[Fed, Tensor, Tensor, list[tuple[_Sequence, list[int], Round]]]:
-        """One round of all active sequences. ``hidden`` [batch, width], ``pending`` [batch], in and out."""
+    def _round(self, standing: _Standing) -> tuple[_Standing, list[tuple[_Sequence, list[int], Round]]]:
+        """One round of all active sequences."""
         sampling, most = self.options.sampling, self.options.max_new_tokens
         limits = [min(self.length.value, most - len(sequence.tokens) - 1) for sequence in self.active]
         drafted = max(limits)
-        starts = [sequence.pending_position for sequence in self.active]
-        uniform = None if sampling.greedy else self._uniform(2 * self.length.most + 1)
+        uniform = None if sampling.greedy else standing.numbers.next(self.active)
 
         marks = Marks(self.base.device)
         marks.mark()
-        drafts, q = self._draft(cache, fed, hidden, pending, starts, drafted, uniform)
+        drafts, q = self._draft(standing, drafted, uniform)
         marks.mark()
-        tokens = torch.cat((pending[:, None], drafts), dim=1)
-        fed = self.base.forward(tokens, starts, cache, layers=self.drafter.needs.layers)
+        tokens = torch.cat((standing.pending[:, None], drafts), dim=1)
+        fed = self.base.forward(tokens, standing.position, standing.cache, layers=self.drafter.needs.layers)
         logits = self.base.logits(fed.hidden)
-        limit = torch.tensor(limits, device=logits.device)
+        limit = (standing.left - 1).clamp(max=self.length.value)
         if uniform is None:
             verdict = verify_greedy(logits.argmax(-1), drafts, limit)
         else:
             judge = uniform[:, self.length.most :]
             judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
             verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
-        accepted, emitted_tokens = self._to_host(verdict, drafts)
+        following = standing.after(fed, verdict)
         marks.mark()
+        table = self._to_host(torch.cat((verdict.accepted[:, None], verdict.following[:, None], drafts), dim=1))
         draft_ms, verify_ms = marks.milliseconds()
         self._note("target_hidden", fed.hidden.shape, fed.hidden.dtype)
         self._note("target_logits", logits.shape, logits.dtype)
         self._note("candidate_tokens", drafts.shape, drafts.dtype)
 
         emitted = []
-        for sequence, limit_, held, new in zip(self.active, limits, accepted, emitted_tokens, strict=True):
-            added = sequence.add(new, self.ends, most)
+        for sequence, limit_, (held, new, *drafted_) in zip(self.active, limits, table, strict=True):
+            added = sequence.add([*drafted_[:held], new], self.ends, most)
             account = Round(limit_, min(held, len(added)), len(added), draft_ms if limit_ else 0.0, verify_ms)
             sequence.rounds.append(account)
             emitted.append((sequence, added, account))
@@ -331,29 +404,24 @@ class _Run:
             draft_ms_per_step=draft_ms / drafted if drafted else 0.0,
             verify_ms=verify_ms,
         )
-        row = torch.arange(len(starts), device=fed.hidden.device)
-        return fed, fed.hidden[row, verdict.accepted.to(row.device)], verdict.following, emitted
+        return following, emitted
 
-    def _draft(
-        self,
-        cache: SlotCache,
-        fed: Fed,
-        hidden: Tensor,
-        pending: Tensor,
-        starts: Sequence[int],
-        drafted: int,
-        uniform: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _draft(self, standing: _Standing, drafted: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         """Drafts [batch, K], and the distributions [batch, K, vocabulary] drawn from (empty if greedy)."""
-        device = self.base.device
+        device, pending = self.base.device, standing.pending
         tokens, distributions = [], []
-        nothing = torch.empty(len(starts), 0, self.base.vocab_size, device=device)
+        nothing = torch.empty(len(pending), 0, self.base.vocab_size, device=device)
         if not drafted:
-            return torch.empty(len(starts), 0, dtype=torch.long, device=device), nothing
+            return torch.empty(len(pending), 0, dtype=torch.long, device=device), nothing
         needs = self.drafter.needs
-        position = torch.tensor(starts, device=device)[:, None]
         known = BaseState(
-            position, hidden[:, None], self.base.embed, *self.base.read_kv(cache), fed, self._previous, self._rows
+            standing.position[:, None],
+            standing.hidden[:, None],
+            self.base.embed,
+            *self.base.read_kv(standing.cache),
+            standing.fed,
+            self._previous,
+            self._rows,
         )
         state = self.drafter.start(known)
         if needs.own_cache:
@@ -361,8 +429,6 @@ class _Run:
         token = pending
         for step in range(drafted):
             logits, state = self.drafter.step(state, token[:, None])
-            self._note("drafter_input", (*position.shape, needs.input_width), logits.dtype)
-            self._note("draft_logits", logits.shape, logits.dtype)
             last = logits[:, -1].to(device)
             if uniform is None:
                 token = last.argmax(-1)
@@ -370,18 +436,19 @@ class _Run:
                 distributions.append(self.options.sampling.probabilities(last))
                 token = draw(distributions[-1], uniform[:, step])
             tokens.append(token)
+        self._note("drafter_input", (len(pending), 1, needs.input_width), logits.dtype)
+        self._note("draft_logits", logits.shape, logits.dtype)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
-    def _to_host(self, verdict: Verdict, drafts: Tensor) -> tuple[list[int], list[list[int]]]:
-        """Accepted counts and new tokens: one copy from the device, the round's only wait."""
-        table = torch.cat((verdict.accepted[:, None], verdict.following[:, None], drafts), dim=1).tolist()
-        accepted = [row[0] for row in table]
-        return accepted, [[*row[2 : 2 + row[0]], row[1]] for row in table]
+    def _upload(self, table: Tensor) -> Tensor:
+        """To the device of the tokens, which need not wait for it."""
+        device = self.base.device
+        return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
-    def _uniform(self, count: int) -> Tensor:
-        """F64 [batch, count] in [0, 1), each sequence from its own generator."""
-        rows = [torch.rand(count, generator=sequence.generator, dtype=torch.float64) for sequence in self.active]
-        return torch.stack(rows).to(self.base.device)
+    def _to_host(self, table: Tensor) -> list[list[int]]:
+        """int64 [batch, …] as numbers: one copy from the device, the round's only wait."""
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def _note(self, name: str, shape: Sequence[int], dtype: torch.dtype, copies: int = 1) -> None:
         """Record a buffer, at its largest."""

@@ -14,6 +14,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.numbers import count
@@ -93,12 +94,22 @@ class Verdict:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens from ``weights`` [..., vocabulary] (any sum), one per number of ``uniform`` [...] in [0, 1).
 
-    The inverse of the cumulative sum. A token of weight zero is never drawn: the point lies in (0, total],
-    and the first token whose cumulative sum reaches it has a share of its own.
+    The inverse of the cumulative sum, in F64: first over blocks of about the root of the vocabulary, then within the
+    block it falls in, so that little is summed so precisely. A token of weight zero is never drawn: the point lies in
+    (0, total], and the first block, then token, whose cumulative sum reaches it has a share of its own.
     """
-    cumulative = weights.double().cumsum(-1)
+    width = 1 << (weights.shape[-1].bit_length() + 1) // 2
+    padded = functional.pad(weights, (0, -weights.shape[-1] % width))
+    blocks = padded.reshape(*padded.shape[:-1], -1, width)  # [..., blocks, width]
+    cumulative = blocks.sum(-1).double().cumsum(-1)
     point = (1 - uniform.double())[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, point).squeeze(-1)
+    block = torch.searchsorted(cumulative, point)  # [..., 1]
+    ends = functional.pad(cumulative, (1, 0))
+    before, after = ends.gather(-1, block), ends.gather(-1, block + 1)
+    within = blocks.gather(-2, block[..., None].expand(*block.shape, width)).squeeze(-2).double().cumsum(-1)
+    # The block's sum in F32 is not quite that of its numbers in F64.
+    token = torch.searchsorted(within, (point - before) / (after - before) * within[..., -1:])
+    return (block * width + token).squeeze(-1)
 
 
 def verify_greedy(choices: Tensor, drafts: Tensor, limits: Tensor) -> Verdict:
