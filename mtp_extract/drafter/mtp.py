@@ -306,6 +306,11 @@ class MtpDrafter(nn.Module):
             h, projected = self.body(*transform(arguments, state.step))
         return self.logits(h), dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
+    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
+        """Go on from the queries ``parents`` [batch, branches]: each branch has a projected state of its own."""
+        index = parents.to(state.hidden.device)[..., None].expand(-1, -1, state.hidden.shape[-1])
+        return dataclasses.replace(state, hidden=state.hidden.gather(1, index))
+
     def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
         return self._twin(config, {})
@@ -347,6 +352,10 @@ class Altered:
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As the drafter, after the transform."""
         return self.drafter.step(state, token, self.transform)
+
+    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
+        """As the drafter."""
+        return self.drafter.fork(state, parents)
 
 
 Drafter = MtpDrafter

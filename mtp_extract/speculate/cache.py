@@ -6,6 +6,9 @@ itself in full layers, ``position mod size`` in sliding ones. Rolling back to th
 no operation at all: what a rejected draft left behind holds a position later than any query, is masked for
 that reason, and is overwritten when the sequence gets there. The LiteRT runtime does the same.
 
+A tree has several nodes at one position, so they are written as if they stood one after the other; then what the
+accepted ones wrote is moved to the slots of their positions, and all is as after a chain.
+
 A sliding ring of ``window + queries`` slots is enough: the newest write of a round, at ``n + queries - 1``
 for the first query's position n, then falls on positions before ``n - window``, which neither the base nor
 the drafter looks at again.
@@ -127,6 +130,27 @@ class SlotCache:
     def end(self) -> None:
         """Say that the forward announced by :meth:`begin` is done."""
         self._filled = True
+
+    def take(self, starts: Tensor, path: Tensor) -> None:
+        """Of a tree that was written from ``starts`` on, keep one way down: its K and V move to their positions' slots.
+
+        Args:
+            starts: int64 [batch], position of the root.
+            path: int64 [batch, depth + 1], the node at each depth; past the end of the way, the node of that number.
+        """
+        sources, targets = (
+            starts[:, None] + path[:, 1:],
+            starts[:, None] + torch.arange(1, path.shape[1], device=starts.device),
+        )
+        moves = {
+            window: ((sources % kind.size)[:, None, :, None], (targets % kind.size)[:, None, :, None])
+            for window, kind in self._kinds.items()
+        }
+        for store in (self._keys, self._values):
+            for layer, stored in store.items():
+                source, target = (slots.to(stored.device) for slots in moves[self._windows[layer]])
+                heads = (-1, stored.shape[1], -1, stored.shape[3])
+                stored.scatter_(2, target.expand(heads), stored.gather(2, source.expand(heads)))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """K, V, [batch, KV heads, slots, head_dim], and the positions in the slots, int64 [batch, slots]."""

@@ -7,16 +7,20 @@ import torch
 from helpers.dispatched import rounds_on_meta
 from helpers.random_pairs import random_base, random_drafter
 
-from mtp_extract.speculate import Options, Sampling
+from mtp_extract.speculate import AutoTree, Options, Sampling, Tree
 
+DRAFTS = (3, Tree.parse("3x2x1"), AutoTree(6, depth=3))
 SAMPLED = Sampling(temperature=1.0, top_p=0.9)
 
 
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize(("attention", "batch"), [("sdpa", 1), ("eager", 3)])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])
-def test_a_round_waits_once_and_copies_nothing_else(sampling: Sampling, attention: str, batch: int) -> None:
+def test_a_round_waits_once_and_copies_nothing_else(
+    sampling: Sampling, attention: str, batch: int, drafts: int | Tree | AutoTree
+) -> None:
     base = random_base(attention=attention)
-    options = Options(60, 3, sampling, stop_token_ids=[])
+    options = Options(60, drafts, sampling, stop_token_ids=[])
     for found in rounds_on_meta(base, random_drafter(base), options, batch):
         assert (found.waits, found.copies) == (1, 0)
 
