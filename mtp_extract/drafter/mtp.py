@@ -30,7 +30,7 @@ from mtp_extract.drafter.heads import OrderedHead
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
-__all__ = ["Altered", "DrafterOutput", "Layer", "MtpDrafter", "MtpState", "RMSNorm", "rotate"]
+__all__ = ["Altered", "DrafterOutput", "Layer", "MtpDrafter", "MtpState", "RMSNorm", "View", "rotate", "turn"]
 
 
 class DrafterOutput(NamedTuple):
@@ -54,21 +54,54 @@ class RMSNorm(nn.Module):
         return (normed * self.weight.float()).type_as(x)
 
 
-def rotate(x: Tensor, position_ids: Tensor, rope: RopeConfig) -> Tensor:
-    """Rotary embedding of ``x`` [batch, queries, heads, head_dim] at ``position_ids`` [batch, queries].
+class Angles(NamedTuple):
+    """Cosines and sines of a rotation, F32 [batch, queries, 1, head_dim], one of each pair for either half."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
+    """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
 
     Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation
     leaves the frequencies past its share at zero.
     """
-    width = x.shape[-1]
     rotated = int(rope.partial_rotary_factor * width // 2)
-    index = torch.arange(width // 2, device=x.device)
+    index = torch.arange(width // 2, device=position_ids.device)
     # A reciprocal, as in transformers: at position 100 000 the last bit of a frequency is 1/100 of a radian.
     frequency = 1.0 / rope.theta ** (2 * index / width) / rope.factor * (index < rotated)
     angle = (position_ids[..., None].float() * frequency)[:, :, None, :]  # [B, L, 1, D/2]
-    first, second = x.float().chunk(2, dim=-1)
-    turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
-    return torch.cat(turned, dim=-1).type_as(x)
+    sine = angle.sin()
+    return Angles(torch.cat((angle.cos(),) * 2, dim=-1), torch.cat((-sine, sine), dim=-1))
+
+
+def turn(x: Tensor, by: Angles) -> Tensor:
+    """``x`` [batch, queries, heads, head_dim], rotated."""
+    wide = x.float()
+    return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
+
+
+def rotate(x: Tensor, position_ids: Tensor, rope: RopeConfig) -> Tensor:
+    """Rotary embedding of ``x`` [batch, queries, heads, head_dim] at ``position_ids`` [batch, queries]."""
+    return turn(x, angles(position_ids, x.shape[-1], rope))
+
+
+class View(NamedTuple):
+    """What the layers of one type look at, and from where: the same in every step of a round, so made once in it.
+
+    Attributes:
+        keys, values: F32 [batch, KV heads, slots, head_dim].
+        bias: F32 [batch, 1, rows, slots], to be added to the logits: 0 where a slot is visible. One row serves all
+            queries and heads; else there is one for each query of each head of a group, heads before queries.
+            None sees every slot.
+        angles: of the queries.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor | None
+    angles: Angles
 
 
 class Layer(nn.Module):
@@ -92,21 +125,21 @@ class Layer(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1))
         self.layer_scalar: Tensor
 
-    def attention(self, x: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
-        k, v = kv  # [B, Hkv, S, D] each
+    def attention(self, x: Tensor, view: View) -> Tensor:
         batch, queries, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, queries, -1, self.layer.head_dim))
-        q = rotate(q, position_ids, self.layer.rope)
-        q = q.view(batch, queries, self.layer.num_kv_heads, -1, self.layer.head_dim)  # [B, L, Hkv, G, D]
-        logits = torch.einsum("blkgd,bksd->bkgls", q.float(), k.float()) * self.config.attention_scale
-        if mask is not None:
-            logits = logits.masked_fill(~mask[:, None, None], torch.finfo(torch.float32).min)
-        mixed = torch.einsum("bkgls,bksd->blkgd", logits.softmax(-1), v.float())
+        heads, width = self.layer.num_kv_heads, self.layer.head_dim
+        q = turn(self.q_norm(self.q_proj(x).view(batch, queries, -1, width)), view.angles).float()
+        # All heads of a group and all queries look at the same K and V: they are rows of one product.
+        rows = q.view(batch, queries, heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G · L, D]
+        mixed = functional.scaled_dot_product_attention(
+            rows, view.keys, view.values, attn_mask=view.bias, scale=self.config.attention_scale
+        )
+        mixed = mixed.view(batch, heads, -1, queries, width).permute(0, 3, 1, 2, 4)  # [B, L, Hkv, G, D]
         out: Tensor = self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
         return out
 
-    def forward(self, h: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
-        h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), kv, position_ids, mask))
+    def forward(self, h: Tensor, view: View) -> Tensor:
+        h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), view))
         x = self.pre_ffw_norm(h)
         gated = functional.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)
         h = h + self.post_ffw_norm(self.down_proj(gated))
@@ -121,6 +154,7 @@ class MtpState:
         embed: tokens → the base's scaled embedding.
         hidden: [batch, queries, base width], the base's state in the first step, the drafter's projected one later.
         shared_kv, position_ids, masks: as in :class:`~mtp_extract.drafter.arguments.DraftArguments`.
+        views: the same, as the layers use it.
         step: steps done.
     """
 
@@ -129,6 +163,7 @@ class MtpState:
     shared_kv: Mapping[str, KV]
     position_ids: Tensor
     masks: Mapping[str, Tensor]
+    views: tuple[View, ...]
     step: int = 0
 
     def arguments(self, token: Tensor) -> DraftArguments:
@@ -185,10 +220,30 @@ class MtpDrafter(nn.Module):
         Returns:
             The state after the final norm, which the head reads, [batch, queries, width], and ``projected``.
         """
+        return self.network(inputs, self.views(shared_kv, position_ids, masks))
+
+    def views(
+        self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None
+    ) -> tuple[View, ...]:
+        """What each layer looks at, one for all that are alike; arguments as of :meth:`forward`."""
+        found = {}
+        for layer in dict.fromkeys(self.config.layers):
+            keys, values = (part.float() for part in shared_kv[layer.layer_type])
+            bias = None
+            if masks is not None:
+                hidden = ~masks[layer.layer_type][:, None]  # [B, 1, L or 1, S]
+                bias = torch.zeros(hidden.shape, device=hidden.device)
+                bias = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
+                if hidden.shape[2] > 1:
+                    bias = bias.repeat(1, 1, self.config.num_heads // layer.num_kv_heads, 1)
+            found[layer] = View(keys, values, bias, angles(position_ids, layer.head_dim, layer.rope))
+        return tuple(found[layer] for layer in self.config.layers)
+
+    def network(self, inputs: Tensor, views: tuple[View, ...]) -> tuple[Tensor, Tensor]:
+        """As :meth:`body`. Fixed shapes, and nothing in it depends on a value: it can be compiled or captured."""
         h = self.pre_projection(inputs)
-        for layer, geometry in zip(self.layers, self.config.layers, strict=True):
-            mask = masks[geometry.layer_type] if masks is not None else None
-            h = layer(h, shared_kv[geometry.layer_type], position_ids, mask)
+        for layer, view in zip(self.layers, views, strict=True):
+            h = layer(h, view)
         h = self.final_norm(h)
         return h, self.post_projection(h)
 
@@ -210,7 +265,7 @@ class MtpDrafter(nn.Module):
         )
 
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
-        """Begin a round. K and V are widened by attention itself; embedding and hidden state take the weights' dtype.
+        """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype.
 
         Args:
             base: what the base knows.
@@ -219,16 +274,18 @@ class MtpDrafter(nn.Module):
         weight = self.pre_projection.weight
         newest = base.positions - 1
         masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
+        masks = {kind: mask.to(weight.device) for kind, mask in masks.items()}
+        shared_kv = {
+            kind: (k.to(weight.device), v.to(weight.device)) for kind, (k, v) in base.shared_kv.items() if kind in masks
+        }
+        position_ids = (base.positions + convention.position_offset).to(weight.device)
         return MtpState(
             embed=base.embed,
             hidden=base.hidden.to(weight),
-            shared_kv={
-                kind: (k.to(weight.device), v.to(weight.device))
-                for kind, (k, v) in base.shared_kv.items()
-                if kind in masks
-            },
-            position_ids=(base.positions + convention.position_offset).to(weight.device),
-            masks={kind: mask.to(weight.device) for kind, mask in masks.items()},
+            shared_kv=shared_kv,
+            position_ids=position_ids,
+            masks=masks,
+            views=self.views(shared_kv, position_ids, masks),
         )
 
     def step(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
@@ -243,8 +300,16 @@ class MtpDrafter(nn.Module):
             Logits [batch, queries, vocabulary] and the next state.
         """
         arguments = state.arguments(token)
-        logits, projected = self(*(transform(arguments, state.step) if transform else arguments))
-        return logits, dataclasses.replace(state, hidden=projected, step=state.step + 1)
+        if transform is None:
+            h, projected = self.network(arguments.embedding_and_hidden, state.views)
+        else:
+            h, projected = self.body(*transform(arguments, state.step))
+        return self.logits(h), dataclasses.replace(state, hidden=projected, step=state.step + 1)
+
+    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
+        """Go on from the queries ``parents`` [batch, branches]: each branch has a projected state of its own."""
+        index = parents.to(state.hidden.device)[..., None].expand(-1, -1, state.hidden.shape[-1])
+        return dataclasses.replace(state, hidden=state.hidden.gather(1, index))
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
@@ -292,6 +357,10 @@ class Altered:
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As the drafter, after the transform."""
         return self.drafter.step(state, token, self.transform)
+
+    def fork(self, state: MtpState, parents: Tensor) -> MtpState:
+        """As the drafter."""
+        return self.drafter.fork(state, parents)
 
 
 Drafter = MtpDrafter

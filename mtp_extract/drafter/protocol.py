@@ -1,8 +1,8 @@
 """What a drafter asks of its base, and what the speculative loop asks of a drafter.
 
 The loop and the measurements know drafters by this alone. Tensors are over [batch, queries]: a *query* is a pending
-token, the last one known, to draft from. Generation has one query a sequence; teacher forcing has one for every
-position of a text.
+token, the last one known, to draft from. Generation has one query a sequence, and where it drafts a tree one for every
+branch; teacher forcing has one for every position of a text.
 """
 
 from __future__ import annotations
@@ -71,10 +71,22 @@ class Fed:
     hidden: Tensor
     layers: Mapping[int, Tensor]
 
-    def keep(self, rows: Sequence[int]) -> Fed:
-        """These sequences alone."""
-        layers = {layer: states[rows] for layer, states in self.layers.items()}
-        return Fed(self.tokens[rows], self.positions[rows], self.hidden[rows], layers)
+    def keep(self, rows: Tensor) -> Fed:
+        """These sequences alone, int64 [kept]."""
+        return self._picked(lambda part: part[rows.to(part.device)], self.positions[rows])
+
+    def along(self, path: Tensor, positions: Tensor) -> Fed:
+        """Of a tree, one way down: the nodes ``path`` [batch, depth + 1], at ``positions``."""
+
+        def picked(part: Tensor) -> Tensor:
+            index = path.to(part.device)
+            return part.gather(1, index[..., None].expand(-1, -1, part.shape[2]) if part.ndim > 2 else index)
+
+        return self._picked(picked, positions)
+
+    def _picked(self, pick: Callable[[Tensor], Tensor], positions: Tensor) -> Fed:
+        layers = {layer: pick(states) for layer, states in self.layers.items()}
+        return Fed(pick(self.tokens), positions, pick(self.hidden), layers)
 
 
 @dataclass(frozen=True)
@@ -119,8 +131,19 @@ class Drafter(Protocol):
 
         Args:
             state: from :meth:`start`, or from the step before.
-            token: int64 [batch, queries], the pending token, then the one drafted last.
+            token: int64 [batch, queries], the pending token, then one that was drafted last.
 
         Returns:
             Logits of the token that follows, [batch, queries, vocabulary], and the state of the next step.
+        """
+
+    def fork(self, state: DraftState, parents: Tensor) -> DraftState:
+        """Go on from some queries of a step, from each as often as a tree branches there.
+
+        Args:
+            state: from :meth:`step`.
+            parents: int64 [batch, branches], for each branch the query it comes from.
+
+        Returns:
+            The state of the next step, whose queries are the branches.
         """

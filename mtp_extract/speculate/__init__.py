@@ -4,6 +4,7 @@
 >>> generator.generate("def main():", drafts=4).text                           # doctest: +SKIP
 >>> generator.generate([{"role": "user", "content": "Hello"}], stop="\\n\\n")    # doctest: +SKIP
 >>> generator.generate("def main():", drafts=AdaptiveDrafts(), temperature=1)  # doctest: +SKIP
+>>> generator.generate("def main():", drafts=Tree.parse("4x2x1")).text         # doctest: +SKIP
 >>> for chunk in generator.stream("def main():"): ...                          # doctest: +SKIP
 >>> generator.generate_batch(["import", "class"], Options(max_new_tokens=64))  # doctest: +SKIP
 >>> teacher_forced(generator.base, drafter, [Text(tokens, prompt_length)], 4)  # doctest: +SKIP
@@ -45,12 +46,14 @@ if TYPE_CHECKING:
         conditional_by_step,
         unconditional_by_step,
     )
-    from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
+    from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
     from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
+    from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
 
 __all__ = [
     "AdaptiveDrafts",
     "Agreement",
+    "AutoTree",
     "Base",
     "Buffer",
     "Chunk",
@@ -65,13 +68,18 @@ __all__ = [
     "Sampling",
     "SpeculativeGenerator",
     "Text",
+    "Tree",
     "Verdict",
     "best_draft_length",
+    "best_tree",
     "check_pair",
     "conditional_by_step",
     "draw",
+    "expected_length",
     "expected_tokens",
     "groups",
+    "parse_tree",
+    "rank_shares",
     "ratio_interval",
     "share_interval",
     "speedup",
@@ -79,12 +87,14 @@ __all__ = [
     "unconditional_by_step",
     "verify_greedy",
     "verify_sampled",
+    "verify_tree",
     "wilson",
 ]
 
 _HOMES = {
     "AdaptiveDrafts": "adaptive",
     "Agreement": "teacher",
+    "AutoTree": "trees",
     "Base": "base",
     "Buffer": "result",
     "Chunk": "result",
@@ -99,13 +109,18 @@ _HOMES = {
     "Sampling": "sampling",
     "SpeculativeGenerator": "generate",
     "Text": "teacher",
+    "Tree": "trees",
     "Verdict": "sampling",
     "best_draft_length": "arithmetic",
+    "best_tree": "trees",
     "check_pair": "base",
     "conditional_by_step": "result",
     "draw": "sampling",
+    "expected_length": "trees",
     "expected_tokens": "arithmetic",
     "groups": "batches",
+    "parse_tree": "trees",
+    "rank_shares": "trees",
     "ratio_interval": "arithmetic",
     "share_interval": "arithmetic",
     "speedup": "arithmetic",
@@ -113,6 +128,7 @@ _HOMES = {
     "unconditional_by_step": "result",
     "verify_greedy": "sampling",
     "verify_sampled": "sampling",
+    "verify_tree": "sampling",
     "wilson": "arithmetic",
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.arithmetic import best_draft_length
 from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 __all__ = ["AdaptiveDrafts", "DraftLength"]
 
@@ -47,23 +48,34 @@ class AdaptiveDrafts:
 
 
 class DraftLength:
-    """The K of the next round: fixed, or adapted by what :meth:`observe` is told.
+    """The K of the next round: fixed, or adapted by what :meth:`observe` is told. Of a tree, its depth.
 
     Args:
-        drafts: a fixed K, 0 for none, or how to adapt it.
+        drafts: a fixed K, 0 for none; how to adapt it; or a tree.
     """
 
-    def __init__(self, drafts: int | AdaptiveDrafts) -> None:
+    def __init__(self, drafts: int | AdaptiveDrafts | Tree | AutoTree) -> None:
         self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
-        self.most = (
-            drafts.most
-            if isinstance(drafts, AdaptiveDrafts)
-            else count("drafts", drafts, least=0, advice="0 decodes without a drafter")
-        )
+        self.tree = drafts if isinstance(drafts, Tree | AutoTree) else None
+        self.most = self.verified = self._most(drafts)
+        if isinstance(drafts, Tree):
+            self.verified = drafts.drafts
+        elif isinstance(drafts, AutoTree):
+            self.verified = drafts.budget
         self.value = self.most if self.policy is None else max(self.policy.least, min(_FIRST, self.most))
         self._tried = [0.0] * self.most
         self._held = [0.0] * self.most
         self._draft_ms = self._verify_ms = 0.0
+
+    @staticmethod
+    def _most(drafts: int | AdaptiveDrafts | Tree | AutoTree) -> int:
+        if isinstance(drafts, AdaptiveDrafts):
+            return drafts.most
+        if isinstance(drafts, Tree):
+            return drafts.depth
+        if isinstance(drafts, AutoTree):
+            return len(drafts.widths(drafts.depth))
+        return count("drafts", drafts, least=0, advice="0 decodes without a drafter")
 
     @property
     def conditional(self) -> list[float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import KV, Drafter, Fed
 from mtp_extract.errors import PairError, escape
 from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.speculate.growing import Nodes
 
 __all__ = ["Base", "FullPass", "check_pair"]
 
@@ -107,27 +108,33 @@ class Base:
     def forward(
         self,
         tokens: Tensor,
-        starts: Sequence[int],
+        starts: Tensor,
         cache: SlotCache,
-        lengths: Sequence[int] | None = None,
+        lengths: Tensor | None = None,
         layers: Sequence[int] = (),
+        tree: Nodes | None = None,
     ) -> Fed:
         """Feed ``tokens`` [batch, queries] at positions ``starts[b]`` on, and store their K and V.
 
         Args:
             tokens: int64; right-padded when ``lengths`` is given.
-            starts: position of each sequence's first token. Everything before it must be in the cache.
+            starts: int64 [batch], position of each sequence's first token. Everything before it must be in the cache.
             cache: written to; entries at later positions count as absent.
-            lengths: in the first forward, each prompt's true length.
+            lengths: int64 [batch], in the first forward, each prompt's true length.
             layers: those whose incoming hidden states are wanted too.
+            tree: what the tokens are, where they do not follow one another; :meth:`SlotCache.take` is to come after.
         """
-        positions = cache.begin(starts, tokens.shape[1], lengths)
+        places = cache.begin(starts, tokens.shape[1], lengths)
+        positions = places if tree is None else starts[:, None] + tree.depth
         masks = {}
         for kind, window in self.windows.items():
-            keys, query = cache.key_positions(window, positions)[:, None, :], positions[:, :, None]
-            visible = keys <= query
+            keys, query = cache.key_positions(window, places), positions[:, :, None]
+            if tree is None:
+                visible = keys[:, None, :] <= query
+            else:
+                keys, visible = _in_tree(keys, starts, positions, tree)
             if window is not None:
-                visible = visible & (keys > query - window)
+                visible = visible & (keys[:, None, :] > query - window)
             masks[kind] = self._mask(visible[:, None])
         output, states = self._run(
             layers,
@@ -188,6 +195,24 @@ class Base:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
             ~visible, torch.finfo(dtype).min
         )
+
+
+def _in_tree(keys: Tensor, starts: Tensor, positions: Tensor, tree: Nodes) -> tuple[Tensor, Tensor]:
+    """Where slots stand, int64 [batch, slots], and which a node sees, bool [batch, nodes, slots], windows aside.
+
+    Args:
+        keys: int64 [batch, slots], what slots hold: positions before the root, and from it on nodes in their order.
+        starts: int64 [batch], position of the root.
+        positions: int64 [batch, nodes].
+        tree: the nodes.
+    """
+    batch, nodes = positions.shape
+    node = keys - starts[:, None]
+    inside = (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
+    sees = tree.sees.expand(batch, -1, -1).gather(2, node[:, None].expand(-1, nodes, -1))
+    visible = torch.where(inside[:, None], sees, (keys < starts[:, None])[:, None])
+    return torch.where(inside, positions.gather(1, node), keys), visible
 
 
 @torch.inference_mode()

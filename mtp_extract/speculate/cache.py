@@ -6,6 +6,9 @@ itself in full layers, ``position mod size`` in sliding ones. Rolling back to th
 no operation at all: what a rejected draft left behind holds a position later than any query, is masked for
 that reason, and is overwritten when the sequence gets there. The LiteRT runtime does the same.
 
+A tree has several nodes at one position, so they are written as if they stood one after the other; then what the
+accepted ones wrote is moved to the slots of their positions, and all is as after a chain.
+
 A sliding ring of ``window + queries`` slots is enough: the newest write of a round, at ``n + queries - 1``
 for the first query's position n, then falls on positions before ``n - window``, which neither the base nor
 the drafter looks at again.
@@ -30,18 +33,19 @@ class _Kind:
     """The slots of all layers with the same window.
 
     Attributes:
-        size: slots a sequence.
-        positions: int64 [batch, size], the position each slot holds.
-        extent: leading slots in use.
-        source: int64 [batch, writes], indices into the queries that are to be stored.
-        target: int64 [batch, writes], the slot of each.
+        positions: int64 [batch, slots], the position each slot holds.
+        source: int64 [batch, 1, writes, 1], indices into the queries that are to be stored; None stores all.
+        target: int64 [batch, 1, writes, 1], the slot of each.
     """
 
-    size: int
     positions: Tensor
-    extent: int
-    source: Tensor
-    target: Tensor
+    source: Tensor | None = None
+    target: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Slots a sequence."""
+        return self.positions.shape[1]
 
 
 class SlotCache:
@@ -65,11 +69,9 @@ class SlotCache:
         self._values: dict[int, Tensor] = {}
         self._filled = False
         self._kinds: dict[int | None, _Kind] = {}
-        nothing = torch.empty(batch, 0, dtype=torch.long, device=device)
         for window in set(self._windows):
             size = capacity if window is None else min(capacity, window + queries)
-            positions = torch.full((batch, size), NEVER, device=device)
-            self._kinds[window] = _Kind(size, positions, 0, nothing, nothing)
+            self._kinds[window] = _Kind(torch.full((batch, size), NEVER, device=device))
 
     @property
     def nbytes(self) -> int:
@@ -81,76 +83,94 @@ class SlotCache:
         """[batch, KV heads, slots, head_dim] of each layer's K, in order of layers."""
         return [tuple(self._keys[layer].shape) for layer in sorted(self._keys)]
 
-    def begin(self, starts: Sequence[int], queries: int, lengths: Sequence[int] | None = None) -> Tensor:
+    def begin(self, starts: Tensor, queries: int, lengths: Tensor | None = None) -> Tensor:
         """Announce a forward over ``queries`` tokens a sequence, from position ``starts[b]`` on.
 
         Args:
-            starts: first position of each sequence.
+            starts: int64 [batch], first position of each sequence.
             queries: tokens a sequence.
-            lengths: in the first forward, the true length of each right-padded prompt.
+            lengths: int64 [batch], in the first forward, the true length of each right-padded prompt.
 
         Returns:
             int64 [batch, queries], the position of each token.
         """
         if self._filled == (lengths is not None):
             raise ValueError("prompt lengths are given in the first forward, and only there")
+        positions = starts[:, None] + torch.arange(queries, device=starts.device)
         for kind in self._kinds.values():
-            device = kind.positions.device
-            first = torch.tensor(starts, device=device)[:, None]
-            stored = min(queries, kind.size)
-            skipped = torch.tensor([max(0, length - stored) for length in lengths or [0] * len(starts)], device=device)
-            kind.source = skipped[:, None] + torch.arange(stored, device=device)
-            written = first + kind.source
-            kind.target = written % kind.size
-            kind.positions.scatter_(1, kind.target, written)
-            kind.extent = min(kind.size, max(kind.extent, max(starts) + queries))
-        return first + torch.arange(queries, device=device)
+            written, kind.source = positions, None
+            if lengths is not None and queries > kind.size:
+                # The end of each prompt, which is all that is looked at again.
+                kept = (lengths - kind.size).clamp(min=0)[:, None] + torch.arange(kind.size, device=starts.device)
+                written, kind.source = positions.gather(1, kept), kept[:, None, :, None]
+            target = written % kind.size
+            kind.positions.scatter_(1, target, written)
+            kind.target = target[:, None, :, None]
+        return positions
 
     def key_positions(self, window: int | None, query_positions: Tensor) -> Tensor:
         """int64 [batch, slots]: positions of the K and V :meth:`update` hands to layers of this window."""
-        if not self._filled:
-            return query_positions
-        kind = self._kinds[window]
-        return kind.positions[:, : kind.extent]
+        return self._kinds[window].positions if self._filled else query_positions
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store K and V, each [batch, KV heads, queries, head_dim], and return what this forward attends to.
 
         That is the prompt itself in the first forward, even where a sliding layer keeps only its end;
-        later the slots.
+        later all slots, so that shapes stay the same from round to round.
         """
         kind = self._kinds[self._windows[layer]]
         if layer not in self._keys:
             for store, new in ((self._keys, keys), (self._values, values)):
                 # Zeros, not uninitialized memory: a masked slot has weight 0, and 0 · NaN is NaN.
                 store[layer] = new.new_zeros(*new.shape[:2], kind.size, new.shape[3])
-        source, target = kind.source.to(keys.device), kind.target.to(keys.device)
-        for store, new in ((self._keys, keys), (self._values, values)):
-            shape = (*new.shape[:2], source.shape[1], new.shape[3])
-            picked = new.gather(2, source[:, None, :, None].expand(shape))
-            store[layer].scatter_(2, target[:, None, :, None].expand(shape), picked)
-        if not self._filled:
-            return keys, values
-        return self._keys[layer][:, :, : kind.extent], self._values[layer][:, :, : kind.extent]
+        _store(self._keys[layer], keys, kind)
+        _store(self._values[layer], values, kind)
+        return (self._keys[layer], self._values[layer]) if self._filled else (keys, values)
 
     def end(self) -> None:
         """Say that the forward announced by :meth:`begin` is done."""
         self._filled = True
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V, [batch, KV heads, slots, head_dim], and the positions in the slots, int64 [batch, slots]."""
-        kind = self._kinds[self._windows[layer]]
-        keys, values = self._keys[layer], self._values[layer]
-        return keys[:, :, : kind.extent], values[:, :, : kind.extent], kind.positions[:, : kind.extent]
+    def take(self, starts: Tensor, path: Tensor) -> None:
+        """Of a tree that was written from ``starts`` on, keep one way down: its K and V move to their positions' slots.
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these sequences, in this order."""
-        for kind in self._kinds.values():
-            kind.positions = kind.positions[torch.tensor(rows, device=kind.positions.device)]
+        Args:
+            starts: int64 [batch], position of the root.
+            path: int64 [batch, depth + 1], the node at each depth; past the end of the way, the node of that number.
+        """
+        sources, targets = (
+            starts[:, None] + path[:, 1:],
+            starts[:, None] + torch.arange(1, path.shape[1], device=starts.device),
+        )
+        moves = {
+            window: ((sources % kind.size)[:, None, :, None], (targets % kind.size)[:, None, :, None])
+            for window, kind in self._kinds.items()
+        }
         for store in (self._keys, self._values):
             for layer, stored in store.items():
-                store[layer] = stored[torch.tensor(rows, device=stored.device)]
+                source, target = (slots.to(stored.device) for slots in moves[self._windows[layer]])
+                heads = (-1, stored.shape[1], -1, stored.shape[3])
+                stored.scatter_(2, target.expand(heads), stored.gather(2, source.expand(heads)))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V, [batch, KV heads, slots, head_dim], and the positions in the slots, int64 [batch, slots]."""
+        return self._keys[layer], self._values[layer], self._kinds[self._windows[layer]].positions
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these sequences, int64 [kept], in this order."""
+        for kind in self._kinds.values():
+            kind.positions = kind.positions[rows]
+        for store in (self._keys, self._values):
+            for layer, stored in store.items():
+                store[layer] = stored[rows.to(stored.device)]
 
     def get_seq_length(self, *_: object) -> int:
         """Asked by transformers only when no position_ids are given, which never happens here."""
         raise NotImplementedError("a SlotCache holds sequences of different lengths; pass position_ids")
+
+
+def _store(store: Tensor, new: Tensor, kind: _Kind) -> None:
+    assert kind.target is not None, "begin() comes before every forward"
+    if kind.source is not None:
+        new = new.gather(2, kind.source.to(new.device).expand(*new.shape[:2], -1, new.shape[3]))
+    store.scatter_(2, kind.target.to(new.device).expand_as(new), new)

@@ -8,6 +8,9 @@ K and V are in the cache, and ``hidden`` is the base's state that predicted the 
 3. keeps the drafts the base agrees with, and the base's own token after them, which is the new pending one.
 
 Greedy text is the base's own, token for token. Sampled text has the base's distribution.
+
+Drafts are a chain or a tree. A tree's nodes are fed together, each seeing its ancestors alone; afterwards the cache and
+what is known of the base keep the way down that was accepted, as if it had been a chain.
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
 from mtp_extract.speculate.base import Base, check_pair
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.codec import Codec, Encoded, Prompt
+from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.result import Buffer, Chunk, Generation, Round
-from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
+from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
 from mtp_extract.speculate.timing import Marks
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 __all__ = ["Options", "SpeculativeGenerator"]
 
@@ -39,7 +44,7 @@ class Options:
 
     Attributes:
         max_new_tokens: most tokens to generate, at least 1.
-        drafts: K, or how to adapt it. 0 decodes with the base alone, in this same loop.
+        drafts: K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
         sampling: greedy by default.
         stop_token_ids: tokens that end the text; None takes the base's ``generation_config.eos_token_id``.
         seed: of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the
@@ -49,7 +54,7 @@ class Options:
     """
 
     max_new_tokens: int = 256
-    drafts: int | AdaptiveDrafts = 3
+    drafts: int | AdaptiveDrafts | Tree | AutoTree = 3
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: Sequence[int] | None = None
     seed: int = 0
@@ -85,10 +90,6 @@ class _Sequence:
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = ""
 
-    @property
-    def pending_position(self) -> int:
-        return len(self.prompt.tokens) + len(self.tokens) - 1
-
     def add(self, tokens: Sequence[int], ends: Callable[[list[int]], bool], most: int) -> list[int]:
         """Append up to the first token that ends the text, and notice the end. Returns what was appended."""
         before = len(self.tokens)
@@ -100,6 +101,126 @@ class _Sequence:
         else:
             self.finish_reason = "length" if len(self.tokens) >= most else ""
         return self.tokens[before:]
+
+
+class _Numbers:
+    """Random numbers of the sequences, on the device: those of many rounds in one upload.
+
+    Args:
+        count: numbers a round.
+        upload: to the device.
+    """
+
+    ROUNDS = 16
+
+    def __init__(self, count: int, upload: Callable[[Tensor], Tensor]) -> None:
+        self._count, self._upload = count, upload
+        self._numbers: list[Tensor] = []
+
+    def first(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """F64 [batch] in [0, 1), one for each sequence, from its own generator."""
+        return self._take(sequences, 1).squeeze(1)
+
+    def next(self, sequences: Sequence[_Sequence]) -> Tensor:
+        """F64 [batch, count] in [0, 1), those of one round."""
+        if not self._numbers:
+            self._numbers = list(torch.split(self._take(sequences, self.ROUNDS * self._count), self._count, dim=1))
+        return self._numbers.pop(0)
+
+    def of_tokens(self, sequences: Sequence[_Sequence], index: Tensor) -> Tensor:
+        """F64 [batch, n] in [0, 1), one for each place of ``index`` in the text, counted from the second token.
+
+        A place has its number whatever is drafted. There are ``count`` of them, and no :meth:`next`.
+        """
+        if not self._numbers:
+            self._numbers = [self._take(sequences, self._count)]
+        return self._numbers[0].gather(1, index)
+
+    def keep(self, rows: Tensor) -> _Numbers:
+        """Of these sequences alone, int64 [kept]."""
+        self._numbers = [numbers[rows] for numbers in self._numbers]
+        return self
+
+    def _take(self, sequences: Sequence[_Sequence], count: int) -> Tensor:
+        rows = [torch.rand(count, generator=sequence.generator, dtype=torch.float64) for sequence in sequences]
+        return self._upload(torch.stack(rows))
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where the active sequences stand when a round begins, on the device: nothing of it is read in Python.
+
+    Attributes:
+        cache: the base's K and V.
+        fed: what the base was fed last.
+        hidden: [batch, width], the state that predicted the pending token.
+        pending: int64 [batch].
+        position: int64 [batch], that of the pending token.
+        left: int64 [batch], tokens that may still be added.
+        numbers: random ones.
+    """
+
+    cache: SlotCache
+    fed: Fed
+    hidden: Tensor
+    pending: Tensor
+    position: Tensor
+    left: Tensor
+    numbers: _Numbers
+
+    def after(self, fed: Fed, verdict: Verdict) -> _Standing:
+        """After a round."""
+        added = verdict.accepted + 1
+        hidden = _at(fed.hidden, verdict.accepted)
+        position, left = self.position + added, self.left - added
+        return _Standing(self.cache, fed, hidden, verdict.following, position, left, self.numbers)
+
+    def keep(self, rows: Tensor) -> _Standing:
+        """These sequences alone, int64 [kept]."""
+        self.cache.keep(rows)
+        return _Standing(
+            self.cache,
+            self.fed.keep(rows),
+            self.hidden[rows.to(self.hidden.device)],
+            self.pending[rows],
+            self.position[rows],
+            self.left[rows],
+            self.numbers.keep(rows),
+        )
+
+
+_Turn = tuple[_Standing, list[list[int]], tuple[float, float]]
+"""Where a round leads; of each sequence drafts accepted, the token after them, steps drafted, and the drafts, in a tree
+followed by their ranks; and the times of drafting and verifying, in ms."""
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A drafter whose buffers are recorded."""
+
+    drafter: Drafter
+    note: Callable[[str, Sequence[int], torch.dtype], None]
+
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs
+
+    def start(self, base: BaseState) -> DraftState:
+        return self.drafter.start(base)
+
+    def step(self, state: DraftState, token: Tensor) -> tuple[Tensor, DraftState]:
+        logits, state = self.drafter.step(state, token)
+        self.note("drafter_input", (*token.shape, self.needs.input_width), logits.dtype)
+        self.note("draft_logits", logits.shape, logits.dtype)
+        return logits, state
+
+    def fork(self, state: DraftState, parents: Tensor) -> DraftState:
+        return self.drafter.fork(state, parents)
+
+
+def _at(states: Tensor, index: Tensor) -> Tensor:
+    """[batch, width]: of ``states`` [batch, length, width], those at ``index`` [batch]."""
+    return states[torch.arange(len(states), device=states.device), index.to(states.device)]
 
 
 @dataclass(frozen=True)
@@ -139,7 +260,7 @@ class SpeculativeGenerator:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        drafts: int | AdaptiveDrafts = 3,
+        drafts: int | AdaptiveDrafts | Tree | AutoTree = 3,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -215,6 +336,8 @@ class _Run:
         self.buffers: dict[str, Buffer] = {}
         self._previous: DraftState = None
         self._rows: list[int] | None = None
+        self._noted = _Noted(self.drafter, self._note)
+        self._shapes: dict[int, FixedTree] = {}
 
     def ends(self, tokens: list[int]) -> bool:
         """Whether the last of ``tokens`` ends the text."""
@@ -245,85 +368,64 @@ class _Run:
         """Run to the end, yielding each sequence's tokens round by round."""
         if not self.active:
             return
-        cache, fed, hidden, first = self._prefill()
-        for sequence, token in zip(self.active, first.tolist(), strict=True):
+        standing, first = self._prefill()
+        for sequence, (token,) in zip(self.active, first, strict=True):
             added = sequence.add([token], self.ends, self.options.max_new_tokens)
             yield _Event(sequence.row, tuple(added), None)
-        pending = first
         while True:
             rows = [i for i, sequence in enumerate(self.active) if not sequence.finish_reason]
             if len(rows) < len(self.active):
                 self.active = [self.active[i] for i in rows]
                 if not self.active:
                     return
-                cache.keep(rows)
-                fed, hidden, pending = fed.keep(rows), hidden[rows], pending[rows]
+                standing = standing.keep(self._upload(torch.tensor(rows)))
                 self._rows = rows if self._previous is not None else None
-            fed, hidden, pending, emitted = self._round(cache, fed, hidden, pending)
+            standing, emitted = self._round(standing)
             for sequence, added, account in emitted:
                 yield _Event(sequence.row, tuple(added), account)
 
-    def _prefill(self) -> tuple[SlotCache, Fed, Tensor, Tensor]:
-        """Feed the prompts: cache, states, states [batch, width] at their ends, first new tokens [batch]."""
-        lengths = [len(sequence.prompt.tokens) for sequence in self.active]
-        tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self.base.device)
-        for row, sequence in enumerate(self.active):
-            tokens[row, : lengths[row]] = torch.tensor(sequence.prompt.tokens)
-        queries = self.length.most + 1
-        cache = self.base.new_cache(
-            batch=len(lengths), capacity=max(lengths) + self.options.max_new_tokens + queries, queries=queries
-        )
+    def _prefill(self) -> tuple[_Standing, list[list[int]]]:
+        """Feed the prompts: where the sequences stand then, and the first new token of each."""
+        prompts = [torch.tensor(sequence.prompt.tokens) for sequence in self.active]
+        tokens = self._upload(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True))
+        lengths = self._upload(torch.tensor([len(prompt) for prompt in prompts]))
+        batch, longest = tokens.shape
+        queries, most = self.length.verified + 1, self.options.max_new_tokens
+        cache = self.base.new_cache(batch=batch, capacity=longest + most + queries, queries=queries)
+        numbers = _Numbers(most + self.length.most if self.length.tree else 2 * self.length.most + 1, self._upload)
         marks = Marks(self.base.device)
         marks.mark()
-        fed = self.base.forward(tokens, [0] * len(lengths), cache, lengths, self.drafter.needs.layers)
-        device = fed.hidden.device
-        hidden = fed.hidden[torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device) - 1]
+        fed = self.base.forward(tokens, torch.zeros_like(lengths), cache, lengths, self.drafter.needs.layers)
+        hidden = _at(fed.hidden, lengths - 1)
         logits = self.base.logits(hidden)
         if self.options.sampling.greedy:
             first = logits.argmax(-1)
         else:
-            first = draw(self.options.sampling.probabilities(logits), self._uniform(1).squeeze(1))
+            first = draw(self.options.sampling.probabilities(logits), numbers.first(self.active))
         marks.mark()
+        found = self._to_host(first[:, None])
         self.prefill_ms = sum(marks.milliseconds())
         for shape in dict.fromkeys(cache.shapes):
             self._note(f"base_kv_cache{list(shape[1:])}", shape, hidden.dtype, 2 * cache.shapes.count(shape))
-        return cache, fed, hidden, first
+        return _Standing(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
 
-    def _round(
-        self, cache: SlotCache, fed: Fed, hidden: Tensor, pending: Tensor
-    ) -> tuple[Fed, Tensor, Tensor, list[tuple[_Sequence, list[int], Round]]]:
-        """One round of all active sequences. ``hidden`` [batch, width], ``pending`` [batch], in and out."""
-        sampling, most = self.options.sampling, self.options.max_new_tokens
+    def _round(self, standing: _Standing) -> tuple[_Standing, list[tuple[_Sequence, list[int], Round]]]:
+        """One round of all active sequences."""
+        most = self.options.max_new_tokens
         limits = [min(self.length.value, most - len(sequence.tokens) - 1) for sequence in self.active]
         drafted = max(limits)
-        starts = [sequence.pending_position for sequence in self.active]
-        uniform = None if sampling.greedy else self._uniform(2 * self.length.most + 1)
 
         marks = Marks(self.base.device)
         marks.mark()
-        drafts, q = self._draft(cache, fed, hidden, pending, starts, drafted, uniform)
-        marks.mark()
-        tokens = torch.cat((pending[:, None], drafts), dim=1)
-        fed = self.base.forward(tokens, starts, cache, layers=self.drafter.needs.layers)
-        logits = self.base.logits(fed.hidden)
-        limit = torch.tensor(limits, device=logits.device)
-        if uniform is None:
-            verdict = verify_greedy(logits.argmax(-1), drafts, limit)
-        else:
-            judge = uniform[:, self.length.most :]
-            judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
-            verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
-        accepted, emitted_tokens = self._to_host(verdict, drafts)
-        marks.mark()
-        draft_ms, verify_ms = marks.milliseconds()
-        self._note("target_hidden", fed.hidden.shape, fed.hidden.dtype)
-        self._note("target_logits", logits.shape, logits.dtype)
-        self._note("candidate_tokens", drafts.shape, drafts.dtype)
+        turn = self._branching if self.length.tree else self._straight
+        following, table, (draft_ms, verify_ms) = turn(standing, drafted, marks)
 
         emitted = []
-        for sequence, limit_, held, new in zip(self.active, limits, accepted, emitted_tokens, strict=True):
-            added = sequence.add(new, self.ends, most)
-            account = Round(limit_, min(held, len(added)), len(added), draft_ms if limit_ else 0.0, verify_ms)
+        for sequence, most_steps, (held, new, steps, *rest) in zip(self.active, limits, table, strict=True):
+            limit = min(most_steps, steps)
+            added = sequence.add([*rest[:held], new], self.ends, most)
+            accepted, ranks = min(held, len(added)), tuple(rest[drafted : drafted + held])
+            account = Round(limit, accepted, len(added), draft_ms if limit else 0.0, verify_ms, ranks[:accepted])
             sequence.rounds.append(account)
             emitted.append((sequence, added, account))
         self.length.observe(
@@ -331,38 +433,92 @@ class _Run:
             draft_ms_per_step=draft_ms / drafted if drafted else 0.0,
             verify_ms=verify_ms,
         )
-        row = torch.arange(len(starts), device=fed.hidden.device)
-        return fed, fed.hidden[row, verdict.accepted.to(row.device)], verdict.following, emitted
+        return following, emitted
 
-    def _draft(
-        self,
-        cache: SlotCache,
-        fed: Fed,
-        hidden: Tensor,
-        pending: Tensor,
-        starts: Sequence[int],
-        drafted: int,
-        uniform: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Drafts [batch, K], and the distributions [batch, K, vocabulary] drawn from (empty if greedy)."""
-        device = self.base.device
-        tokens, distributions = [], []
-        nothing = torch.empty(len(starts), 0, self.base.vocab_size, device=device)
-        if not drafted:
-            return torch.empty(len(starts), 0, dtype=torch.long, device=device), nothing
-        needs = self.drafter.needs
-        position = torch.tensor(starts, device=device)[:, None]
-        known = BaseState(
-            position, hidden[:, None], self.base.embed, *self.base.read_kv(cache), fed, self._previous, self._rows
+    def _straight(self, standing: _Standing, drafted: int, marks: Marks) -> _Turn:
+        """Draft a chain and verify it."""
+        sampling = self.options.sampling
+        uniform = None if sampling.greedy else standing.numbers.next(self.active)
+        drafts, q = self._draft(standing, drafted, uniform)
+        marks.mark()
+        tokens = torch.cat((standing.pending[:, None], drafts), dim=1)
+        fed = self.base.forward(tokens, standing.position, standing.cache, layers=self.drafter.needs.layers)
+        logits = self.base.logits(fed.hidden)
+        limit = (standing.left - 1).clamp(max=self.length.value)
+        if uniform is None:
+            verdict = verify_greedy(logits.argmax(-1), drafts, limit)
+        else:
+            judge = uniform[:, self.length.most :]
+            judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
+            verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
+        steps = torch.full_like(verdict.accepted, drafted)
+        return self._turned(standing.after(fed, verdict), verdict, steps, [drafts], logits, marks)
+
+    def _branching(self, standing: _Standing, drafted: int, marks: Marks) -> _Turn:
+        """Draft a tree and verify it."""
+        sampling, cache, position = self.options.sampling, standing.cache, standing.position
+        nodes = self._tree(standing, drafted)
+        marks.mark()
+        fed = self.base.forward(nodes.tokens, position, cache, layers=self.drafter.needs.layers, tree=nodes)
+        logits = self.base.logits(fed.hidden)
+        if sampling.greedy:
+            choices = logits.argmax(-1)
+        else:
+            place = (self.options.max_new_tokens - 1 - standing.left)[:, None] + nodes.depth
+            choices = draw(sampling.probabilities(logits), standing.numbers.of_tokens(self.active, place))
+        verdict, path = verify_tree(choices, nodes, standing.left - 1, drafted)
+        cache.take(position, path)
+        fed = fed.along(path, position[:, None] + torch.arange(drafted + 1, device=position.device))
+        steps = nodes.depth.amax(1).expand(len(path))
+        ranks = nodes.rank.expand(len(path), -1).gather(1, path)
+        return self._turned(
+            standing.after(fed, verdict), verdict, steps, [fed.tokens[:, 1:], ranks[:, 1:]], logits, marks
         )
-        state = self.drafter.start(known)
-        if needs.own_cache:
-            self._previous, self._rows = state, None
+
+    def _turned(
+        self,
+        following: _Standing,
+        verdict: Verdict,
+        steps: Tensor,
+        drafts: list[Tensor],
+        logits: Tensor,
+        marks: Marks,
+    ) -> _Turn:
+        """Take to the host what it has to know of a round."""
+        marks.mark()
+        heads = [part[:, None] for part in (verdict.accepted, verdict.following, steps)]
+        table = self._to_host(torch.cat((*heads, *drafts), dim=1))
+        draft_ms, verify_ms = marks.milliseconds()
+        hidden = following.fed.hidden
+        self._note("target_hidden", (*logits.shape[:2], hidden.shape[2]), hidden.dtype)
+        self._note("target_logits", logits.shape, logits.dtype)
+        self._note("candidate_tokens", (len(logits), logits.shape[1] - 1), torch.long)
+        return following, table, (draft_ms, verify_ms)
+
+    def _tree(self, standing: _Standing, depth: int) -> Nodes:
+        """Drafts of at most ``depth`` steps."""
+        tree, pending = self.length.tree, standing.pending
+        if not depth:
+            return Nodes.root(pending)
+        state = self._start(standing)
+        if isinstance(tree, AutoTree):
+            return grow_by_confidence(self._noted, state, pending, tree, tree.widths(depth))
+        assert tree is not None
+        if depth not in self._shapes:
+            self._shapes[depth] = FixedTree(tree.to_depth(depth), pending.device)
+        return grow_fixed(self._noted, state, pending, self._shapes[depth])
+
+    def _draft(self, standing: _Standing, drafted: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Drafts [batch, K], and the distributions [batch, K, vocabulary] drawn from (empty if greedy)."""
+        device, pending = self.base.device, standing.pending
+        tokens, distributions = [], []
+        nothing = torch.empty(len(pending), 0, self.base.vocab_size, device=device)
+        if not drafted:
+            return torch.empty(len(pending), 0, dtype=torch.long, device=device), nothing
+        state = self._start(standing)
         token = pending
         for step in range(drafted):
-            logits, state = self.drafter.step(state, token[:, None])
-            self._note("drafter_input", (*position.shape, needs.input_width), logits.dtype)
-            self._note("draft_logits", logits.shape, logits.dtype)
+            logits, state = self._noted.step(state, token[:, None])
             last = logits[:, -1].to(device)
             if uniform is None:
                 token = last.argmax(-1)
@@ -372,16 +528,31 @@ class _Run:
             tokens.append(token)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
-    def _to_host(self, verdict: Verdict, drafts: Tensor) -> tuple[list[int], list[list[int]]]:
-        """Accepted counts and new tokens: one copy from the device, the round's only wait."""
-        table = torch.cat((verdict.accepted[:, None], verdict.following[:, None], drafts), dim=1).tolist()
-        accepted = [row[0] for row in table]
-        return accepted, [[*row[2 : 2 + row[0]], row[1]] for row in table]
+    def _start(self, standing: _Standing) -> DraftState:
+        """The drafter's state at the start of a round."""
+        known = BaseState(
+            standing.position[:, None],
+            standing.hidden[:, None],
+            self.base.embed,
+            *self.base.read_kv(standing.cache),
+            standing.fed,
+            self._previous,
+            self._rows,
+        )
+        state = self.drafter.start(known)
+        if self.drafter.needs.own_cache:
+            self._previous, self._rows = state, None
+        return state
 
-    def _uniform(self, count: int) -> Tensor:
-        """F64 [batch, count] in [0, 1), each sequence from its own generator."""
-        rows = [torch.rand(count, generator=sequence.generator, dtype=torch.float64) for sequence in self.active]
-        return torch.stack(rows).to(self.base.device)
+    def _upload(self, table: Tensor) -> Tensor:
+        """To the device of the tokens, which need not wait for it."""
+        device = self.base.device
+        return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+
+    def _to_host(self, table: Tensor) -> list[list[int]]:
+        """int64 [batch, …] as numbers: one copy from the device, the round's only wait."""
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def _note(self, name: str, shape: Sequence[int], dtype: torch.dtype, copies: int = 1) -> None:
         """Record a buffer, at its largest."""

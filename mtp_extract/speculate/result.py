@@ -16,13 +16,14 @@ class Round:
     """One round of one sequence: draft, verify, accept.
 
     Attributes:
-        drafted: drafts proposed and judged. 0 when one token was left to generate, so that none was worth
-            drafting.
+        drafted: drafts proposed and judged; of a tree, its steps. 0 when one token was left to generate, so that none
+            was worth drafting.
         accepted: drafts that stand and were emitted.
         emitted: tokens the round added: accepted plus one, unless a stop token ended the text among the
             drafts.
         draft_ms: wall time of all draft steps; in a batch, of the whole batch.
         verify_ms: wall time of the base's forward and the judgement; in a batch, of the whole batch.
+        ranks: of a tree, the rank of each accepted draft among those of its parent.
     """
 
     drafted: int
@@ -30,6 +31,7 @@ class Round:
     emitted: int
     draft_ms: float
     verify_ms: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

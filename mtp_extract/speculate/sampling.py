@@ -5,6 +5,9 @@ x, *drawn from* the drafter's distribution q, is accepted with probability min(1
 rejected one is replaced by a draw from max(0, p - q), normalized. What comes out is then distributed as p,
 whatever q is. Both conditions matter: a draft that is q's argmax but is judged as if it had been drawn
 skews the result.
+
+A tree's drafts are the drafter's likeliest, not drawn. There the base draws a token after every node, and the tree is
+followed as long as it holds that token: the text is what the base would have drawn alone, from the same numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.speculate.growing import Nodes
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["Sampling", "Verdict", "draw", "verify_greedy", "verify_sampled"]
+__all__ = ["Sampling", "Verdict", "draw", "verify_greedy", "verify_sampled", "verify_tree"]
 
 _COLD = 1e-3
 """Below it, a logit over the temperature may leave the range of F32; above it, it does not."""
@@ -93,12 +98,22 @@ class Verdict:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens from ``weights`` [..., vocabulary] (any sum), one per number of ``uniform`` [...] in [0, 1).
 
-    The inverse of the cumulative sum. A token of weight zero is never drawn: the point lies in (0, total],
-    and the first token whose cumulative sum reaches it has a share of its own.
+    The inverse of the cumulative sum, in F64: first over blocks of about the root of the vocabulary, then within the
+    block it falls in, so that little is summed so precisely. A token of weight zero is never drawn: the point lies in
+    (0, total], and the first block, then token, whose cumulative sum reaches it has a share of its own.
     """
-    cumulative = weights.double().cumsum(-1)
+    width = 1 << (weights.shape[-1].bit_length() + 1) // 2
+    padded = functional.pad(weights, (0, -weights.shape[-1] % width))
+    blocks = padded.reshape(*padded.shape[:-1], -1, width)  # [..., blocks, width]
+    cumulative = blocks.sum(-1).double().cumsum(-1)
     point = (1 - uniform.double())[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, point).squeeze(-1)
+    block = torch.searchsorted(cumulative, point)  # [..., 1]
+    ends = functional.pad(cumulative, (1, 0))
+    before, after = ends.gather(-1, block), ends.gather(-1, block + 1)
+    within = blocks.gather(-2, block[..., None].expand(*block.shape, width)).squeeze(-2).double().cumsum(-1)
+    # The block's sum in F32 is not quite that of its numbers in F64.
+    token = torch.searchsorted(within, (point - before) / (after - before) * within[..., -1:])
+    return (block * width + token).squeeze(-1)
 
 
 def verify_greedy(choices: Tensor, drafts: Tensor, limits: Tensor) -> Verdict:
@@ -139,6 +154,32 @@ def verify_sampled(p: Tensor, q: Tensor, drafts: Tensor, limits: Tensor, uniform
         usable = judged & (residual.sum(-1, keepdim=True) > 0)
         weights = torch.where(usable, residual, weights)
     return Verdict(accepted, draw(weights, uniform[:, -1]))
+
+
+def verify_tree(choices: Tensor, nodes: Nodes, limits: Tensor, depth: int) -> tuple[Verdict, Tensor]:
+    """The longest way down a tree that the base goes.
+
+    Args:
+        choices: int64 [batch, nodes], the base's own token after each node: its argmax, or drawn from its distribution.
+        nodes: what was drafted; no two drafts of one parent are the same.
+        limits: int64 [batch], the depth to which drafts of each sequence count.
+        depth: of the tree, at most.
+
+    Returns:
+        The verdict, and int64 [batch, depth + 1]: the node at each depth on the way; past its end, any.
+    """
+    batch, count = choices.shape
+    said = choices.gather(1, nodes.parent.expand(batch, -1))
+    stands = ((nodes.tokens == said) & (nodes.depth <= limits[:, None])) | (nodes.depth == 0)
+    reached = (stands[:, None] | ~nodes.sees).all(-1)  # [B, N], all on the way to it stand
+    accepted, last = torch.where(reached, nodes.depth, -1).max(dim=1)
+    following = choices.gather(1, last[:, None]).squeeze(1)
+    on_the_way = nodes.sees.expand(batch, -1, -1).gather(1, last[:, None, None].expand(-1, 1, count)).squeeze(1)
+    # One column more takes the nodes that are not on the way.
+    places = torch.where(on_the_way, nodes.depth, depth + 1)
+    path = torch.arange(depth + 2, device=choices.device).repeat(batch, 1)
+    path.scatter_(1, places, torch.arange(count, device=choices.device).expand(batch, -1))
+    return Verdict(accepted, following), path[:, :-1]
 
 
 def _proposed(drafts: Tensor, limits: Tensor) -> Tensor:

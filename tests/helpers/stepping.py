@@ -30,7 +30,7 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
     layers = drafter.needs.layers
     cache = base.new_cache(batch=1, capacity=len(text.tokens), queries=1)
     tokens = torch.tensor([text.tokens], device=base.device)
-    fed = base.forward(tokens[:, :first], [0], cache, [first], layers)
+    fed = base.forward(tokens[:, :first], torch.tensor([0]), cache, torch.tensor([first]), layers)
     previous: DraftState = None
     for anchor in text.anchors:
         position = torch.tensor([[anchor]])
@@ -42,4 +42,4 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
         previous = state if drafter.needs.own_cache else None
         drafts, top5 = draft(drafter, state, pending, aim, steps)
         yield Agreement(torch.tensor([index]), position[0], drafts[0], aim[0], top5[0])
-        fed = base.forward(pending, [anchor], cache, layers=layers)
+        fed = base.forward(pending, torch.tensor([anchor]), cache, layers=layers)

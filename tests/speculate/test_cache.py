@@ -36,20 +36,20 @@ def test_ragged_rounds_with_rollback(attention: str, changes: dict[str, Any]) ->
     for row, length in enumerate(lengths):
         prompts[row, :length] = texts[row, :length]
     cache = base.new_cache(batch=3, capacity=60, queries=queries)
-    states = base.forward(prompts, [0, 0, 0], cache, lengths).hidden
+    states = base.forward(prompts, torch.zeros(3, dtype=torch.long), cache, torch.tensor(lengths)).hidden
     for row, length in enumerate(lengths):
         torch.testing.assert_close(states[row, :length], plain[row].hidden[0, :length], atol=2e-5, rtol=2e-5)
     starts, rows = list(lengths), [0, 1, 2]
     for turn in range(11):
         if turn == 7:  # a sequence leaves the batch
-            cache.keep([0, 2])
+            cache.keep(torch.tensor([0, 2]))
             rows, starts = [0, 2], [starts[0], starts[2]]
         width = numbers.choice([1, 2, queries])
         right = [numbers.randint(1, width) for _ in rows]
         fed = torch.stack([texts[row, start : start + width] for row, start in zip(rows, starts, strict=True)])
         for i, count in enumerate(right):
             fed[i, count:] = (fed[i, count:] + 1) % 40  # rejected drafts: other tokens than the text's
-        states = base.forward(fed, starts, cache).hidden
+        states = base.forward(fed, torch.tensor(starts), cache).hidden
         for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             expected = plain[row].hidden[0, start : start + right[i]]
             torch.testing.assert_close(states[i, : right[i]], expected, atol=2e-5, rtol=2e-5)
@@ -75,7 +75,7 @@ def test_ragged_rounds_with_rollback(attention: str, changes: dict[str, Any]) ->
 def test_sliding_layers_keep_a_window_only() -> None:
     base = Base(random_base())
     cache = base.new_cache(batch=1, capacity=500, queries=4)
-    base.forward(torch.zeros(1, 300, dtype=torch.long), [0], cache, [300])
+    base.forward(torch.zeros(1, 300, dtype=torch.long), torch.tensor([0]), cache, torch.tensor([300]))
     assert sorted(shape[2] for shape in cache.shapes) == [9, 9, 500]
     assert cache.nbytes == 4 * 2 * (2 * 2 * 9 * 8 + 2 * 500 * 12)
 

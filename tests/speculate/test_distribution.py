@@ -10,7 +10,7 @@ import torch
 from helpers.chi_square import chi_square
 from helpers.random_pairs import Pair
 
-from mtp_extract.speculate import Options, Sampling, generate
+from mtp_extract.speculate import AutoTree, Options, Sampling, Tree, generate
 
 SAMPLES, BATCH, LENGTH = 6000, 1000, 3
 SAMPLING = Sampling(temperature=1.1, top_k=4, top_p=0.95)
@@ -36,7 +36,7 @@ def exact(pair: Pair) -> dict[tuple[int, ...], float]:
     return probabilities
 
 
-def p_value(pair: Pair, exact: dict[tuple[int, ...], float], drafts: int) -> float:
+def p_value(pair: Pair, exact: dict[tuple[int, ...], float], drafts: int | Tree | AutoTree) -> float:
     generator = pair.generator
     prompt = (2, *pair.tokenizer(PROMPT)["input_ids"])
     seen: Counter[tuple[int, ...]] = Counter()
@@ -53,9 +53,9 @@ def p_value(pair: Pair, exact: dict[tuple[int, ...], float], drafts: int) -> flo
     return chi_square(observed, [share / total for share in expected])[1]
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 2])
+@pytest.mark.parametrize("drafts", [0, 1, 2, Tree.parse("3x2"), AutoTree(4)])
 def test_sampled_text_has_the_distribution_of_the_base(
-    pair: Pair, exact: dict[tuple[int, ...], float], drafts: int
+    pair: Pair, exact: dict[tuple[int, ...], float], drafts: int | Tree | AutoTree
 ) -> None:
     assert p_value(pair, exact, drafts) > 1e-3
 
@@ -74,3 +74,17 @@ def test_drafts_not_drawn_from_their_distribution_are_seen(
 
     monkeypatch.setattr(generate, "draw", argmax_of_drafts)
     assert p_value(pair, exact, drafts=1) < 1e-6
+
+
+def test_a_base_that_is_asked_twice_is_seen(
+    pair: Pair, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted defect: where the base does not draw its likeliest token, it draws again."""
+    draw = generate.draw
+
+    def again(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        first, likeliest = draw(weights, uniform), weights.argmax(-1)
+        return torch.where((first == likeliest) | (uniform.ndim < 2), first, draw(weights, (uniform * 7) % 1))
+
+    monkeypatch.setattr(generate, "draw", again)
+    assert p_value(pair, exact, Tree.parse("1x1")) < 1e-6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtp_extract.drafter import BaseState, Drafter, Needs
 from mtp_extract.errors import PairError
-from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text
+from mtp_extract.speculate import AutoTree, Base, Options, SpeculativeGenerator, Text, Tree
 
 LAYERS = (1, 2, 4)
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
@@ -58,14 +58,25 @@ class Caching:
         self.rounds.append(seen)
         return seen
 
-    def step(self, state: list[Seen], token: Tensor) -> tuple[Tensor, list[Seen]]:
-        state = [replace(s, tokens=(*s.tokens, int(token[row]))) for row, s in enumerate(state)]
-        logits = torch.zeros(len(state), 1, 40)
-        for row, s in enumerate(state):
-            at = len(s.tokens)
-            follows = next((text[at] for text in self.texts if text[:at] == s.tokens and at < len(text)), 0)
-            logits[row, 0, (follows + (at % 3 == 0)) % 40] = 1
+    def step(self, state: list[Any], token: Tensor) -> tuple[Tensor, list[Any]]:
+        """``state``: of each sequence what it has seen, and below a fork that of each branch."""
+        rows = [seen if isinstance(seen, list) else [seen] for seen in state]
+        state = [
+            [replace(s, tokens=(*s.tokens, int(token[row, query]))) for query, s in enumerate(branches)]
+            for row, branches in enumerate(rows)
+        ]
+        logits = torch.zeros(*token.shape, 40)
+        for row, branches in enumerate(state):
+            for query, s in enumerate(branches):
+                at = len(s.tokens)
+                follows = next((text[at] for text in self.texts if text[:at] == s.tokens and at < len(text)), 0)
+                # Where it is wrong, its second choice is right.
+                logits[row, query, follows] = 1
+                logits[row, query, (follows + (at % 3 == 0)) % 40] = 2
         return logits, state
+
+    def fork(self, state: list[Any], parents: Tensor) -> list[Any]:
+        return [[branches[at] for at in parents[row]] for row, branches in enumerate(state)]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +90,17 @@ def texts(model: Any) -> list[tuple[int, ...]]:
     return [prompt + base_alone(model, prompt, TOKENS) for prompt in PROMPTS]
 
 
-def test_a_drafter_with_a_cache_of_its_own(model: Any, texts: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("drafts", [4, Tree.parse("2x1x1"), AutoTree(5)])
+def test_a_drafter_with_a_cache_of_its_own(
+    model: Any, texts: list[tuple[int, ...]], drafts: int | Tree | AutoTree
+) -> None:
     """Texts are the base's, and what the drafter kept is what the base has at these positions, whoever left before."""
     drafter: Drafter = (caching := Caching(texts))
     generator = SpeculativeGenerator(model, drafter)
     written = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
     ends = {token: [(*own, token).index(token) for own in written] for token in range(40)}
     stop = next(token for token, places in ends.items() if len({at for at in places if at > 3}) > 1)
-    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=TOKENS, drafts=4, stop_token_ids=[stop]))
+    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=TOKENS, drafts=drafts, stop_token_ids=[stop]))
     for prompt, text, result in zip(PROMPTS, texts, results, strict=True):
         own = text[len(prompt) :]
         assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)

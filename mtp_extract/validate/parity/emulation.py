@@ -35,8 +35,7 @@ from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
 from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter import MtpDrafter
-from mtp_extract.drafter.mtp import Layer, rotate
-from mtp_extract.drafter.protocol import KV
+from mtp_extract.drafter.mtp import Layer, View, turn
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of
 from mtp_extract.graph import Activation, FoundRole
@@ -304,23 +303,21 @@ class Emulation:
 
         return hook
 
-    def _attention(
-        self, name: str, layer: Layer, scheme: AttentionScheme
-    ) -> Callable[[Tensor, KV, Tensor, Tensor | None], Tensor]:
+    def _attention(self, name: str, layer: Layer, scheme: AttentionScheme) -> Callable[[Tensor, View], Tensor]:
         """The layer's attention, with its four roundings; batch and queries of one."""
 
-        def attention(x: Tensor, kv: KV, position_ids: Tensor, mask: Tensor | None) -> Tensor:
-            k, v = kv  # [1, Hkv, S, D]
+        def attention(x: Tensor, view: View) -> Tensor:
+            k, v = view.keys, view.values  # [1, Hkv, S, D]
             dim, heads = layer.layer.head_dim, layer.layer.num_kv_heads
             theirs = self._guide.products.get(name) or (None,) * 4
             q = layer.q_norm(layer.q_proj(x).view(1, 1, -1, dim))
-            q = rotate(q, position_ids, layer.layer.rope).view(1, heads, -1, dim)  # [1, Hkv, G, D]
+            q = turn(q, view.angles).view(1, heads, -1, dim)  # [1, Hkv, G, D]
             q = self._round(q, scheme.queries, theirs[0], 0.5 + _NEAR)
             seen = None if theirs[1] is None else theirs[1][..., : k.shape[2]]
             scores = self._round(q @ k.transpose(2, 3), scheme.scores, seen, 0.5 + _NEAR)  # [1, Hkv, G, S]
             scores = scores * layer.config.attention_scale
-            if mask is not None:
-                scores = scores.masked_fill(~mask[:, None], torch.finfo(torch.float32).min)
+            if view.bias is not None:
+                scores = scores + view.bias
             seen = None if theirs[2] is None else theirs[2][..., : k.shape[2]]
             weights = self._round(scores.softmax(-1), scheme.probabilities, seen, 0.5 + _NEAR)
             mixed = self._round(weights @ v, scheme.mixed, theirs[3], 0.5 + _NEAR)

@@ -1,0 +1,109 @@
+"""What a round of speculative decoding costs beside the models: waits, operators, and time; and what a tree yields.
+
+    python scripts/bench_rounds.py [DRAFTER_DIR BASE_DIR] [--prompts N]
+
+Without directories it is the sample's pair. One CPU thread, a batch of one. Needs what the tests need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import transformers
+
+import mtp_extract
+from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.drafter import load_drafter
+from mtp_extract.speculate import AutoTree, Options, SpeculativeGenerator, Tree
+from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from helpers.dispatched import rounds_on_meta
+from helpers.random_pairs import random_base, random_drafter
+
+KINDS: dict[str, int | Tree | AutoTree] = {
+    "3": 3,
+    "8": 8,
+    "2x2x2": Tree.parse("2x2x2"),
+    "auto:8": AutoTree(8),
+}
+TOKENS = 64
+
+
+def counted() -> None:
+    """Waits and operators of a round of a random pair of five and two layers."""
+    for name, drafts in KINDS.items():
+        base = random_base()
+        found = rounds_on_meta(base, random_drafter(base), Options(60, drafts, stop_token_ids=[]))[1]
+        print(f"drafts {name}: {found.waits} wait, {found.copies} copies, {found.operators.total()} operators a round")
+
+
+class Watch:
+    """Time spent inside some callables."""
+
+    def __init__(self) -> None:
+        self.inside = 0.0
+
+    def over(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.inside += time.perf_counter() - start
+
+        return timed
+
+
+def timed(generator: SpeculativeGenerator, prompts: list[Any]) -> None:
+    """Time of a round, of it outside the two networks, and the mean accepted length."""
+    watch = Watch()
+    drafter, base = generator.drafter, generator.base.model
+    for owner, name in ((drafter, "network"), (drafter, "logits"), (base.model, "forward"), (base.lm_head, "forward")):
+        setattr(owner, name, watch.over(getattr(owner, name)))
+    for name, drafts in KINDS.items():
+        results = []
+        watch.inside = 0.0
+        start = time.perf_counter()
+        for prompt in prompts:
+            results += generator.generate_batch([prompt], Options(TOKENS, drafts))
+        took = time.perf_counter() - start
+        rounds = sum(len(result.rounds) for result in results)
+        length = fmean(r.emitted for result in results for r in result.rounds if r.drafted)
+        print(
+            f"drafts {name}: {1e3 * took / rounds:.2f} ms a round, {1e3 * (took - watch.inside) / rounds:.2f} ms of it "
+            f"outside the networks; {length:.3f} tokens a round"
+        )
+
+
+def main() -> None:
+    """Count, and time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pair", nargs="*", type=Path, metavar="DIR", help="a drafter's and its base's")
+    parser.add_argument("--prompts", type=int, default=12)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    counted()
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.pair:
+            mtp_extract.extract(sample_bundle(), Path(folder) / "drafter", format="transformers", dtype="f32")
+        directory, home = options.pair or (Path(folder) / "drafter", sample_base())
+        base = transformers.Gemma4ForConditionalGeneration.from_pretrained(home).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+        generator = SpeculativeGenerator(base, load_drafter(directory), tokenizer)
+        encoded = encode_prompts(shipped_prompts(), generator.codec, chat_template=False)
+        timed(generator, list(encoded[:: max(1, len(encoded) // options.prompts)]))
+
+
+if __name__ == "__main__":
+    main()
