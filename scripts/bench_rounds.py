@@ -98,7 +98,8 @@ def main() -> None:
         if not options.pair:
             mtp_extract.extract(sample_bundle(), Path(folder) / "drafter", format="transformers", dtype="f32")
         directory, home = options.pair or (Path(folder) / "drafter", sample_base())
-        base = transformers.Gemma4ForConditionalGeneration.from_pretrained(home).eval()
+        base: Any = transformers.Gemma4ForConditionalGeneration.from_pretrained(home)
+        base.eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(home)
         generator = SpeculativeGenerator(base, load_drafter(directory), tokenizer)
         encoded = encode_prompts(shipped_prompts(), generator.codec, chat_template=False)

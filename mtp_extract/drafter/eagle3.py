@@ -223,6 +223,21 @@ class Eagle3Drafter(nn.Module):
         normed, following = self.advance(state, token)
         return self.logits(normed), following
 
+    def fork(self, state: Eagle3State, parents: Tensor) -> Eagle3State:
+        """Go on from the queries ``parents`` [batch, branches]: each branch has keys and values of its own steps."""
+        index = parents.to(state.hidden.device)
+
+        def of(part: Tensor) -> Tensor:
+            return part.gather(1, index.view(*index.shape, *[1] * (part.dim() - 2)).expand(-1, -1, *part.shape[2:]))
+
+        return dataclasses.replace(
+            state,
+            hidden=of(state.hidden),
+            positions=state.positions.gather(1, index),
+            visible=of(state.visible),
+            own=(of(state.own[0]), of(state.own[1])) if state.own is not None else None,
+        )
+
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
         """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
         layer = self.layer

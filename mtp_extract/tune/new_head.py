@@ -56,6 +56,10 @@ class Nothing:
         """Never called."""
         raise AssertionError("nothing drafts nothing")
 
+    def fork(self, state: Any, parents: Tensor) -> Any:
+        """Never called."""
+        raise AssertionError("nothing drafts nothing")
+
 
 def base_layers(count: int) -> tuple[int, ...]:
     """Which of a base's ``count`` layers are read: the engines' default where that is three, else thirds of it."""
