@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtp_extract.tune.schedule import cosine
+
 __all__ = ["Learned", "learn_centroids", "ranks"]
 
 _BATCH = 2048
@@ -23,7 +25,6 @@ _PATIENCE = 3
 
 _RATE = 1.0
 """Learning rate times width, for states of a root mean square of 1."""
-_LEAST_RATE = 0.02
 _SCALES = tuple(2.0**power for power in range(-10, 3))
 _SCALED_ON = 4096
 _SCORES_AT_ONCE = 1 << 23
@@ -93,10 +94,7 @@ def learn_centroids(
     best, best_score, best_step, stale, done = start, score(), 0, 0, 0
     every = max(1, steps // _EVALUATIONS)
     for done, chosen in enumerate(_batches(len(states), steps, seed), 1):
-        turned = (done - 1) / steps
-        optimizer.param_groups[0]["lr"] = highest * (
-            _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned))
-        )
+        optimizer.param_groups[0]["lr"] = highest * cosine((done - 1) / steps)
         loss = functional.cross_entropy((states[chosen].float() / size) @ rows.T, cluster[chosen])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
@@ -54,7 +55,7 @@ class Corpus:
         """How many there are of each, for the record."""
         return {"trained": len(self.trained), "watched": len(self.watched), "held_out": len(self.held_out)}
 
-    @property
+    @cached_property
     def shared(self) -> float:
         """The share of the held-out texts' 8-token sequences that training texts have too."""
         return repeated_share(self.held_out[: self.own], self.trained)

@@ -28,6 +28,7 @@ from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_l
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
+from mtp_extract.tune.schedule import cosine
 from mtp_extract.tune.work import kept
 from mtp_extract.validate.acceptance.measured import Measured
 
@@ -36,8 +37,6 @@ __all__ = ["Recipe", "Trained", "train"]
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-_LEAST_RATE = 0.02
-"""Of the learning rate, at the end of its cosine."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class Recipe:
         ramp = max(1, round(self.warm_up * self.steps))
         if step < ramp:
             return (step + 1) / ramp
-        turned = (step - ramp) / max(1, self.steps - ramp)
-        return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned))
+        return cosine((step - ramp) / max(1, self.steps - ramp))
 
     def evaluates(self, done: int) -> bool:
         """Whether the watched texts are measured after ``done`` steps."""
