@@ -30,7 +30,7 @@ def web_page(title: str, report: Mapping[str, Any], tables: Iterable[Table], dra
     Args:
         title: its heading.
         report: ``verdict``, ``findings``, ``notes`` and ``tool``; ``proven`` and ``refuted`` where there are such.
-        tables: those that matter first stand open, the others are folded.
+        tables: those that matter first come first and stand open, the others are folded.
         drawn: figures there are, name → SVG, as :func:`~mtp_extract.validate.report.svg.inline` gives it.
     """
     tool = report["tool"]
@@ -40,12 +40,16 @@ def web_page(title: str, report: Mapping[str, Any], tables: Iterable[Table], dra
         f'<p class="verdict {standing}">{_parts(report["verdict"])}</p>',
         _findings(report["findings"], standing == "refuted"),
         "</header><main>",
-        *(_section(number, table, drawn) for number, table in enumerate(tables, 1)),
+        *(_section(number, table, drawn) for number, table in enumerate(sorted(tables, key=_folds), 1)),
         *(_folded("notes", "Notes", _list(report["notes"])) if report["notes"] else ()),
         "</main>",
         f"<footer>{_text(tool['name'])} {_text(tool['version'])}</footer>",
     ]
     return _FRAME.format(title=_text(title), style=_STYLE, body="\n".join(body))
+
+
+def _folds(table: Table) -> bool:
+    return not table.first
 
 
 def _text(text: object) -> str:
