@@ -162,7 +162,7 @@ def _generation(validation: Validation, pyplot: Any) -> Any:
     if validation.generation is None:
         return None
     lengths = validation.generation.lengths
-    labels = [str(result.drafts) for result in lengths]
+    labels = [result.name for result in lengths]
     places = range(1, len(lengths) + 1)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
     base = lengths[0].base_tokens_per_s

@@ -290,7 +290,7 @@ def _generation(generation: Mapping[str, Any], arithmetic: Mapping[str, Any]) ->
         ),
         rows=tuple(
             (
-                int(drafts),
+                name,
                 f"{found['accepted']}/{found['drafted']}",
                 share(found["acceptance"], None),
                 _number(found["mean_accepted_length"], ".2f"),
@@ -300,7 +300,7 @@ def _generation(generation: Mapping[str, Any], arithmetic: Mapping[str, Any]) ->
                 _number(found["verify_ms"], ".2f"),
                 _number(found["draft_ms"], ".2f"),
             )
-            for drafts, found in generation.items()
+            for name, found in generation.items()
         ),
         about=(
             "K drafts a round. Acceptance and text, which is to be the base's own, over all prompts in batches; times "
@@ -406,7 +406,7 @@ def _drafters(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
 def _beside(drafter: Mapping[str, Any], several: bool, first: bool) -> tuple[str | int, ...]:
     arithmetic, generation, reads = drafter["arithmetic"], drafter["generation"], drafter["bytes_a_step"]
     best = arithmetic["best_draft_steps"]
-    drafts = best or min(map(int, generation))
+    drafts = best or min(found["drafts"] for found in generation.values() if found["tree"] is None)
     found = generation[str(drafts)]
     fast, base = found["speculative_tokens_per_s"], found["base_tokens_per_s"]
     step = None if found["draft_ms"] is None else found["draft_ms"] / drafts
