@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Plan:
         source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
         prompts: file of prompts; None for the shipped ones.
         draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
+        trees: to generate with beside them: ``4x2x1``, ``auto:8``, ``best:14`` for the tree of at most 14 drafts that
+            the measured ranks promise most of, or ``paths:1,0.0`` as a report names that one.
         device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
         new_tokens: most tokens of each continuation.
         batch: prompts at a time.
@@ -61,6 +64,7 @@ class Plan:
     source: str | None = None
     prompts: Path | None = None
     draft_steps: Sequence[int] = (1, 2, 4, 8)
+    trees: Sequence[str] = ()
     device: str = "auto"
     new_tokens: int = 64
     batch: int = 16
@@ -68,6 +72,15 @@ class Plan:
     timed: int = 5
     seed: int = 0
     chat_template: bool = True
+
+    @property
+    def wanted(self) -> Mapping[str, Wanted]:
+        """The trees by name.
+
+        Raises:
+            MtpExtractError: one is none, or too large.
+        """
+        return dict(map(parse_wanted, self.trees))
 
 
 def sample_plan(plan: Plan) -> Plan:
@@ -99,6 +112,11 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         raise MtpExtractError(
             "expected a base, a source or both, found neither; there is nothing to validate against",
             remedies=("base", "source"),
+        )
+    if plan.wanted and plan.base is None:
+        raise MtpExtractError(
+            "expected a base to verify trees of drafts, found none; give the model that is drafted for",
+            remedies=("base",),
         )
     if plan.beside and plan.base is None:
         raise MtpExtractError(
@@ -240,6 +258,7 @@ def _against_base(
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.beside import DrafterFigures, facts_of
     from mtp_extract.validate.acceptance.controls import run_controls
+    from mtp_extract.validate.acceptance.drafting import draftings
     from mtp_extract.validate.acceptance.generation import measure_generation
     from mtp_extract.validate.acceptance.measured import compare, of_agreement
     from mtp_extract.validate.acceptance.trivial import compare_trivial
@@ -269,13 +288,13 @@ def _against_base(
             say(f"drafting after every token of them{of}")
             agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
             overall = figures(agreements[-1])
-            say(f"generating with {', '.join(map(str, steps))} drafts a round{of}")
+            say(f"generating with {_rounds(steps, plan.wanted)}{of}")
+            conditional = [step.conditional.value for step in overall.steps]
             generation = measure_generation(
                 LocalEngine(own, plan.batch),
                 own.base,
                 written,
-                steps,
-                [step.conditional.value for step in overall.steps],
+                draftings(own, steps, plan.wanted, written, conditional, batch=plan.batch),
                 new_tokens=plan.new_tokens,
                 timed=plan.timed,
             )
@@ -311,6 +330,7 @@ def _against_base(
             "prompts": dict(Counter(prompt.workload for prompt in prompts)),
             "new_tokens": plan.new_tokens,
             "draft_steps": list(steps),
+            "trees": list(plan.wanted),
             "batch": plan.batch,
             **result.settings,
         },
@@ -325,6 +345,12 @@ def _against_base(
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
     )
+
+
+def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
+    """What is drafted a round, in words."""
+    chains = f"{', '.join(map(str, steps))} drafts a round"
+    return f"{chains}, and trees of {', '.join(trees)}" if trees else chains
 
 
 def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:

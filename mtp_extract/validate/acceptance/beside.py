@@ -10,7 +10,7 @@ from typing import Any
 from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 from mtp_extract.checkpoint.check import read_record, with_record
 from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import StepBytes, bytes_a_step
+from mtp_extract.checkpoint.reads import StepReads, reads_of_a_step
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.generation import GenerationResult
@@ -37,7 +37,7 @@ class DrafterFacts:
     made: str
     mode: str | None
     ordered_head: OrderedHeadConfig | None
-    reads: StepBytes
+    reads: StepReads
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DrafterFigures:
     Attributes:
         agreement: over all texts.
         workloads: the same by workload.
-        generation: by K.
+        generation: by name of what was drafted.
         change: in mean accepted length from the first drafter to this one; 0 for the first itself.
         changes: the same by workload.
     """
@@ -77,7 +77,7 @@ def facts_of(directory: Path, name: str) -> DrafterFacts:
         _made(record),
         str(tuning["mode"]) if "mode" in tuning else None,
         checkpoint.config.ordered_head if isinstance(checkpoint.config, DrafterConfig) else None,
-        bytes_a_step(layout.name, checkpoint),
+        reads_of_a_step(layout.name, checkpoint),
     )
 
 

@@ -44,7 +44,7 @@ def verdict(found: Validation) -> str:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
         lengths = found.generation.lengths
-        ks = ", ".join(str(result.drafts) for result in lengths)
+        ks = ", ".join(result.name for result in lengths)
         worst = min(lengths, key=lambda result: result.identical_prompts)
         differing = worst.prompts - worst.identical_prompts
         # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
@@ -57,12 +57,12 @@ def verdict(found: Validation) -> str:
         elif found.wrong_text:
             refuted.append(
                 f"the loop's greedy text differs from the base's for {differing} of {worst.prompts} prompts with "
-                f"{worst.drafts} drafts a round{dtype}"
+                f"{worst.name} drafts a round{dtype}"
             )
         else:
             measured.append(
                 f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
-                f"{worst.drafts} drafts a round{dtype}, and these leave it only where two tokens of the base tie"
+                f"{worst.name} drafts a round{dtype}, and these leave it only where two tokens of the base tie"
             )
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
@@ -148,7 +148,7 @@ def _divergences(result: DraftLengthResult) -> list[str]:
     for divergence in result.divergences:
         apart = f", {divergence.margin:.3g} logits apart" if divergence.margin is not None else ""
         listed.append(
-            f"with {result.drafts} drafts a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
+            f"with {result.name} drafts a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
             f"token {divergence.token + 1}{apart}"
         )
     return listed
