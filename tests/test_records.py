@@ -1,4 +1,4 @@
-"""extraction.json, report.json, pair.json and bench.json are what docs/records.md and the schemas say, no field more or less."""
+"""The JSON files that are written are what docs/records.md and the schemas say, no field more or less."""
 
 from __future__ import annotations
 

@@ -17,10 +17,13 @@ from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from mtp_extract.drafter import Network
-    from mtp_extract.speculate import Agreement, Encoded, SpeculativeGenerator
+    from mtp_extract.speculate import Agreement, Base, Encoded, SpeculativeGenerator
+    from mtp_extract.validate.acceptance.agreement import Continuations
     from mtp_extract.validate.acceptance.base_model import LoadedBase
     from mtp_extract.validate.acceptance.beside import DrafterFacts
     from mtp_extract.validate.acceptance.controls import ControlResult
+    from mtp_extract.validate.acceptance.drafting import Drafting
+    from mtp_extract.validate.acceptance.pair import PairFacts
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
@@ -283,18 +286,19 @@ def _against_base(
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
         drafters: list[DrafterFigures] = []
         agreements: list[Agreement] = []
-        for known, (_, own) in zip(facts, pairs, strict=True):
+        for known, (network, own) in zip(facts, pairs, strict=True):
             of = f" with {known.name}" if plan.beside else ""
             say(f"drafting after every token of them{of}")
             agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
             overall = figures(agreements[-1])
             say(f"generating with {_rounds(steps, plan.wanted)}{of}")
             conditional = [step.conditional.value for step in overall.steps]
+            planned = draftings(own, steps, plan.wanted, written, conditional, batch=plan.batch)
             generation = measure_generation(
                 LocalEngine(own, plan.batch),
                 own.base,
                 written,
-                draftings(own, steps, plan.wanted, written, conditional, batch=plan.batch),
+                planned,
                 new_tokens=plan.new_tokens,
                 timed=plan.timed,
             )
@@ -308,6 +312,7 @@ def _against_base(
                     generation,
                     compare(first, mine),
                     {name: compare(first.of(rows), mine.of(rows)) for name, rows in parts.items()},
+                    _held(own.base, network, written, planned, plan.new_tokens),
                 )
             )
         controls: list[ControlResult] = []
@@ -345,6 +350,17 @@ def _against_base(
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
     )
+
+
+def _held(
+    base: Base, drafter: Network, written: Continuations, planned: Sequence[Drafting], new_tokens: int
+) -> PairFacts | None:
+    """What the pair holds over the longest text, with the most drafts."""
+    from mtp_extract.validate.acceptance.pair import look
+
+    longest = max((written.texts[index] for index in written.usable), key=lambda text: len(text.tokens))
+    prompt, most = longest.tokens[: longest.prompt_length], max(planned, key=lambda drafting: drafting.drafts)
+    return look(base, drafter, prompt, most, new_tokens=new_tokens)
 
 
 def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:

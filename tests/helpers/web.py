@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 __all__ = ["Page"]
 
-_VOID = {"meta", "link", "br", "hr", "img", "input"}
+_VOID = {"meta", "link", "br", "hr", "wbr", "img", "input"}
 
 
 class Page(HTMLParser):

@@ -15,6 +15,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.measured import Change
+from mtp_extract.validate.acceptance.pair import PairFacts
 
 __all__ = ["DrafterFacts", "DrafterFigures", "facts_of"]
 
@@ -50,6 +51,7 @@ class DrafterFigures:
         generation: by name of what was drafted.
         change: in mean accepted length from the first drafter to this one; 0 for the first itself.
         changes: the same by workload.
+        pair: what a round of it and the base holds; None where no text was long enough to draft from.
     """
 
     facts: DrafterFacts
@@ -58,6 +60,7 @@ class DrafterFigures:
     generation: GenerationResult
     change: Change
     changes: Mapping[str, Change]
+    pair: PairFacts | None
 
 
 def facts_of(directory: Path, name: str) -> DrafterFacts:

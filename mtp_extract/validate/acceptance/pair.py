@@ -123,8 +123,9 @@ def look(
     # These two the loop keeps to itself; their sizes follow from what it gives.
     choices = torch.empty(logits.shape[:2], dtype=torch.long, device="meta")
     seen.note("verifier_scratch", "what the base says after the tokens of T", "batch T", choices)
-    steps = max(account.drafted for account in done.rounds)
-    accepted = torch.empty(1, steps + 1, dtype=torch.long, device="meta")
+    # Of the new tokens one is the prompt's, and one the base's own after the drafts.
+    most = min(drafting.depth, new_tokens - 2) + 1
+    accepted = torch.empty(1, most, dtype=torch.long, device="meta")
     seen.note("accepted_tokens", "drafts that stand, and the base's own token after them", "batch tokens", accepted)
     return PairFacts(
         target=_side(base.model),

@@ -1,7 +1,7 @@
 """The colours of figures and pages, on paper and in the dark.
 
-Those of figures are after Okabe and Ito, told apart by readers of every colour vision: on a light ground as dark, and on a
-dark one as light, as it takes to see them.
+Those of figures are after Okabe and Ito, told apart by readers of every colour vision: as dark on a light ground and as
+light on a dark one as it takes to see them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report directory: ``report.json``, pages in Markdown and HTML, and the figures, there whole or not at all."""
+"""The report directory: ``report.json``, ``pair.json``, two pages and the figures, there whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from mtp_extract.checkpoint.staging import staged_directory
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.figures import draw_figures
 from mtp_extract.validate.report.page import page
+from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.report.svg import inline
-from mtp_extract.validate.report.tables import FIGURES, PAGE, REPORT, WEB_PAGE, Table, measurements, setting
+from mtp_extract.validate.report.tables import FIGURES, PAGE, PAIR, REPORT, WEB_PAGE, Table, measurements, setting
 from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.result import Validation
 
@@ -28,7 +29,9 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
     report = as_json(validation)
     with staged_directory(target, overwrite, REPORT) as stage:
         figures = draw_figures(report, stage)
-        (stage / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for name, document in ((REPORT, report), (PAIR, pair_as_json(validation))):
+            if document is not None:
+                (stage / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         (stage / PAGE).write_text(page(_title(report), report, _tables(report), figures), encoding="utf-8")
         drawn = {
             name: inline((stage / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name]) for name in figures

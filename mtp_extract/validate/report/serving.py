@@ -1,4 +1,4 @@
-"""The report of a benchmark: ``bench.json``, pages in Markdown and HTML, and the tables that these and terminal show."""
+"""The report of a benchmark: ``bench.json``, two pages, and the tables that pages and terminal show."""
 
 from __future__ import annotations
 

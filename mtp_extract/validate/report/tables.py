@@ -110,7 +110,7 @@ def setting(report: Mapping[str, Any]) -> Table:
             ("drafter computes in", base["drafter_dtype"]),
             ("chat template", "applied" if base["chat_template"] else "not applied"),
         ]
-    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items()]
+    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items() if value != []]
     return Table(title="Setting", columns=("", ""), rows=tuple(rows))
 
 
@@ -307,6 +307,7 @@ def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None, 
             "difference is in percentage points, with its interval over texts, which allows for there being seven "
             "controls."
         ),
+        figures=("controls_by_step",),
     )
 
 
@@ -314,6 +315,7 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
     """Chains and trees of every drafter; the first reports knew one, and no trees."""
     drafters = report.get("drafters") or [{**report, "name": ""}]
     several = len(drafters) > 1
+    chosen = any(found.get("chosen_on") for drafter in drafters for found in drafter["generation"].values())
     yield Table(
         title="Speculative decoding",
         columns=(
@@ -322,6 +324,7 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
             "verified",
             "mean length",
             "expected",
+            *(("on other texts",) if chosen else ()),
             "accepted",
             "acceptance %",
             "same text",
@@ -332,7 +335,15 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
             "draft ms",
         ),
         rows=tuple(
-            (*((drafter["name"],) if several else ()), method(name), *_decoded(name, found, drafter["arithmetic"]))
+            (
+                *((drafter["name"],) if several else ()),
+                method(name),
+                found.get("drafts", name),
+                _mean(found),
+                _number(found.get("expected_mean_accepted_length"), ".2f"),
+                *((_number(found["mean_accepted_length_elsewhere"], ".2f"),) if chosen else ()),
+                *_decoded(found, drafter["arithmetic"].get("speedups", {}).get(name, {})),
+            )
             for drafter in drafters
             for name, found in drafter["generation"].items()
         ),
@@ -340,11 +351,12 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
             "Drafted: a chain of so many drafts a round, or a tree, whose drafts are alternatives: `4x2x1` has four "
             "after the pending token, two after each of these, one after each of those; `auto:8` grows anew in every "
             "round where the drafter is confident, up to eight; `best:14` is the one of at most 14 that the ranks of "
-            "the base's tokens promise most of. Verified: drafts in one forward of the base, at most. Mean length: "
-            "1 + accepted / rounds, over all prompts in batches; *expected*: the same by teacher forcing. Acceptance: "
-            "accepted of the drafter's steps. Same text: texts that are the base's own. Times are of a batch of one. "
-            "Predicted: the speedup by mean length and the times of a round and of a forward of the base over one "
-            "token; measured: in tokens a second. In brackets: 95 % intervals, over texts."
+            "the base's tokens promise most of, in every second text; *on other texts*: its mean length where it was "
+            "not chosen. Verified: drafts in one forward of the base, at most. Mean length: 1 + accepted / rounds, "
+            "over all prompts in batches; *expected*: the same by teacher forcing. Acceptance: accepted of the "
+            "drafter's steps. Same text: texts that are the base's own. Times are of a batch of one. Predicted: the "
+            "speedup by mean length and the times of a round and of a forward of the base over one token; measured: "
+            "in tokens a second. In brackets: 95 % intervals, over texts."
         ),
         after=" ".join(_paid(drafter, several) for drafter in drafters),
         figures=("length_by_drafts", "generation_by_drafts", "round_by_drafts"),
@@ -358,12 +370,8 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
     )
 
 
-def _decoded(name: str, found: Mapping[str, Any], arithmetic: Mapping[str, Any]) -> tuple[str | int, ...]:
-    speedups = arithmetic.get("speedups", {}).get(name, {})
+def _decoded(found: Mapping[str, Any], speedups: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        found.get("drafts", name),
-        _mean(found),
-        _number(found.get("expected_mean_accepted_length"), ".2f"),
         f"{found['accepted']}/{found['drafted']}",
         share(found["acceptance"], None),
         f"{found['identical_prompts']}/{found['prompts']}",
@@ -473,6 +481,11 @@ def _beside(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     first, *others = drafters
     drafts = len(first["agreement"]["steps"])
     names = tuple(drafter["name"] for drafter in drafters)
+    workloads = [
+        (name, [d["agreement"]["workloads"][name] for d in drafters], [d["changes"][name] for d in others])
+        for name in first["agreement"]["workloads"]
+    ]
+    workloads.append(("all", [d["agreement"] for d in drafters], [d["change"] for d in others]))
     yield Table(
         title="Conditional acceptance by step, drafters side by side",
         columns=("step", *(f"{name} %" for name in names)),
@@ -491,21 +504,7 @@ def _beside(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         title="Mean accepted length by workload, drafters side by side",
         columns=("workload", "texts", *names, *(f"{name}: to the first" for name in names[1:])),
         rows=tuple(
-            (
-                name,
-                found["texts"],
-                *(_mean(drafter["agreement"]["workloads"][name]) for drafter in drafters),
-                *(_change(drafter["changes"][name]) for drafter in others),
-            )
-            for name, found in first["agreement"]["workloads"].items()
-        )
-        + (
-            (
-                "all",
-                first["agreement"]["texts"],
-                *(_mean(drafter["agreement"]) for drafter in drafters),
-                *(_change(drafter["change"]) for drafter in others),
-            ),
+            (name, found[0]["texts"], *map(_mean, found), *map(_change, changes)) for name, found, changes in workloads
         ),
         about=(
             f"Tokens a round with chains of {drafts}, from every position of the base's own text. Differences text by "

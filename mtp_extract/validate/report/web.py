@@ -174,13 +174,15 @@ max-width:28rem}}
 .long{{min-width:17rem}}
 thead th{{font-weight:500;color:var(--faint);vertical-align:bottom;border-bottom:1px solid var(--faint)}}
 tbody tr+tr>*{{border-top:1px solid var(--line)}}
-tbody th{{font-weight:600;position:sticky;left:0;background:var(--page);min-width:min(7rem,30vw);max-width:min(14rem,38vw)}}
+tbody th{{font-weight:600;position:sticky;left:0;background:var(--page)}}
+th:first-child{{min-width:min(7rem,30vw);max-width:min(14rem,38vw)}}
 .number{{white-space:nowrap}}
 small{{color:var(--faint);font-size:.78rem;display:block}}
 code{{font-family:ui-monospace,Consolas,monospace;font-size:.9em}}
 .shown{{display:flex;flex-wrap:wrap;gap:1rem 3rem;align-items:flex-start}}
 .shown>.scroll{{flex:0 1 auto}}
-.figures{{flex:1 1 min(100%,21rem);display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,21rem),1fr));gap:1rem 2rem}}
+.figures{{flex:1 1 min(100%,21rem);display:grid;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,21rem),1fr));gap:1rem 2rem}}
 figure{{margin:0;max-width:28rem}}
 figure svg{{display:block;width:100%;height:auto;color:var(--ink)}}
 figure svg *{{stroke-linejoin:round;stroke-linecap:butt}}

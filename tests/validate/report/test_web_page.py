@@ -84,7 +84,7 @@ def test_what_matters_first_stands_open() -> None:
     first = Table("First", ("a",), (("1",),), about="*How* `x`.", first=True)
     page = Page(web_page("T", REPORT, [first, Table("Second", ("b",), (("2",),), after="So & so.")]))
     assert [around for around, text in page.texts if text == "1"] == [
-        ("html", "body", "main", "section", "div", "table", "tbody", "tr", "th")
+        ("html", "body", "main", "section", "div", "div", "table", "tbody", "tr", "th")
     ]
     assert [("details" in around) for around, text in page.texts if text == "2"] == [True]
     assert ("html", "body", "main", "section", "details", "p", "em") in [around for around, _ in page.texts]
