@@ -31,6 +31,7 @@ TIMES = {
     "best_draft_steps",
     "predicted_speedup",
     "break_even_draft_steps",
+    "speedups",
 }
 DRAWN = {
     f"{name}.{ending}"
@@ -69,7 +70,7 @@ def test_schema(written: Path) -> None:
     for entry in found["generation"].values():
         assert entry["identical"] is True
         assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
-            "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps"}}  # fmt: skip
+            "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps", "speedups"}}  # fmt: skip
     assert found["verdict"].startswith(
         "Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, exec"
     )
@@ -86,8 +87,10 @@ def _keys(value: Any) -> Any:
 def test_the_report_that_other_tests_use_is_one(written: Path) -> None:
     found = json.loads((written / "report.json").read_text())
     assert set(REPORT_DOCUMENT) == set(found)
-    for part in ("tool", "base", "arithmetic"):
+    for part in ("tool", "base"):
         assert _keys(REPORT_DOCUMENT[part]) == _keys(found[part])
+    assert set(REPORT_DOCUMENT["arithmetic"]) == set(found["arithmetic"])
+    assert _keys(REPORT_DOCUMENT["arithmetic"]["speedups"]["3"]) == _keys(found["arithmetic"]["speedups"]["3"])
     ours, theirs = REPORT_DOCUMENT["parity"], found["parity"]
     assert set(ours) == set(theirs)
     for name in ("float", "emulated", "emulated_alone", "followed_roundings", "weights"):
