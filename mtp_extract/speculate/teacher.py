@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -120,12 +121,12 @@ class Ranks:
         return Ranks(self.text[kept], self.ranks[kept])
 
     def shares(self, width: int) -> list[list[float]]:
-        """By step, then rank below ``width``: how often the text's token had it.
-
-        The steps are those that some text reaches.
-        """
-        known = [[rank for rank in row if rank >= 0] for row in self.ranks.tolist()]
-        return rank_shares([(row, len(row)) for row in known], width)
+        """By step, then rank: how often the text's token had it, where all before it had one below ``width``."""
+        rounds = []
+        for row in self.ranks.tolist():
+            known = [rank for rank in row if rank >= 0]
+            rounds.append((list(takewhile(lambda rank: rank < width, known)), len(known)))
+        return rank_shares(rounds, width)
 
 
 def _proportion(hit: Tensor, among: Tensor) -> Proportion:
