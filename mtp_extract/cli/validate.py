@@ -82,7 +82,7 @@ def command(
     ] = True,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--report", metavar="DIR", help="Write report.json, report.md and figures there."),
+        typer.Option("--report", metavar="DIR", help="Write report.html, .md and .json, pair.json and figures there."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,

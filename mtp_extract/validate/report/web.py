@@ -172,12 +172,12 @@ th,td{{padding:.4rem .8rem .4rem 0;text-align:left;vertical-align:top;unicode-bi
 max-width:28rem}}
 .short{{min-width:6rem}}
 .long{{min-width:17rem}}
-thead th{{font-weight:500;color:var(--faint);vertical-align:bottom;border-bottom:1px solid var(--faint)}}
+thead th{{max-width:12rem;font-weight:500;color:var(--faint);vertical-align:bottom;border-bottom:1px solid var(--faint)}}
 tbody tr+tr>*{{border-top:1px solid var(--line)}}
 tbody th{{font-weight:600;position:sticky;left:0;background:var(--page)}}
 th:first-child{{min-width:min(7rem,30vw);max-width:min(14rem,38vw)}}
 .number{{white-space:nowrap}}
-small{{color:var(--faint);font-size:.78rem;display:block}}
+small{{color:var(--faint);font-size:.9em;display:block}}
 code{{font-family:ui-monospace,Consolas,monospace;font-size:.9em}}
 .shown{{display:flex;flex-wrap:wrap;gap:1rem 3rem;align-items:flex-start}}
 .shown>.scroll{{flex:0 1 auto}}
@@ -197,6 +197,6 @@ footer{{margin-top:2rem}}
 @media (min-width:48rem){{body{{padding:2rem 2rem 4rem}}h1{{font-size:1.9rem}}}}
 @media print{{:root{{color-scheme:light;{_variables(dark=False)}}}body{{max-width:none;padding:0;font-size:10pt}}
 details::details-content{{content-visibility:visible;display:block;height:auto}}
-.scroll{{overflow:visible}}table{{font-size:8pt}}tbody th{{position:static}}
+.scroll{{overflow:visible}}table{{font-size:8pt}}tbody th{{position:static}}figure{{max-width:19rem}}
 figure,tr{{break-inside:avoid}}h2,summary{{break-after:avoid}}}}
 """
