@@ -63,7 +63,8 @@ def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _panel(pyplot: Any, height: float) -> tuple[Any, Any]:
-    return pyplot.subplots(figsize=(_WIDTH, height), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(_WIDTH, height), layout="constrained")
+    return figure, axes
 
 
 def _short(name: str) -> str:
@@ -162,7 +163,7 @@ def _controls(report: Mapping[str, Any], pyplot: Any) -> Any:
     real = report["agreement"]["steps"]
     figure, axes = _panel(pyplot, 4.6)
     # Wide and light, underneath: a control that scores as well is then seen, not covered.
-    style = {"color": light("pale"), "marker": "o", "linewidth": 7, "markersize": 11, "zorder": 1}
+    style: dict[str, Any] = {"color": light("pale"), "marker": "o", "linewidth": 7, "markersize": 11, "zorder": 1}
     _line(axes, real, "top1", label="real drafter", **style)
     for index, (name, steps) in enumerate(controls.items()):
         colour, marker = light(_OTHERS[index % len(_OTHERS)]), _MARKERS[index % len(_MARKERS)]
@@ -260,6 +261,13 @@ def _drafters(report: Mapping[str, Any], pyplot: Any) -> Any:
     return figure
 
 
+def _by_count(generation: Mapping[str, Any], chains: bool) -> tuple[list[int], list[float]]:
+    """Drafts that are verified, and mean accepted length, of the chains or of the trees."""
+    found = [part for part in generation.values() if (part["tree"] is None) == chains]
+    measured = [part for part in found if part["mean_accepted_length"] is not None]
+    return [part["drafts"] for part in measured], [part["mean_accepted_length"] for part in measured]
+
+
 def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
     """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
     drafters = report["drafters"]
@@ -267,14 +275,12 @@ def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
         return None
     figure, axes = _panel(pyplot, 3.6 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
-        look, parts = _look(index), {True: ([], []), False: ([], [])}
-        for found in drafter["generation"].values():
-            if found["mean_accepted_length"] is not None:
-                for listed, key in zip(parts[found["tree"] is None], ("drafts", "mean_accepted_length"), strict=True):
-                    listed.append(found[key])
-        label = _short(drafter["name"])
-        axes.plot(*parts[True], label=label, markersize=5, linewidth=1.3 if index else 2.2, **look)
-        axes.plot(*parts[False], markersize=8, linestyle="none", markerfacecolor=light("page"), **look)
+        look = _look(index)
+        chains, trees = (_by_count(drafter["generation"], of_chains) for of_chains in (True, False))
+        label, width = _short(drafter["name"]), 1.3 if index else 2.2
+        axes.plot(*chains, label=label, markersize=5, linewidth=width, **look)
+        hollow: dict[str, Any] = {"linestyle": "none", "markersize": 8, "markerfacecolor": light("page")}
+        axes.plot(*trees, **hollow, **look)
     axes.set_xlabel("drafts verified a round; hollow: trees")
     axes.set_ylabel("tokens a round")
     axes.set_ylim(bottom=1)

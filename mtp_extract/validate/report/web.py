@@ -172,7 +172,8 @@ th,td{{padding:.4rem .8rem .4rem 0;text-align:left;vertical-align:top;unicode-bi
 max-width:28rem}}
 .short{{min-width:6rem}}
 .long{{min-width:17rem}}
-thead th{{max-width:12rem;font-weight:500;color:var(--faint);vertical-align:bottom;border-bottom:1px solid var(--faint)}}
+thead th{{max-width:12rem}}
+thead th{{font-weight:500;color:var(--faint);vertical-align:bottom;border-bottom:1px solid var(--faint)}}
 tbody tr+tr>*{{border-top:1px solid var(--line)}}
 tbody th{{font-weight:600;position:sticky;left:0;background:var(--page)}}
 th:first-child{{min-width:min(7rem,30vw);max-width:min(14rem,38vw)}}
