@@ -154,7 +154,7 @@ def run_tuning(
     from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
-    with memory_guard("tuning"):
+    with pair.working_alone(), memory_guard("tuning"):
         new = plan.setting.directory is None
         corpus = Corpus.of(pair, tell) if new else None
         if corpus is not None:
