@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.random_pairs import base_alone, random_base
+from helpers.random_pairs import KINDS, base_alone, random_base
 from helpers.schemas import validator
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
@@ -31,21 +31,6 @@ from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, ne
 from mtp_extract.tune.rounds import Rounds, States, collate
 from mtp_extract.validate import prompts as shipped
 
-# What is particular to each kind of Gemma 4 stays inside the base: attention without a scale, K for V, RoPE of a part
-# of the head, two kinds of caches, embeddings per layer, caches that the last layers share, experts.
-KINDS: dict[str, dict[str, Any]] = {
-    "E4B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
-    "31B": {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "26B": {
-        "num_kv_shared_layers": 0,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    },
-}
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
