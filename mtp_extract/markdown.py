@@ -7,13 +7,18 @@ from collections.abc import Iterable, Sequence
 
 from mtp_extract.errors import escape
 
-__all__ = ["code", "plain", "table"]
+__all__ = ["code", "plain", "table", "visible"]
+
+
+def visible(text: object) -> str:
+    """``text`` on one line, what is not to be seen in it spelled out; what markup it is in is another matter."""
+    # Word by word, as a long text is not a long name.
+    return " ".join(escape(word) for word in str(text).split(" "))
 
 
 def plain(text: object) -> str:
     """``text`` such that nothing in it ends a table cell or a line."""
-    # Word by word, as a long text is not a long name.
-    return " ".join(escape(word) for word in str(text).split(" ")).replace("|", "\\|")
+    return visible(text).replace("|", "\\|")
 
 
 def code(value: object) -> str:

@@ -1,4 +1,4 @@
-"""extraction.json, report.json and bench.json are what docs/records.md and the schemas say, no field more or less."""
+"""The JSON files that are written are what docs/records.md and the schemas say, no field more or less."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mtp_extract import extract
 from mtp_extract.checkpoint.check import files_in
 
 
-@pytest.mark.parametrize("name", ["extraction", "report", "bench"])
+@pytest.mark.parametrize("name", ["extraction", "report", "pair", "bench"])
 def test_the_document_lists_the_fields_of_the_schema(name: str) -> None:
     # What a tool is, both say; it is told once.
     told = {"tool": documented("extraction")["tool"], **documented(name)}
     assert told == fields(name)
 
 
-@pytest.mark.parametrize("name", ["extraction", "report", "bench"])
+@pytest.mark.parametrize("name", ["extraction", "report", "pair", "bench"])
 def test_the_schema_lets_nothing_through_that_it_does_not_name(name: str) -> None:
     for title, definition in {name: schema(name), **schema(name)["definitions"]}.items():
         assert definition["additionalProperties"] is False, title

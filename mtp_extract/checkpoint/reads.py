@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import HEAD_ROLES, ORDERING
+from mtp_extract.architecture.roles import HEAD_ROLES, ORDERING, Config
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import FORMATS, format_named
 from mtp_extract.checkpoint.stored import StoredWeight
 
-__all__ = ["StepBytes", "bytes_a_step"]
+__all__ = ["Reads", "StepReads", "reads_of_a_step"]
 
 _HEAD = ("lm_head", *HEAD_ROLES)
 _CHOSEN = ("lm_head", ORDERING)
 """Of these an ordered head reads the part of the clusters it chose."""
+
+_EMBEDDING, _TARGETS, _FUSING = "embed_tokens", "d2t", ("fc", "fc_norm", "input_norm")
+"""Of an EAGLE-3 head: a table of its own, the base's token of each row, and what fuses the base's states."""
 
 _INDEX = 8
 """Bytes of one."""
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """Bytes of the drafter's own weights that one step of one sequence reads, each once.
+class Reads:
+    """What of the drafter's own weights one step of one sequence reads, each once; in bytes, or in parameters.
 
-    Codes count with their scales, floats with the size of their type, both as they are stored. What is the base's is
-    not among them: its K and V, its embedding of a token, its hidden state.
+    What is the base's is not among them: its K and V, its embedding of a token, its hidden states.
 
     Attributes:
         body: everything but the head.
         head: all rows of a dense one; of an ordered one the centroids, and the rows and indices of ``top_k`` clusters.
-        stored: bytes of all weights.
+        once_a_round: beside its steps, however many they are: of an EAGLE-3 head, what fuses the base's states.
+        stored: all weights.
     """
 
     body: int
     head: int
+    once_a_round: int
     stored: int
 
     @property
@@ -45,38 +51,67 @@ class StepBytes:
         return self.body + self.head
 
 
-def bytes_a_step(layout: str, checkpoint: Checkpoint) -> StepBytes:
-    """What a step reads of ``checkpoint``, which was read from a directory of the format ``layout``.
+@dataclass(frozen=True)
+class StepReads:
+    """The same in two units.
 
-    Of an EAGLE-3 head the first step of a round: later ones do without what fuses the base's states.
+    Attributes:
+        bytes: as they are stored: codes with their scales, floats with the size of their type.
+        parameters: numbers of the network, whatever a number is stored as; neither scales nor indices.
     """
-    if isinstance(checkpoint.config, Eagle3Config):
-        return _of_a_head(checkpoint)
+
+    bytes: Reads
+    parameters: Reads
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Of one tensor, or what is stored of one."""
+
+    role: str
+    bytes: int
+    parameters: int
+
+
+def reads_of_a_step(layout: str, checkpoint: Checkpoint) -> StepReads:
+    """What a step reads of ``checkpoint``, which was read from a directory of the format ``layout``."""
+    weights = list(
+        _of_a_head(checkpoint) if isinstance(checkpoint.config, Eagle3Config) else _of_mtp(layout, checkpoint)
+    )
+    return StepReads(
+        _sum(checkpoint.config, [(weight.role, weight.bytes) for weight in weights]),
+        _sum(checkpoint.config, [(weight.role, weight.parameters) for weight in weights]),
+    )
+
+
+def _of_mtp(layout: str, checkpoint: Checkpoint) -> Iterator[_Weight]:
     coded = any(tensor.scheme is not None for tensor in checkpoint.tensors.values())
     dtype = CODES if coded and CODES in FORMATS[layout].dtypes else checkpoint.dtype
-    ordered = checkpoint.mtp.ordered_head
-    body = head = stored = 0
     for file in format_named(layout).plan(checkpoint, dtype):
         for planned in file.tensors:
             tensor = checkpoint.tensors.get(planned.role)
             # An assistant of others may mix types, which a plan does not.
-            length = tensor.stored.length if isinstance(tensor, StoredWeight) else planned.length
-            stored += length
-            if planned.role not in _HEAD:
-                body += length
-            elif ordered is not None and planned.role in _CHOSEN:
-                head += length // ordered.num_centroids * ordered.top_k
-            else:
-                head += length
-    return StepBytes(body, head, stored)
+            yield _Weight(planned.role, tensor.stored.length if isinstance(tensor, StoredWeight) else planned.length, 0)
+    for role, tensor in checkpoint.tensors.items():
+        yield _Weight(role, 0, 0 if role == ORDERING else math.prod(tensor.shape))
 
 
-def _of_a_head(checkpoint: Checkpoint) -> StepBytes:
+def _of_a_head(checkpoint: Checkpoint) -> Iterator[_Weight]:
     size = DTYPES[checkpoint.dtype].size
-    lengths = {
-        role: math.prod(tensor.shape) * (_INDEX if role == "d2t" else size)
-        for role, tensor in checkpoint.tensors.items()
-    }
-    stored, head, table = sum(lengths.values()), lengths["lm_head"], lengths.get("embed_tokens", 0)
-    # One row of the table is read, and the map of tokens only where a draft is looked up in it.
-    return StepBytes(stored - head - table - lengths.get("d2t", 0), head, stored)
+    for role, tensor in checkpoint.tensors.items():
+        numbers = math.prod(tensor.shape)
+        yield _Weight(role, numbers * _INDEX, 0) if role == _TARGETS else _Weight(role, numbers * size, numbers)
+
+
+def _sum(config: Config, sizes: Sequence[tuple[str, int]]) -> Reads:
+    ordered = config.ordered_head if isinstance(config, DrafterConfig) else None
+    body = head = once = 0
+    for role, size in sizes:
+        if role.split(".")[0] in _FUSING:
+            once += size
+        elif role in _HEAD:
+            head += size // ordered.num_centroids * ordered.top_k if ordered and role in _CHOSEN else size
+        elif role not in (_EMBEDDING, _TARGETS):
+            # One row of the table is read, and the map of tokens only where a draft is looked up in it.
+            body += size
+    return Reads(body, head, once, sum(size for _, size in sizes))

@@ -48,7 +48,7 @@ def command(
     ] = True,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--report", metavar="DIR", help="Write bench.json and bench.md there."),
+        typer.Option("--report", metavar="DIR", help="Write bench.json and pages of it there."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     print_json: AsJson = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -10,7 +10,7 @@ import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing, error, say, say_all, table, write_json
-from mtp_extract.errors import escape
+from mtp_extract.errors import MtpExtractError, escape
 
 __all__ = ["app", "main"]
 
@@ -28,6 +28,15 @@ def _steps(text: str) -> list[int]:
     if not steps or min(steps) < 1:
         raise typer.BadParameter(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
     return steps
+
+
+def _trees(asked: Sequence[str]) -> list[str]:
+    from mtp_extract.validate.acceptance.wanted import parse_wanted
+
+    try:
+        return [text for text in asked if parse_wanted(text)]
+    except MtpExtractError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
 
 
 @app.command()
@@ -55,6 +64,14 @@ def command(
         ),
     ] = None,
     draft_steps: Annotated[str, typer.Option(metavar="K,…", help="Drafts a round.")] = "1,2,4,8",
+    tree: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="TREE",
+            help="Drafts that branch, too: 4x2x1, auto:8 (grown by confidence), best:14 (by measured ranks); may be "
+            "repeated.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the base adds to a prompt.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
@@ -65,7 +82,7 @@ def command(
     ] = True,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--report", metavar="DIR", help="Write report.json, report.md and figures there."),
+        typer.Option("--report", metavar="DIR", help="Write report.html, .md and .json, pair.json and figures there."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
@@ -75,7 +92,7 @@ def command(
 
     Exit status 1 also when a check or a measurement refutes the drafter.
     """
-    steps = _steps(draft_steps)
+    steps, trees = _steps(draft_steps), _trees(tree or ())
     if (directory is None) != sample:
         raise typer.BadParameter("name a DIR, or --sample; one of the two.")
     if sample and (base or source):
@@ -104,6 +121,7 @@ def command(
         source=source,
         prompts=prompts,
         draft_steps=steps,
+        trees=trees,
         device=device,
         new_tokens=new_tokens,
         batch=batch,

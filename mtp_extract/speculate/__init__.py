@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         unconditional_by_step,
     )
     from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
-    from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
+    from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
     from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Options",
     "Prompt",
     "Proportion",
+    "Ranks",
     "Round",
     "Sampling",
     "SpeculativeGenerator",
@@ -80,6 +81,7 @@ __all__ = [
     "groups",
     "parse_tree",
     "rank_shares",
+    "ranks_of_text",
     "ratio_interval",
     "share_interval",
     "speedup",
@@ -105,6 +107,7 @@ _HOMES = {
     "Options": "generate",
     "Prompt": "codec",
     "Proportion": "arithmetic",
+    "Ranks": "teacher",
     "Round": "result",
     "Sampling": "sampling",
     "SpeculativeGenerator": "generate",
@@ -121,6 +124,7 @@ _HOMES = {
     "groups": "batches",
     "parse_tree": "trees",
     "rank_shares": "trees",
+    "ranks_of_text": "teacher",
     "ratio_interval": "arithmetic",
     "share_interval": "arithmetic",
     "speedup": "arithmetic",

@@ -15,8 +15,9 @@ also those whose draft had left the text.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ from mtp_extract.errors import PairError
 from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.base import Base
 from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.trees import rank_shares
 
-__all__ = ["Agreement", "Text", "draft", "targets", "teacher_forced"]
+__all__ = ["Agreement", "Ranks", "Text", "draft", "ranks_of_text", "targets", "teacher_forced"]
 
 _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
@@ -101,6 +103,32 @@ class Agreement:
         return self.drafts == self.targets
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps.
+
+    Attributes:
+        text: int64 [N], index of the text.
+        ranks: int64 [N, K], how many tokens it thought likelier; -1 past the text's end.
+    """
+
+    text: Tensor
+    ranks: Tensor
+
+    def of(self, texts: Sequence[int]) -> Ranks:
+        """The part that belongs to these texts."""
+        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
+        return Ranks(self.text[kept], self.ranks[kept])
+
+    def shares(self, width: int) -> list[list[float]]:
+        """By step, then rank: how often the text's token had it, where all before it had one below ``width``."""
+        rounds = []
+        for row in self.ranks.tolist():
+            known = [rank for rank in row if rank >= 0]
+            rounds.append((list(takewhile(lambda rank: rank < width, known)), len(known)))
+        return rank_shares(rounds, width)
+
+
 def _proportion(hit: Tensor, among: Tensor) -> Proportion:
     return Proportion(int((hit & among).sum()), int(among.sum()))
 
@@ -131,39 +159,86 @@ def teacher_forced(
         PairError: no text has an anchor.
         MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
     """
-    count("steps", steps, least=1)
-    count("logits_at_once", logits_at_once, least=1)
-    lengths = [len(text.anchors) for text in texts]
-    if not any(lengths):
-        raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
-    tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
-    anchors = torch.ones(len(texts), max(lengths), dtype=torch.long)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
-        anchors[row, : lengths[row]] = torch.tensor(text.anchors)
-    aims = targets(texts, anchors, steps)  # [B, L, K]
-    tokens, anchors = tokens.to(base.device), anchors.to(base.device)
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
+    found = [draft(drafter, state, token, aims, steps) for state, token, aims in rounds]
+    drafts, top5 = (rounds.gathered(parts) for parts in zip(*found, strict=True))
+    return Agreement(rounds.text, rounds.anchor, drafts, rounds.aims, top5)
 
-    full = base.full_pass(tokens, drafter.needs.layers)
-    slots = torch.arange(tokens.shape[1], device=base.device).expand_as(tokens)
-    width = max(1, logits_at_once // (len(texts) * base.vocab_size))
-    drafts, top5 = [], []
-    for part, aim in zip(torch.split(anchors, width, dim=1), torch.split(aims, width, dim=1), strict=True):
-        seen = (part - 1)[..., None].expand(-1, -1, base.width).to(full.hidden.device)
-        hidden, positions = full.hidden.gather(1, seen), dict.fromkeys(full.shared_kv, slots)
-        state = drafter.start(BaseState(part, hidden, base.embed, full.shared_kv, positions, full))
-        drafted, held = draft(drafter, state, tokens.gather(1, part), aim, steps)
-        drafts.append(drafted)
-        top5.append(held)
-    real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
-    index = torch.arange(len(texts))[:, None].expand_as(real)
-    return Agreement(
-        index[real],
-        anchors.cpu()[real],
-        torch.cat(drafts, dim=1)[real],
-        aims[real],
-        torch.cat(top5, dim=1)[real],
-    )
+
+@torch.inference_mode()
+def ranks_of_text(
+    base: Base,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    steps: int,
+    *,
+    logits_at_once: int = _LOGITS_AT_ONCE,
+) -> Ranks:
+    """Where the text's tokens stand among the drafts, step by step, after every anchor of every text.
+
+    Every step reads the text's own token, as a tree's branch does that goes where the text goes. Arguments and errors
+    are those of :func:`teacher_forced`.
+    """
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
+    parts = []
+    for start, pending, aims in rounds:
+        state, token = start, pending
+        ranks = []
+        for step in range(steps):
+            logits, state = drafter.step(state, token)
+            aim = aims[..., step].to(logits.device)
+            token = aim.clamp(min=0)
+            better = (logits > logits.gather(-1, token[..., None])).sum(-1)
+            ranks.append(torch.where(aim == _NO_TARGET, _NO_TARGET, better).cpu())
+        parts.append(torch.stack(ranks, dim=-1))
+    return Ranks(rounds.text, rounds.gathered(parts))
+
+
+class _Rounds:
+    """The beginning of a round at every anchor of some texts, as many anchors at a time as their logits allow.
+
+    Attributes:
+        text: int64 [N], index of the text; in order of text, then position.
+        anchor: int64 [N].
+        aims: int64 [N, K], :func:`targets`.
+    """
+
+    def __init__(self, base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, logits_at_once: int) -> None:
+        count("steps", steps, least=1)
+        count("logits_at_once", logits_at_once, least=1)
+        lengths = [len(text.anchors) for text in texts]
+        if not any(lengths):
+            raise PairError(
+                "expected a text with at least two generated tokens, found none; generate longer continuations"
+            )
+        self._base, self._drafter = base, drafter
+        self._width = max(1, logits_at_once // (len(texts) * base.vocab_size))
+        tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
+        anchors = torch.ones(len(texts), max(lengths), dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+            anchors[row, : lengths[row]] = torch.tensor(text.anchors)
+        self._tokens, self._anchors, self._aims = tokens, anchors, targets(texts, anchors, steps)
+        self._real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
+        self.text = torch.arange(len(texts))[:, None].expand_as(self._real)[self._real]
+        self.anchor, self.aims = anchors[self._real], self._aims[self._real]
+
+    def __iter__(self) -> Iterator[tuple[DraftState, Tensor, Tensor]]:
+        """The drafter's state, pending tokens int64 [B, L] and their targets int64 [B, L, K], part by part."""
+        base = self._base
+        tokens, anchors = self._tokens.to(base.device), self._anchors.to(base.device)
+        full = base.full_pass(tokens, self._drafter.needs.layers)
+        slots = torch.arange(tokens.shape[1], device=base.device).expand_as(tokens)
+        parts = (torch.split(whole, self._width, dim=1) for whole in (anchors, self._aims))
+        for part, aims in zip(*parts, strict=True):
+            seen = (part - 1)[..., None].expand(-1, -1, base.width).to(full.hidden.device)
+            hidden, positions = full.hidden.gather(1, seen), dict.fromkeys(full.shared_kv, slots)
+            state = self._drafter.start(BaseState(part, hidden, base.embed, full.shared_kv, positions, full))
+            yield state, tokens.gather(1, part), aims
+
+    def gathered(self, parts: Sequence[Tensor]) -> Tensor:
+        """[N, …] of the parts [B, L, …], in order."""
+        return torch.cat(list(parts), dim=1)[self._real]
 
 
 def targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:

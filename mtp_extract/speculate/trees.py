@@ -23,9 +23,11 @@ from functools import cached_property
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["AutoTree", "Tree", "best_tree", "expected_length", "parse_tree", "rank_shares"]
+__all__ = ["AutoTree", "Tree", "best_tree", "budget_of", "expected_length", "parse_tree", "rank_shares"]
 
 _MOST_DRAFTS = 1024
+_AUTO, _PATHS = "auto:", "paths:"
+_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Tree:
             MtpExtractError: another notation, or too large a tree.
         """
         widths = text.split("x")
-        if not all(width.isdecimal() and width.isascii() and int(width) for width in widths):
+        if not all(_is_number(width, least=1) for width in widths):
             raise MtpExtractError(f"expected a tree such as 4x2x1, found {escape(text)}; give drafts after each draft")
         paths: list[tuple[int, ...]] = []
         level: list[tuple[int, ...]] = [()]
@@ -74,6 +76,16 @@ class Tree:
             level = [(*path, rank) for path in level for rank in range(width)]
             paths += level
         return cls(tuple(paths))
+
+    @property
+    def notation(self) -> str:
+        """``paths:`` and the ways down to the leaves, as :func:`parse_tree` reads it.
+
+        >>> Tree(((0,), (1,), (0, 0))).notation
+        'paths:1,0.0'
+        """
+        inner = {path[:-1] for path in self.paths}
+        return _PATHS + ",".join(".".join(map(str, path)) for path in self.paths if path not in inner)
 
     @property
     def drafts(self) -> int:
@@ -134,17 +146,39 @@ class AutoTree:
 
 
 def parse_tree(text: str) -> Tree | AutoTree:
-    """``4x2x1``, or ``auto:8`` for a tree of eight drafts that is grown by the drafter's confidence.
+    """``4x2x1``; ``auto:8`` for a tree of eight drafts that is grown by the drafter's confidence; or the ways down to
+    the leaves of any tree, ``paths:1,0.0``.
 
     Raises:
-        MtpExtractError: another notation.
+        MtpExtractError: another notation, or too large a tree.
     """
-    kind, colon, budget = text.partition(":")
-    if kind == "auto" and colon:
-        if not (budget.isdecimal() and budget.isascii() and int(budget)):
-            raise MtpExtractError(f"expected a tree such as auto:8, found {escape(text)}; give a number of drafts")
-        return AutoTree(int(budget))
+    if text.startswith(_AUTO):
+        return AutoTree(budget_of(text, _AUTO))
+    if text.startswith(_PATHS):
+        leaves = [path.split(".") for path in text.removeprefix(_PATHS).split(",")]
+        if not all(len(path) <= _MOST_DRAFTS and all(map(_is_number, path)) for path in leaves):
+            raise MtpExtractError(f"expected a tree such as {_PATHS}1,0.0, found {escape(text)}; give ranks")
+        paths = [tuple(map(int, path)) for path in leaves]
+        return Tree(tuple({path[:depth] for path in paths for depth in range(1, len(path) + 1)}))
     return Tree.parse(text)
+
+
+def budget_of(text: str, kind: str) -> int:
+    """The number of drafts after ``kind``, as in ``auto:8``.
+
+    Raises:
+        MtpExtractError: there is none, or too large a one.
+    """
+    budget = text.removeprefix(kind)
+    if not (_is_number(budget, least=1) and int(budget) <= _MOST_DRAFTS):
+        raise MtpExtractError(
+            f"expected a tree such as {kind}8, found {escape(text)}; give a number of drafts, 1 to {_MOST_DRAFTS}"
+        )
+    return int(budget)
+
+
+def _is_number(text: str, least: int = 0) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < _DIGITS and int(text) >= least
 
 
 def _share(shares: Sequence[Sequence[float]], path: Sequence[int]) -> float:

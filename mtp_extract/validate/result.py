@@ -43,7 +43,7 @@ class Validation:
         workloads: the same by workload.
         trivial: what drafters that know nothing of the base reach on the same texts.
         controls: in the order of the table.
-        generation: by K.
+        generation: chains and trees.
         drafters: this one first, then those beside it, on the same texts.
         notes: things worth knowing that are not errors.
     """

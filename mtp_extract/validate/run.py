@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from mtp_extract.drafter import Network
-    from mtp_extract.speculate import Agreement, Encoded, SpeculativeGenerator
+    from mtp_extract.speculate import Agreement, Base, Encoded, SpeculativeGenerator
+    from mtp_extract.validate.acceptance.agreement import Continuations
     from mtp_extract.validate.acceptance.base_model import LoadedBase
     from mtp_extract.validate.acceptance.beside import DrafterFacts
     from mtp_extract.validate.acceptance.controls import ControlResult
+    from mtp_extract.validate.acceptance.drafting import Drafting
+    from mtp_extract.validate.acceptance.pair import PairFacts
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
@@ -46,6 +50,8 @@ class Plan:
         source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
         prompts: file of prompts; None for the shipped ones.
         draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
+        trees: to generate with beside them: ``4x2x1``, ``auto:8``, ``best:14`` for the tree of at most 14 drafts that
+            the measured ranks promise most of, or ``paths:1,0.0`` as a report names that one.
         device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
         new_tokens: most tokens of each continuation.
         batch: prompts at a time.
@@ -61,6 +67,7 @@ class Plan:
     source: str | None = None
     prompts: Path | None = None
     draft_steps: Sequence[int] = (1, 2, 4, 8)
+    trees: Sequence[str] = ()
     device: str = "auto"
     new_tokens: int = 64
     batch: int = 16
@@ -68,6 +75,15 @@ class Plan:
     timed: int = 5
     seed: int = 0
     chat_template: bool = True
+
+    @property
+    def wanted(self) -> Mapping[str, Wanted]:
+        """The trees by name.
+
+        Raises:
+            MtpExtractError: one is none, or too large.
+        """
+        return dict(map(parse_wanted, self.trees))
 
 
 def sample_plan(plan: Plan) -> Plan:
@@ -99,6 +115,11 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         raise MtpExtractError(
             "expected a base, a source or both, found neither; there is nothing to validate against",
             remedies=("base", "source"),
+        )
+    if plan.wanted and plan.base is None:
+        raise MtpExtractError(
+            "expected a base to verify trees of drafts, found none; give the model that is drafted for",
+            remedies=("base",),
         )
     if plan.beside and plan.base is None:
         raise MtpExtractError(
@@ -240,6 +261,7 @@ def _against_base(
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.beside import DrafterFigures, facts_of
     from mtp_extract.validate.acceptance.controls import run_controls
+    from mtp_extract.validate.acceptance.drafting import draftings
     from mtp_extract.validate.acceptance.generation import measure_generation
     from mtp_extract.validate.acceptance.measured import compare, of_agreement
     from mtp_extract.validate.acceptance.trivial import compare_trivial
@@ -264,18 +286,19 @@ def _against_base(
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
         drafters: list[DrafterFigures] = []
         agreements: list[Agreement] = []
-        for known, (_, own) in zip(facts, pairs, strict=True):
+        for known, (network, own) in zip(facts, pairs, strict=True):
             of = f" with {known.name}" if plan.beside else ""
             say(f"drafting after every token of them{of}")
             agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
             overall = figures(agreements[-1])
-            say(f"generating with {', '.join(map(str, steps))} drafts a round{of}")
+            say(f"generating with {_rounds(steps, plan.wanted)}{of}")
+            conditional = [step.conditional.value for step in overall.steps]
+            planned = draftings(own, steps, plan.wanted, written, conditional, batch=plan.batch)
             generation = measure_generation(
                 LocalEngine(own, plan.batch),
                 own.base,
                 written,
-                steps,
-                [step.conditional.value for step in overall.steps],
+                planned,
                 new_tokens=plan.new_tokens,
                 timed=plan.timed,
             )
@@ -289,6 +312,7 @@ def _against_base(
                     generation,
                     compare(first, mine),
                     {name: compare(first.of(rows), mine.of(rows)) for name, rows in parts.items()},
+                    _held(own.base, network, written, planned, plan.new_tokens),
                 )
             )
         controls: list[ControlResult] = []
@@ -311,6 +335,7 @@ def _against_base(
             "prompts": dict(Counter(prompt.workload for prompt in prompts)),
             "new_tokens": plan.new_tokens,
             "draft_steps": list(steps),
+            "trees": list(plan.wanted),
             "batch": plan.batch,
             **result.settings,
         },
@@ -325,6 +350,23 @@ def _against_base(
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
     )
+
+
+def _held(
+    base: Base, drafter: Network, written: Continuations, planned: Sequence[Drafting], new_tokens: int
+) -> PairFacts | None:
+    """What the pair holds over the longest text, with the most drafts."""
+    from mtp_extract.validate.acceptance.pair import look
+
+    longest = max((written.texts[index] for index in written.usable), key=lambda text: len(text.tokens))
+    prompt, most = longest.tokens[: longest.prompt_length], max(planned, key=lambda drafting: drafting.drafts)
+    return look(base, drafter, prompt, most, new_tokens=new_tokens)
+
+
+def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
+    """What is drafted a round, in words."""
+    chains = f"{', '.join(map(str, steps))} drafts a round"
+    return f"{chains}, and trees of {', '.join(trees)}" if trees else chains
 
 
 def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:

@@ -15,6 +15,7 @@ import pytest
 from helpers.bounds import HANG
 from helpers.model_server import KEY, MANNERS, ModelServer, account, model_server, words_of
 from helpers.schemas import validator
+from helpers.web import Page
 
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.server import Answer
@@ -290,11 +291,13 @@ def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelSer
     server, baseline = pair
     found = run_benchmark(plan(prompts, server, baseline))
     target = prompts.parent / "bench"
-    assert write_bench(found, target) == ["bench.json", "bench.md"]
+    assert write_bench(found, target) == ["bench.html", "bench.json", "bench.md"]
     assert json.loads((target / "bench.json").read_text()) == checked(found)
     page = (target / "bench.md").read_text()
+    shown = Page((target / "bench.html").read_text())
     for table in tables(checked(found)):
         assert table.markdown() in page
+        assert table.title in shown.within("h2")
     with pytest.raises(OutputError, match="exists"):
         write_bench(found, target)
     write_bench(found, target, overwrite=True)
@@ -329,7 +332,7 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_p
     assert done.stdout.splitlines()[0] == report["verdict"]
     assert f"{summed('accepted')} of {summed('drafted')} drafts accepted" in report["verdict"]
     assert "in 5 of 5 answers" in report["verdict"]
-    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: bench.json, bench.md"
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: bench.html, bench.json, bench.md"
     for file in (tmp_path / "out").iterdir():
         assert KEY not in file.read_text()
     printed = run(server.url, *common, *key, "--json", "--no-chat-template", "--concurrency", "3", THE_KEY=KEY)

@@ -27,11 +27,20 @@ _FIGURES = {
 
 _GENERATION = {
     "3": {
+        "tree": None,
+        "paths": None,
+        "drafts": 3,
+        "depth": 3,
         "accepted": 66,
         "drafted": 100,
         "rounds": 33,
         "acceptance": 0.66,
         "mean_accepted_length": 2.98,
+        "mean_accepted_length_ci95": [2.9, 3.1],
+        "expected_mean_accepted_length": 2.97,
+        "chosen_on": 0,
+        "mean_accepted_length_elsewhere": None,
+        "steps": [{"step": 1, "conditional": 0.7, "unconditional": 0.7, "n": 33, "n_conditional": 33}],
         "identical": True,
         "identical_prompts": 7,
         "prompts": 7,
@@ -49,6 +58,7 @@ _ARITHMETIC = {
     "predicted_speedup": 2.0,
     "break_even_draft_steps": 3,
     "timed_prompts": 5,
+    "speedups": {"3": {"predicted": 2.0, "measured": 2.0}},
 }
 _AGREEMENT = {**_FIGURES, "workloads": {"code": _FIGURES}}
 
@@ -113,7 +123,8 @@ REPORT: dict[str, Any] = {
             "made": "extracted",
             "mode": None,
             "ordered_head": None,
-            "bytes_a_step": {"body": 387528, "head": 65536, "stored": 453064, "total": 453064},
+            "bytes_a_step": {"body": 387528, "head": 65536, "once_a_round": 0, "stored": 453064, "total": 453064},
+            "parameters_a_step": {"body": 90000, "head": 16384, "once_a_round": 0, "stored": 106384, "total": 106384},
             "change": {"mean": 0.0, "ci95": [0.0, 0.0]},
             "changes": {"code": {"mean": 0.0, "ci95": [0.0, 0.0]}},
             "agreement": _AGREEMENT,

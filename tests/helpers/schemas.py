@@ -41,4 +41,4 @@ def documented(name: str) -> dict[str, list[str]]:
     text = (_DOCS / "records.md").read_text(encoding="utf-8")
     (part,) = re.findall(rf"^# {name}\.json\n(.*?)(?=^# |\Z)", text, re.DOTALL | re.MULTILINE)
     sections = re.split(r"^## ", part, flags=re.MULTILINE)[1:]
-    return {s.split("\n", 1)[0]: re.findall(r"^\| `(\w+)` \| \S", s, re.MULTILINE) for s in sections}
+    return {s.split("\n", 1)[0]: re.findall(r"^\| `([\w/]+)` \| \S", s, re.MULTILINE) for s in sections}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import mtp_extract
 from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import bytes_a_step
+from mtp_extract.checkpoint.reads import reads_of_a_step
 from mtp_extract.errors import DrafterError, PairError
 from mtp_extract.speculate import Agreement
 from mtp_extract.validate.acceptance.beside import facts_of
@@ -151,15 +151,15 @@ def test_the_report(found: Validation, tmp_path: Path) -> None:
     page = (tmp_path / "report" / "report.md").read_text()
     tables = {table.title: table for table in measurements(report)}
     for name in ("drafter", "tuned", "faulty", "all", "one"):
-        assert f"{name}: " in drawn
+        assert f">{name}</text>" in drawn
     for title in (
-        "Drafters side by side",
+        "What drafting is worth",
         "Conditional acceptance by step, drafters side by side",
         "Mean accepted length by workload, drafters side by side",
     ):
         assert all(len(row) == len(tables[title].columns) for row in tables[title].rows)
         assert tables[title].markdown() in page
-    whats = [row[1] for row in tables["Drafters side by side"].rows]
+    whats = [row[-1] for row in tables["What drafting is worth"].rows]
     assert whats == [
         "extracted, transformers",
         "tuned (qat), transformers",
@@ -193,7 +193,7 @@ def test_bytes_are_those_in_the_file(layout: str, dtype: str | None, head: Seque
     mtp_extract.extract(first_bundle(), tmp_path / "out", format=layout, dtype=dtype)
     (file,) = (tmp_path / "out").glob("*.safetensors")
     lengths = lengths_in(file)
-    reads = facts_of(tmp_path / "out", "x").reads
+    reads = facts_of(tmp_path / "out", "x").reads.bytes
     assert reads.total == reads.stored == sum(lengths.values())
     assert reads.head == sum(length for name, length in lengths.items() if name.startswith(tuple(head)))
 
@@ -204,7 +204,7 @@ def test_bytes_of_a_gguf(tmp_path: Path) -> None:
 
     mtp_extract.extract(first_bundle(), tmp_path / "out", format="gguf")
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(tmp_path / "out" / "drafter.gguf").tensors}
-    reads = facts_of(tmp_path / "out", "x").reads
+    reads = facts_of(tmp_path / "out", "x").reads.bytes
     assert reads.total == sum(tensors.values())
     assert reads.head == tensors["token_embd.weight"]
 
@@ -216,7 +216,7 @@ def test_bytes_of_an_ordered_head(places: dict[str, Path], name: str, top_k: int
     vocabulary, width = weights["model.embed_tokens.weight"].shape
     body = sum(prod(tensor.shape) * tensor.element_size() for key, tensor in weights.items() if "embed" not in key)
     layout = format_of(places[name])
-    reads = bytes_a_step(layout.name, layout.read(places[name]))
+    reads = reads_of_a_step(layout.name, layout.read(places[name])).bytes
     assert reads.body == body
     assert reads.head == CLUSTERS * width * 4 + top_k * (vocabulary // CLUSTERS) * (width * 4 + 8)
     assert reads.stored == sum(lengths_in(places[name] / "model.safetensors").values())
@@ -228,7 +228,7 @@ def test_types_may_be_mixed(checkpoint: Path, tmp_path: Path) -> None:
     weights = load_file(mixed / "model.safetensors")
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16()
     save_file(weights, mixed / "model.safetensors", {"format": "pt"})
-    reads = facts_of(mixed, "x").reads
+    reads = facts_of(mixed, "x").reads.bytes
     assert reads.head == lengths_in(mixed / "model.safetensors")["model.embed_tokens.weight"]
     assert reads.stored == sum(lengths_in(mixed / "model.safetensors").values())
 

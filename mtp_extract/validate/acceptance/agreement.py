@@ -13,8 +13,9 @@ which are independent, and not over positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -27,8 +28,10 @@ from mtp_extract.speculate import (
     Interval,
     Options,
     Proportion,
+    Ranks,
     Text,
     groups,
+    ranks_of_text,
     share_interval,
     teacher_forced,
 )
@@ -43,9 +46,12 @@ __all__ = [
     "continue_greedily",
     "figures",
     "measure_agreement",
+    "measure_ranks",
 ]
 
 _RUN = 8
+
+Found = TypeVar("Found", Agreement, Ranks)
 
 
 @dataclass(frozen=True)
@@ -135,14 +141,28 @@ def measure_agreement(
     Raises:
         PairError: no text is long enough to draft from.
     """
+    return _over_all(continuations, batch, lambda texts: teacher_forced(base, drafter, texts, steps))
+
+
+def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Ranks:
+    """How likely the drafter thinks the base's own tokens, after every token of its text; as above.
+
+    Raises:
+        PairError: no text is long enough to draft from.
+    """
+    return _over_all(continuations, batch, lambda texts: ranks_of_text(base, drafter, texts, steps))
+
+
+def _over_all(continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], Found]) -> Found:
+    """What is found in each batch, put together."""
     usable = continuations.usable or tuple(range(len(continuations.texts)))
-    lengths = [len(continuations.texts[index].tokens) for index in usable]
     parts = []
-    for group in groups(lengths, batch):
+    for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
         rows = [usable[position] for position in group]
-        part = teacher_forced(base, drafter, [continuations.texts[row] for row in rows], steps)
+        part = measure([continuations.texts[row] for row in rows])
         parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
-    return Agreement(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Agreement)))
+    kind = type(parts[0])
+    return kind(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(kind)))
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:

@@ -10,11 +10,12 @@ from typing import Any
 from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 from mtp_extract.checkpoint.check import read_record, with_record
 from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import StepBytes, bytes_a_step
+from mtp_extract.checkpoint.reads import StepReads, reads_of_a_step
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.validate.acceptance.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.measured import Change
+from mtp_extract.validate.acceptance.pair import PairFacts
 
 __all__ = ["DrafterFacts", "DrafterFigures", "facts_of"]
 
@@ -37,7 +38,7 @@ class DrafterFacts:
     made: str
     mode: str | None
     ordered_head: OrderedHeadConfig | None
-    reads: StepBytes
+    reads: StepReads
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class DrafterFigures:
     Attributes:
         agreement: over all texts.
         workloads: the same by workload.
-        generation: by K.
+        generation: by name of what was drafted.
         change: in mean accepted length from the first drafter to this one; 0 for the first itself.
         changes: the same by workload.
+        pair: what a round of it and the base holds; None where no text was long enough to draft from.
     """
 
     facts: DrafterFacts
@@ -58,6 +60,7 @@ class DrafterFigures:
     generation: GenerationResult
     change: Change
     changes: Mapping[str, Change]
+    pair: PairFacts | None
 
 
 def facts_of(directory: Path, name: str) -> DrafterFacts:
@@ -77,7 +80,7 @@ def facts_of(directory: Path, name: str) -> DrafterFacts:
         _made(record),
         str(tuning["mode"]) if "mode" in tuning else None,
         checkpoint.config.ordered_head if isinstance(checkpoint.config, DrafterConfig) else None,
-        bytes_a_step(layout.name, checkpoint),
+        reads_of_a_step(layout.name, checkpoint),
     )
 
 

@@ -6,6 +6,7 @@ are of a batch of one, where drafting pays, over a few prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -13,8 +14,20 @@ from statistics import fmean
 import torch
 
 from mtp_extract.engines import Engine
-from mtp_extract.speculate import Base, Buffer, Generation, Options, speedup
+from mtp_extract.speculate import (
+    Base,
+    Buffer,
+    Generation,
+    Interval,
+    Options,
+    Proportion,
+    Round,
+    conditional_by_step,
+    ratio_interval,
+    unconditional_by_step,
+)
 from mtp_extract.validate.acceptance.agreement import Continuations
+from mtp_extract.validate.acceptance.drafting import Drafting
 
 __all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
 
@@ -43,12 +56,26 @@ class Divergence:
 
 @dataclass(frozen=True)
 class DraftLengthResult:
-    """One K.
+    """One chain, or one tree.
 
     Attributes:
-        accepted, drafted, rounds: over all prompts.
+        name: "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree.
+        tree: what it can be asked for as again; None of a chain.
+        paths: of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is
+            grown anew in every round.
+        drafts: most that the base verifies a round.
+        depth: most steps of the drafter a round; of a chain, as many as drafts.
+        accepted, rounds: over all prompts; rounds that drafted something.
+        drafted: steps of the drafter in these rounds; in a chain each is one draft.
         acceptance: accepted / drafted.
         mean_accepted_length: 1 + accepted / rounds.
+        mean_accepted_interval: 95 % of that, over prompts; None with fewer than two.
+        expected: mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from
+            the ranks of the base's tokens; None of a tree that is grown.
+        chosen_on: how many texts chose the tree by their ranks; 0 where none did.
+        elsewhere: mean accepted length of the prompts that did not choose the tree; None where none did.
+        unconditional: by step, drafts that stand together with all before them, of rounds that drafted it.
+        conditional: by step, of those that accepted all before it.
         identical_prompts: texts equal to the base's, of ``prompts``.
         divergences: the others.
         base_tokens_per_s, speculative_tokens_per_s: batch of one, after the first token.
@@ -56,12 +83,22 @@ class DraftLengthResult:
         buffers: of a batch of one, at their largest.
     """
 
+    name: str
+    tree: str | None
+    paths: tuple[tuple[int, ...], ...] | None
     drafts: int
+    depth: int
     accepted: int
     drafted: int
     rounds: int
     acceptance: float
     mean_accepted_length: float
+    mean_accepted_interval: Interval | None
+    expected: float | None
+    chosen_on: int
+    elsewhere: float | None
+    unconditional: tuple[Proportion, ...]
+    conditional: tuple[Proportion, ...]
     prompts: int
     identical_prompts: int
     divergences: tuple[Divergence, ...]
@@ -76,63 +113,94 @@ class DraftLengthResult:
         """Whether every text is the base's."""
         return self.identical_prompts == self.prompts
 
+    @property
+    def measured_speedup(self) -> float:
+        """In tokens a second, over the prompts that were timed; NaN where nothing was."""
+        return self.speculative_tokens_per_s / self.base_tokens_per_s if self.base_tokens_per_s else math.nan
+
+    def predicted_speedup(self, base_ms: float) -> float:
+        """By the mean accepted length over all prompts and the time of a round, where a token takes the base
+        ``base_ms``; NaN where nothing was timed.
+        """
+        return self.mean_accepted_length * base_ms / (self.verify_ms + self.draft_ms)
+
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """All K.
+    """All chains, then all trees.
 
     Attributes:
+        lengths: one each, of different names.
         timed: prompts behind the times.
         base_ms: one forward of the base over one token.
-        best_drafts: the K worth drafting by the arithmetic, from measured acceptance and cost; 0 for none.
-        predicted_speedup: at that K.
-        break_even_drafts: the largest K that is still predicted to be faster than none; 0 where none is.
     """
 
     lengths: tuple[DraftLengthResult, ...]
     timed: int
     base_ms: float
-    best_drafts: int
-    predicted_speedup: float
-    break_even_drafts: int
+
+    @property
+    def chains(self) -> tuple[DraftLengthResult, ...]:
+        """Those that are no trees."""
+        return tuple(result for result in self.lengths if result.tree is None)
+
+    @property
+    def best_drafts(self) -> int:
+        """The K of a chain worth drafting, by the predicted speedup; 0 for none."""
+        return max(self._gains, key=lambda drafts: (self._gains[drafts], -drafts))
+
+    @property
+    def predicted_speedup(self) -> float:
+        """At that K."""
+        return self._gains[self.best_drafts]
+
+    @property
+    def break_even_drafts(self) -> int:
+        """The largest K that is still predicted to be faster than none; 0 where none is."""
+        return max(drafts for drafts, gain in self._gains.items() if not drafts or gain > 1)
+
+    @property
+    def _gains(self) -> dict[int, float]:
+        gains = {result.drafts: result.predicted_speedup(self.base_ms) for result in self.chains}
+        return {0: 1.0} | {drafts: gain for drafts, gain in gains.items() if not math.isnan(gain)}
 
 
 def measure_generation(
     engine: Engine,
     base: Base,
     continuations: Continuations,
-    lengths: Sequence[int],
-    conditional: Sequence[float],
+    draftings: Sequence[Drafting],
     *,
     new_tokens: int,
     timed: int,
 ) -> GenerationResult:
-    """Generate with every K of ``lengths``.
+    """Generate with each of ``draftings``.
 
     Args:
         engine: generates.
         base: its base, which says how near two tokens were where texts part.
         continuations: what the base alone wrote; texts must equal these.
-        lengths: values of K.
-        conditional: acceptance by step, for the arithmetic.
+        draftings: chains and trees, of different names.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
     """
     prompts = [text.tokens[: text.prompt_length] for text in continuations.texts]
     chosen = _spread(continuations, timed)
 
-    def run(indices: Sequence[int], drafts: int) -> list[Generation]:
+    def run(indices: Sequence[int], drafting: Drafting | None) -> list[Generation]:
+        drafts = 0 if drafting is None else drafting.what
         return engine.generate([prompts[i] for i in indices], Options(max_new_tokens=new_tokens, drafts=drafts))
 
-    def one_by_one(drafts: int) -> list[Generation]:
-        return [result for index in chosen for result in run([index], drafts)]
+    def one_by_one(drafting: Drafting | None) -> list[Generation]:
+        return [result for index in chosen for result in run([index], drafting)]
 
-    run(chosen[:1], max(lengths))  # Kernels are chosen and memory is taken in the first call.
-    plain = one_by_one(0)
+    # Kernels are chosen and memory is taken in the first call.
+    run(chosen[:1], max(draftings, key=lambda drafting: drafting.drafts))
+    plain = one_by_one(None)
     results = []
-    for drafts in lengths:
-        together = run(range(len(prompts)), drafts)
-        alone = one_by_one(drafts)
+    for drafting in draftings:
+        together = run(range(len(prompts)), drafting)
+        alone = one_by_one(drafting)
         wrong = [
             _divergence(base, continuations, index, result.tokens)
             for index, result in enumerate(together)
@@ -144,33 +212,54 @@ def measure_generation(
             for index, fast, slow in zip(chosen, alone, plain, strict=True)
             if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
         ]
-        rounds = [r for result in together for r in result.rounds if r.drafted]
-        timed_rounds = [r for result in alone for r in result.rounds if r.drafted]
+        rounds = _drafting_rounds(together)
+        timed_rounds = _drafting_rounds(alone)
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
+        others = [result for index, result in enumerate(together) if index not in drafting.chosen_on]
         results.append(
             DraftLengthResult(
-                drafts=drafts,
+                name=drafting.name,
+                tree=drafting.tree,
+                paths=drafting.paths,
+                drafts=drafting.drafts,
+                depth=drafting.depth,
                 accepted=accepted,
                 drafted=drafted,
                 rounds=len(rounds),
-                acceptance=accepted / drafted if drafted else float("nan"),
-                mean_accepted_length=1 + accepted / len(rounds) if rounds else float("nan"),
+                acceptance=accepted / drafted if drafted else math.nan,
+                mean_accepted_length=_mean_length(rounds),
+                mean_accepted_interval=_interval([result.rounds for result in together]),
+                expected=drafting.expected,
+                chosen_on=len(drafting.chosen_on),
+                elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
+                unconditional=tuple(unconditional_by_step(rounds)),
+                conditional=tuple(conditional_by_step(rounds)),
                 prompts=len(together),
                 identical_prompts=len(together) - len(wrong),
                 divergences=tuple(wrong),
                 base_tokens_per_s=_rate(plain),
                 speculative_tokens_per_s=_rate(alone),
-                verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else float("nan"),
-                draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else float("nan"),
+                verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else math.nan,
+                draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else math.nan,
                 buffers=max(alone, key=lambda g: sum(b.nbytes for b in g.buffers)).buffers,
             )
         )
     base_rounds = [r.verify_ms for result in plain for r in result.rounds]
-    base_ms = fmean(base_rounds) if base_rounds else float("nan")
-    gains = _gains(results, conditional, base_ms)
-    best = max(gains, key=lambda drafts: (gains[drafts], -drafts))
-    pays = max(drafts for drafts, gain in gains.items() if not drafts or gain > 1)
-    return GenerationResult(tuple(results), len(chosen), base_ms, best, gains[best], pays)
+    return GenerationResult(tuple(results), len(chosen), fmean(base_rounds) if base_rounds else math.nan)
+
+
+def _drafting_rounds(results: Sequence[Generation]) -> list[Round]:
+    return [r for result in results for r in result.rounds if r.drafted]
+
+
+def _mean_length(rounds: Sequence[Round]) -> float:
+    return 1 + sum(r.accepted for r in rounds) / len(rounds) if rounds else math.nan
+
+
+def _interval(prompts: Sequence[Sequence[Round]]) -> Interval | None:
+    """Of the mean accepted length, 95 % over prompts."""
+    drafting = [kept for rounds in prompts if (kept := [r for r in rounds if r.drafted])]
+    return ratio_interval([sum(1 + r.accepted for r in kept) for kept in drafting], [len(kept) for kept in drafting])
 
 
 def _own(continuations: Continuations, index: int) -> tuple[int, ...]:
@@ -207,18 +296,4 @@ def _divergence(base: Base, continuations: Continuations, prompt: int, found: tu
 def _rate(results: Sequence[Generation]) -> float:
     """Tokens after the first, per second, over several texts."""
     milliseconds = sum(r.draft_ms + r.verify_ms for r in results)
-    return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else float("nan")
-
-
-def _gains(results: Sequence[DraftLengthResult], conditional: Sequence[float], base_ms: float) -> dict[int, float]:
-    """By K, of 0 and those measured: the speedup by the arithmetic, each with its own cost."""
-    gains = {0: 1.0}
-    for result in results:
-        if result.draft_ms == result.draft_ms:
-            gains[result.drafts] = speedup(
-                conditional[: result.drafts],
-                draft_cost=result.draft_ms / result.drafts,
-                verify_cost=base_ms,
-                verify_cost_per_draft=(result.verify_ms - base_ms) / result.drafts,
-            )
-    return gains
+    return 1e3 * sum(len(r.tokens) - 1 for r in results) / milliseconds if milliseconds else math.nan

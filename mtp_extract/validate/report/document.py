@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract._version import __version__
+from mtp_extract.checkpoint.reads import Reads
 from mtp_extract.speculate import Interval
 from mtp_extract.validate.acceptance.agreement import Share, WorkloadFigures
 from mtp_extract.validate.acceptance.beside import DrafterFigures
@@ -144,7 +145,7 @@ def _control(result: ControlResult) -> dict[str, Any]:
 
 
 def _generation(generation: GenerationResult) -> dict[str, Any]:
-    return {str(result.drafts): _length(result) for result in generation.lengths}
+    return {result.name: _length(result) for result in generation.lengths}
 
 
 def _arithmetic(generation: GenerationResult) -> dict[str, Any]:
@@ -154,6 +155,13 @@ def _arithmetic(generation: GenerationResult) -> dict[str, Any]:
         "predicted_speedup": generation.predicted_speedup,
         "break_even_draft_steps": generation.break_even_drafts,
         "timed_prompts": generation.timed,
+        "speedups": {
+            result.name: {
+                "predicted": result.predicted_speedup(generation.base_ms),
+                "measured": result.measured_speedup,
+            }
+            for result in generation.lengths
+        },
     }
 
 
@@ -166,7 +174,8 @@ def _drafter(drafter: DrafterFigures) -> dict[str, Any]:
         "made": facts.made,
         "mode": facts.mode,
         "ordered_head": dataclasses.asdict(head) if head else None,
-        "bytes_a_step": {**dataclasses.asdict(facts.reads), "total": facts.reads.total},
+        "bytes_a_step": _reads(facts.reads.bytes),
+        "parameters_a_step": _reads(facts.reads.parameters),
         "change": _change(drafter.change),
         "changes": {name: _change(change) for name, change in drafter.changes.items()},
         "agreement": _agreement(drafter.agreement, drafter.workloads),
@@ -175,17 +184,41 @@ def _drafter(drafter: DrafterFigures) -> dict[str, Any]:
     }
 
 
+def _reads(reads: Reads) -> dict[str, int]:
+    return {**dataclasses.asdict(reads), "total": reads.total}
+
+
 def _change(change: Change) -> dict[str, Any]:
     return {"mean": change.mean, "ci95": _interval(change.interval)}
 
 
 def _length(result: DraftLengthResult) -> dict[str, Any]:
     return {
+        "tree": result.tree,
+        "paths": result.paths,
+        "drafts": result.drafts,
+        "depth": result.depth,
         "accepted": result.accepted,
         "drafted": result.drafted,
         "rounds": result.rounds,
         "acceptance": result.acceptance,
         "mean_accepted_length": result.mean_accepted_length,
+        "mean_accepted_length_ci95": _interval(result.mean_accepted_interval),
+        "expected_mean_accepted_length": result.expected,
+        "chosen_on": result.chosen_on,
+        "mean_accepted_length_elsewhere": result.elsewhere,
+        "steps": [
+            {
+                "step": index + 1,
+                "conditional": conditional.value,
+                "unconditional": unconditional.value,
+                "n": unconditional.trials,
+                "n_conditional": conditional.trials,
+            }
+            for index, (conditional, unconditional) in enumerate(
+                zip(result.conditional, result.unconditional, strict=True)
+            )
+        ],
         "identical": result.identical,
         "identical_prompts": result.identical_prompts,
         "prompts": result.prompts,

@@ -1,244 +1,347 @@
-"""The figures of a report, each as PNG and SVG.
+"""The figures of a report, each as PNG and SVG, drawn from what ``report.json`` holds.
 
-Colours are Okabe and Ito's, told apart by readers of every colour vision; the real drafter is drawn heavier, and
-direct labels stand where a legend would cover data.
+Each is one panel, narrow enough to be read on a phone. The real drafter is drawn heavier, and direct labels stand where
+a legend would cover data.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.validate.acceptance.agreement import WorkloadFigures
-from mtp_extract.validate.report.tables import FIGURES
-from mtp_extract.validate.result import Validation
+from mtp_extract.errors import escape
+from mtp_extract.validate.report.colours import light
+from mtp_extract.validate.report.tables import FIGURES, best_methods, method
 
 __all__ = ["draw_figures"]
 
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
-_CONTROL_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#8C6D1F", "#555555")
+_WIDTH = 4.6
+_OTHERS = ("orange", "sky", "green", "purple", "vermilion", "brown", "faint")
 _MARKERS = ("s", "^", "v", "D", "P", "X", "*")
+_LONGEST = 28
 _STYLE: dict[Any, Any] = {
-    "font.size": 10,
+    "font.size": 11,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e3e3e3",
+    "grid.color": light("line"),
     "axes.axisbelow": True,
     "figure.dpi": 150,
     "savefig.bbox": "tight",
-    # Text stays text, and the same data gives the same file.
+    # Text stays text: also what looks like mathematics in a name.
     "svg.fonttype": "none",
-    "svg.hashsalt": "mtp-extract",
+    "text.parse_math": False,
 }
 
 
-def draw_figures(validation: Validation, folder: Path) -> list[str]:
-    """Draw what ``validation`` has data for into ``folder``; names without an ending, in order of the report."""
+def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
+    """Draw what ``report`` has data for into ``folder``; names without an ending, in order of the report."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     drawn = []
-    with matplotlib.rc_context(_STYLE):
-        for name, draw in zip(FIGURES, (_acceptance, _workloads, _generation, _drafters), strict=True):
-            figure = draw(validation, pyplot)
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # A picture has boxes for letters that the font lacks; the SVG has the letters.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        for name, draw in zip(FIGURES, _DRAWN, strict=True):
+            figure = draw(report, pyplot)
             if figure is None:
                 continue
             figure.savefig(folder / f"{name}.png")
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            # The same data gives the same file.
+            with matplotlib.rc_context({"svg.hashsalt": name}):
+                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             pyplot.close(figure)
             drawn.append(name)
     return drawn
 
 
-def _line(
-    axes: Any, figures: WorkloadFigures, label: str, rate: str = "top1", shift: float = 0.0, **style: Any
-) -> None:
-    steps = [step + shift for step in range(1, len(figures.steps) + 1)]
-    values = [100 * getattr(step, rate).value for step in figures.steps]
-    intervals = [getattr(step, rate).interval for step in figures.steps]
-    errors = [
-        [value - 100 * interval.low for value, interval in zip(values, intervals, strict=True)],
-        [100 * interval.high - value for value, interval in zip(values, intervals, strict=True)],
+def _panel(pyplot: Any, height: float) -> tuple[Any, Any]:
+    return pyplot.subplots(figsize=(_WIDTH, height), layout="constrained")
+
+
+def _short(name: str) -> str:
+    name = escape(name)
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 1]}…{name[-_LONGEST // 2 :]}"
+
+
+def _bars(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
+    """How far error bars reach below and above; not at all where there is no interval."""
+    pairs = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
+    return [
+        [max(0.0, value - low) for value, (low, _) in zip(values, pairs, strict=True)],
+        [max(0.0, high - value) for value, (_, high) in zip(values, pairs, strict=True)],
     ]
-    axes.errorbar(steps, values, yerr=errors, label=label, capsize=2.5, elinewidth=1, **style)
 
 
-def _acceptance(validation: Validation, pyplot: Any) -> Any:
-    """Left: the real drafter's rates by step. Right: its top-1 beside every control's."""
-    real = validation.agreement
-    if real is None:
+def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[float], list[list[float]]]:
+    """A rate by step with its intervals, in percent."""
+    return [100 * step[rate] for step in steps], [[100 * end for end in step["ci95"][rate]] for step in steps]
+
+
+def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, shift: float = 0.0, **style: Any) -> None:
+    values, intervals = _percents(steps, rate)
+    places = [step["step"] + shift for step in steps]
+    axes.errorbar(places, values, yerr=_bars(values, intervals), capsize=2.5, elinewidth=1, **style)
+
+
+def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+    axes.set_xlabel("draft step")
+    axes.set_xticks([step["step"] for step in steps])
+
+
+def _legend(figure: Any, columns: int = 1) -> None:
+    figure.legend(loc="outside lower left", ncols=columns)
+
+
+def _methods(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Of every drafter the best chain and the best tree: what a round yields."""
+    rows = [(drafter, name) for drafter in report["drafters"] or () for name in best_methods(drafter)]
+    if not rows:
         return None
-    controls = [(r.control.name, r.figures) for r in validation.controls if r.figures]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 4.4), sharey=True, layout="constrained")
-    steps = range(1, len(real.steps) + 1)
-    for name, colour, marker in (
-        ("top5", _GREY, "D"),
-        ("conditional", _GREEN, "^"),
-        ("top1", _BLUE, "o"),
-        ("unconditional", _ORANGE, "s"),
-    ):
-        proportions = [getattr(step, name) for step in real.steps]
-        values = [100 * p.value for p in proportions]
-        left.plot(steps, values, color=colour, marker=marker, markersize=5, label=_RATES[name])
-        left.fill_between(
-            steps,
-            [100 * p.interval.low for p in proportions],
-            [100 * p.interval.high for p in proportions],
-            color=colour,
-            alpha=0.18,
-            linewidth=0,
-        )
-    left.set_title("Drafter against base", loc="left")
-    left.set_ylabel("rate (%)")
-    # Wide and light, underneath: a control that scores as well is then seen, not covered.
-    _line(right, real, "real drafter", color="#9CC9E6", marker="o", linewidth=7, markersize=11, zorder=1)
-    for index, (name, figures) in enumerate(controls):
-        colour, marker = _CONTROL_COLOURS[index % len(_CONTROL_COLOURS)], _MARKERS[index % len(_MARKERS)]
-        _line(right, figures, name.replace("_", " "), color=colour, marker=marker, linewidth=1.2, markersize=4.5)
-    right.set_title("Top-1 agreement, with one thing broken", loc="left")
-    for axes in (left, right):
-        axes.set_xlabel("draft step")
-        axes.set_xticks(list(steps))
-        axes.set_ylim(0, 103)
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, frameon=False, fontsize=9)
-    figure.supxlabel(f"bands and bars: 95 % intervals; {real.anchors} positions of {real.texts} texts", fontsize=8.5)
+    figure, axes = _panel(pyplot, 1.0 + 0.5 * len(rows))
+    kinds = {}
+    for place, (drafter, name) in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
+        found, speedup = drafter["generation"][name], drafter["arithmetic"]["speedups"][name]["measured"]
+        mean, interval = found["mean_accepted_length"] or 1.0, found["mean_accepted_length_ci95"]
+        kind, colour = ("a chain", "blue") if found["tree"] is None else ("a tree", "vermilion")
+        kinds[kind] = axes.barh(place, mean - 1, left=1, color=light(colour), height=0.3)
+        ends = _bars([mean], [interval])
+        axes.errorbar([mean], [place], xerr=ends, color=light("ink"), capsize=3, elinewidth=1, linestyle="none")
+        label = f"{_short(drafter['name'])}: {method(_short(name))}"
+        axes.annotate(label, (1, place), (0, 9), textcoords="offset points", va="bottom", fontsize=10)
+        text = f"{mean:.2f}" + ("" if speedup is None else f", {speedup:.2f}×")
+        axes.annotate(text, (mean + ends[1][0], place), (5, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_ylim(-0.5, len(rows) - 0.2)
+    axes.set_xlim(1, 1 + 1.4 * (axes.get_xlim()[1] - 1))
+    axes.set_yticks([])
+    axes.spines["left"].set_color(light("faint"))
+    axes.set_xlabel("tokens a round; 1 is the base alone")
+    figure.legend(kinds.values(), kinds, loc="outside lower left", ncols=2)
     return figure
 
 
 _RATES = {
-    "top1": "top-1: the draft is the base's token",
-    "top5": "top-5: the base's token is among five",
-    "conditional": "conditional acceptance",
-    "unconditional": "unconditional acceptance",
+    "top5": ("faint", "D", "top-5: the base's token is among five"),
+    "conditional": ("green", "^", "conditional acceptance"),
+    "top1": ("blue", "o", "top-1: the draft is the base's token"),
+    "unconditional": ("vermilion", "s", "unconditional acceptance"),
 }
 
 
-def _workloads(validation: Validation, pyplot: Any) -> Any:
-    """Top-1 and top-5 of the first step, and the mean accepted length, by workload."""
-    if validation.agreement is None or not validation.workloads:
+def _acceptance(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """The drafter's rates by step."""
+    if report["agreement"] is None:
         return None
-    rows = {**validation.workloads, "all": validation.agreement}
-    names = [name for name, figures in rows.items() if figures.anchors]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10.5, 1.4 + 0.5 * len(names)), sharey=True, layout="constrained", width_ratios=(3, 2)
-    )
-    places = range(len(names) - 1, -1, -1)
-    for place, name in zip(places, names, strict=True):
-        step = rows[name].steps[0]
-        for proportion, colour, marker, shift in ((step.top1, _BLUE, "o", 0.12), (step.top5, _GREY, "D", -0.12)):
-            value, interval = proportion.value, proportion.interval
-            left.errorbar(
-                100 * value,
-                place + shift,
-                xerr=[[100 * (value - interval.low)], [100 * (interval.high - value)]],
-                color=colour,
-                marker=marker,
-                capsize=3,
-                linestyle="none",
-            )
-        mean, interval_ = rows[name].mean_accepted_length, rows[name].mean_accepted_interval
-        error = [[max(0.0, mean - interval_.low)], [max(0.0, interval_.high - mean)]] if interval_ else None
-        right.errorbar(mean, place, xerr=error, color=_BLUE, marker="o", capsize=3, linestyle="none")
-    left.set_yticks(list(places), [f"{name}\nn = {rows[name].anchors}" for name in names])
-    left.set_ylim(-0.6, len(names) - 0.4)
-    left.set_xlabel("first draft agrees with the base (%)")
-    left.plot([], [], color=_BLUE, marker="o", linestyle="none", label="top-1")
-    left.plot([], [], color=_GREY, marker="D", linestyle="none", label="top-5")
-    left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    left.set_xlim(min(left.get_xlim()[0], 90), 100.5)
-    drafts = len(validation.agreement.steps)
-    right.set_xlabel(f"mean accepted length, {drafts} drafts (tokens a round)")
-    right.set_xlim(left=min(1.0, right.get_xlim()[0]))
+    steps = report["agreement"]["steps"]
+    figure, axes = _panel(pyplot, 4.2)
+    for rate, (colour, marker, label) in _RATES.items():
+        values, intervals = _percents(steps, rate)
+        places = [step["step"] for step in steps]
+        axes.plot(places, values, color=light(colour), marker=marker, markersize=5, label=label)
+        low, high = ([ends[side] for ends in intervals] for side in (0, 1))
+        axes.fill_between(places, low, high, color=light(colour), alpha=0.18, linewidth=0)
+    axes.set_ylabel("rate (%); bands: 95 % intervals")
+    axes.set_ylim(0, 103)
+    _by_step(axes, steps)
+    _legend(figure)
     return figure
 
 
-def _generation(validation: Validation, pyplot: Any) -> Any:
-    """Left: tokens a second by K. Right: where the time of a round goes."""
-    if validation.generation is None:
+def _controls(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Its top-1 beside every control's."""
+    controls = {name: found["steps"] for name, found in (report["controls"] or {}).items() if found["steps"]}
+    if not controls:
         return None
-    lengths = validation.generation.lengths
-    labels = [str(result.drafts) for result in lengths]
-    places = range(1, len(lengths) + 1)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
-    base = lengths[0].base_tokens_per_s
-    speeds = [result.speculative_tokens_per_s for result in lengths]
-    left.bar([0], [base], color=_GREY, width=0.62)
-    left.bar(places, speeds, color=_BLUE, width=0.62)
-    left.axhline(base, color=_GREY, linewidth=1, linestyle="--")
-    for place, speed in zip((0, *places), (base, *speeds), strict=True):
-        ratio = "" if place == 0 else f"\n{speed / base:.2f}×"
-        left.annotate(
-            f"{speed:.3g}{ratio}",
-            (place, speed),
-            (0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )
-    left.set_xticks([0, *places], ["base\nalone", *labels])
-    left.set_xlabel("K, drafts a round")
-    left.set_ylabel("tokens a second, batch of one")
-    left.set_title("Speed", loc="left")
-    right.set_title("Where a round's time goes, and what it yields", loc="left")
-    left.set_ylim(0, 1.2 * max(_finite([base, *speeds])))
-    right.bar([0], [validation.generation.base_ms], color=_ORANGE, width=0.62)
-    verify, draft = [r.verify_ms for r in lengths], [r.draft_ms for r in lengths]
-    right.bar(places, verify, color=_ORANGE, width=0.62, label="verify: the base")
-    right.bar(places, draft, bottom=verify, color=_BLUE, width=0.62, label="draft: the drafter")
-    for place, result in zip(places, lengths, strict=True):
-        right.annotate(
-            f"{result.mean_accepted_length:.2f} tokens",
-            (place, result.verify_ms + result.draft_ms),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
-    right.set_xticks([0, *places], ["base\nalone", *labels])
-    right.set_xlabel("K, drafts a round")
-    right.set_ylabel("time a round (ms)")
-    right.set_ylim(0, 1.14 * max(_finite([a + b for a, b in zip(verify, draft, strict=True)])))
-    right.legend(loc="upper left", frameon=False)
-    for axes in (left, right):
-        axes.grid(visible=False, axis="x")
+    real = report["agreement"]["steps"]
+    figure, axes = _panel(pyplot, 4.6)
+    # Wide and light, underneath: a control that scores as well is then seen, not covered.
+    style = {"color": light("pale"), "marker": "o", "linewidth": 7, "markersize": 11, "zorder": 1}
+    _line(axes, real, "top1", label="real drafter", **style)
+    for index, (name, steps) in enumerate(controls.items()):
+        colour, marker = light(_OTHERS[index % len(_OTHERS)]), _MARKERS[index % len(_MARKERS)]
+        label = name.replace("_", " ")
+        _line(axes, steps, "top1", label=label, color=colour, marker=marker, linewidth=1.2, markersize=4.5)
+    axes.set_ylabel("top-1 agreement (%)")
+    axes.set_ylim(0, 103)
+    _by_step(axes, real)
+    _legend(figure, 2)
     return figure
 
 
-def _drafters(validation: Validation, pyplot: Any) -> Any:
+def _rows(agreement: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The workloads that have a position, and all."""
+    return {name: found for name, found in (*agreement["workloads"].items(), ("all", agreement)) if found["n"]}
+
+
+def _by_row(axes: Any, labels: Sequence[str]) -> None:
+    axes.set_yticks(range(len(labels) - 1, -1, -1), labels)
+    axes.set_ylim(-0.6, len(labels) - 0.4)
+    axes.grid(visible=False, axis="y")
+
+
+def _dots(axes: Any, value: float, interval: Sequence[float] | None, place: float, **style: Any) -> None:
+    bars = _bars([value], [interval])
+    axes.errorbar([value], [place], xerr=bars, capsize=3, linestyle="none", **style)
+
+
+def _workloads(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Top-1 and top-5 of the first step, by workload."""
+    if report["agreement"] is None:
+        return None
+    rows = _rows(report["agreement"])
+    figure, axes = _panel(pyplot, 1.2 + 0.5 * len(rows))
+    for rate, shift in (("top1", 0.12), ("top5", -0.12)):
+        colour, marker, _ = _RATES[rate]
+        for place, found in zip(range(len(rows) - 1, -1, -1), rows.values(), strict=True):
+            (value, *_), (interval, *_) = _percents(found["steps"], rate)
+            _dots(axes, value, interval, place + shift, color=light(colour), marker=marker)
+        axes.plot([], [], color=light(colour), marker=marker, linestyle="none", label=rate.replace("top", "top-"))
+    _by_row(axes, [f"{_short(name)}\nn = {found['n']}" for name, found in rows.items()])
+    axes.set_xlabel("first draft agrees with the base (%)")
+    axes.set_xlim(min(axes.get_xlim()[0], 90), 100.5)
+    _legend(figure, 2)
+    return figure
+
+
+def _look(index: int) -> dict[str, Any]:
+    """Of one drafter among several; the first is the one that is validated."""
+    colours, markers = ("blue", *_OTHERS), ("o", *_MARKERS)
+    return {"color": light(colours[index % len(colours)]), "marker": markers[index % len(markers)]}
+
+
+def _lengths(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Mean accepted length by workload, of every drafter."""
+    drafters = report["drafters"]
+    if not drafters:
+        return None
+    rows = _rows(drafters[0]["agreement"])
+    figure, axes = _panel(pyplot, 1.2 + (0.36 + 0.14 * len(drafters)) * len(rows))
+    for index, drafter in enumerate(drafters):
+        found = _rows(drafter["agreement"])
+        shift = 0.6 * (0.5 - (index + 0.5) / len(drafters))
+        for place, name in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
+            mean, interval = found[name]["mean_accepted_length"], found[name]["mean_accepted_length_ci95"]
+            if mean is not None:
+                _dots(axes, mean, interval, place + shift, markersize=5, **_look(index))
+        if len(drafters) > 1:
+            axes.plot([], [], linestyle="none", label=_short(drafter["name"]), **_look(index))
+    _by_row(axes, [_short(name) for name in rows])
+    axes.set_xlabel(f"tokens a round, {len(drafters[0]['agreement']['steps'])} drafts; bars: 95 % intervals")
+    axes.set_xlim(left=1)
+    if len(drafters) > 1:
+        _legend(figure)
+    return figure
+
+
+def _drafters(report: Mapping[str, Any], pyplot: Any) -> Any:
     """Conditional acceptance by step, a line a drafter."""
-    drafters = validation.drafters
+    drafters = report["drafters"] or ()
     if len(drafters) < 2:
         return None
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
-    colours, markers = (_BLUE, *_CONTROL_COLOURS), ("o", *_MARKERS)
+    figure, axes = _panel(pyplot, 3.4 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
-        _line(
-            axes,
-            drafter.agreement,
-            # A pair of dollars would be read as mathematics.
-            f"{drafter.facts.name}: {drafter.agreement.mean_accepted_length:.2f} tokens a round".replace("$", r"\$"),
-            "conditional",
-            # Beside each other: bars of drafters that are nearly alike would hide one another.
-            0.08 * (index - (len(drafters) - 1) / 2),
-            color=colours[index % len(colours)],
-            marker=markers[index % len(markers)],
-            markersize=5,
-            linewidth=1.3 if index else 2.2,
-        )
-    axes.set_title("Drafts accepted, of those whose predecessors were", loc="left")
-    axes.set_xlabel("draft step; bars: 95 % intervals over texts")
+        # Beside each other: bars of drafters that are nearly alike would hide one another.
+        shift = 0.08 * (index - (len(drafters) - 1) / 2)
+        width = 1.3 if index else 2.2
+        steps = drafter["agreement"]["steps"]
+        label = _short(drafter["name"])
+        _line(axes, steps, "conditional", shift, label=label, markersize=5, linewidth=width, **_look(index))
     axes.set_ylabel("conditional acceptance (%)")
-    axes.set_xticks(range(1, len(drafters[0].agreement.steps) + 1))
     axes.set_ylim(top=101)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=1, frameon=False, fontsize=9)
+    _by_step(axes, drafters[0]["agreement"]["steps"])
+    _legend(figure)
     return figure
 
 
-def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)] or [1.0]
+def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
+    drafters = report["drafters"]
+    if not drafters:
+        return None
+    figure, axes = _panel(pyplot, 3.6 + 0.2 * len(drafters))
+    for index, drafter in enumerate(drafters):
+        look, parts = _look(index), {True: ([], []), False: ([], [])}
+        for found in drafter["generation"].values():
+            if found["mean_accepted_length"] is not None:
+                for listed, key in zip(parts[found["tree"] is None], ("drafts", "mean_accepted_length"), strict=True):
+                    listed.append(found[key])
+        label = _short(drafter["name"])
+        axes.plot(*parts[True], label=label, markersize=5, linewidth=1.3 if index else 2.2, **look)
+        axes.plot(*parts[False], markersize=8, linestyle="none", markerfacecolor=light("page"), **look)
+    axes.set_xlabel("drafts verified a round; hollow: trees")
+    axes.set_ylabel("tokens a round")
+    axes.set_ylim(bottom=1)
+    axes.set_xlim(left=0)
+    _legend(figure)
+    return figure
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """By what was drafted, where it was timed."""
+    return {name: found for name, found in (report["generation"] or {}).items() if found["draft_ms"] is not None}
+
+
+def _beside_bars(axes: Any, labels: Sequence[str], ends: Sequence[float], texts: Sequence[str]) -> None:
+    """Name the rows of horizontal bars, and write beside each what it comes to."""
+    _by_row(axes, labels)
+    axes.set_xlim(0, 1.32 * max(ends))
+    for place, end, text in zip(range(len(labels) - 1, -1, -1), ends, texts, strict=True):
+        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=10)
+
+
+def _speeds(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Tokens a second, by what was drafted."""
+    measured = _measured(report)
+    if not measured:
+        return None
+    base = next(iter(measured.values()))["base_tokens_per_s"]
+    speeds = [base, *(found["speculative_tokens_per_s"] for found in measured.values())]
+    figure, axes = _panel(pyplot, 0.9 + 0.36 * len(speeds))
+    colours = [light("faint"), *([light("blue")] * len(measured))]
+    axes.barh(range(len(speeds) - 1, -1, -1), speeds, color=colours, height=0.62)
+    axes.axvline(base, color=light("faint"), linewidth=1, linestyle="--")
+    texts = [f"{base:.3g}", *(f"{speed:.3g}, {speed / base:.2f}×" for speed in speeds[1:])]
+    _beside_bars(axes, ["base alone", *map(method, measured)], speeds, texts)
+    axes.set_xlabel("tokens a second, batch of one")
+    return figure
+
+
+def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
+    """Where the time of a round goes, and what it yields."""
+    measured = _measured(report)
+    if not measured:
+        return None
+    base = report["arithmetic"]["base_ms"]
+    verify = [base, *(found["verify_ms"] for found in measured.values())]
+    draft = [0.0, *(found["draft_ms"] for found in measured.values())]
+    figure, axes = _panel(pyplot, 1.3 + 0.36 * len(verify))
+    places = range(len(verify) - 1, -1, -1)
+    axes.barh(places, verify, color=light("vermilion"), height=0.62, label="verify: the base")
+    axes.barh(places, draft, left=verify, color=light("blue"), height=0.62, label="draft: the drafter")
+    texts = ["1 token", *(f"{found['mean_accepted_length']:.2f} tokens" for found in measured.values())]
+    ends = [first + second for first, second in zip(verify, draft, strict=True)]
+    _beside_bars(axes, ["base alone", *map(method, measured)], ends, texts)
+    axes.set_xlabel("time of a round (ms)")
+    _legend(figure, 2)
+    return figure
+
+
+_DRAWN = (
+    _methods,
+    _acceptance,
+    _controls,
+    _workloads,
+    _lengths,
+    _by_drafts,
+    _speeds,
+    _rounds,
+    _drafters,
+)
+"""In the order of :data:`FIGURES`."""

@@ -30,8 +30,8 @@ def page(title: str, report: Mapping[str, Any], tables: Iterable[Table], figures
         parts += ["Findings:", _listed(report["findings"])]
     for table in tables:
         parts.append(table.markdown())
-        if table.figure in figures:
-            parts.append(f"![{FIGURES[table.figure]}]({table.figure}.png)")
+        if shown := [f"![{FIGURES[name]}]({name}.png)" for name in table.figures if name in figures]:
+            parts.append(" ".join(shown))
     if report["notes"]:
         parts += ["## Notes", _listed(report["notes"])]
     return "\n\n".join(parts) + "\n"

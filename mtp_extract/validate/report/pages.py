@@ -1,16 +1,20 @@
-"""The report directory: ``report.json``, ``report.md`` and the figures, there whole or not at all."""
+"""The report directory: ``report.json``, ``pair.json``, two pages and the figures, there whole or not at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mtp_extract.checkpoint.staging import staged_directory
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.figures import draw_figures
 from mtp_extract.validate.report.page import page
-from mtp_extract.validate.report.tables import PAGE, REPORT, measurements, setting
+from mtp_extract.validate.report.pair import pair_as_json
+from mtp_extract.validate.report.svg import inline
+from mtp_extract.validate.report.tables import FIGURES, PAGE, PAIR, REPORT, WEB_PAGE, Table, measurements, setting
+from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.result import Validation
 
 __all__ = ["markdown", "write_report"]
@@ -22,14 +26,30 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
     Raises:
         OutputError: it cannot be written there.
     """
+    report = as_json(validation)
     with staged_directory(target, overwrite, REPORT) as stage:
-        figures = draw_figures(validation, stage)
-        (stage / REPORT).write_text(json.dumps(as_json(validation), indent=2) + "\n", encoding="utf-8")
-        (stage / PAGE).write_text(markdown(validation, figures), encoding="utf-8")
+        figures = draw_figures(report, stage)
+        for name, document in ((REPORT, report), (PAIR, pair_as_json(validation))):
+            if document is not None:
+                (stage / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (stage / PAGE).write_text(page(_title(report), report, _tables(report), figures), encoding="utf-8")
+        drawn = {
+            name: inline((stage / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name]) for name in figures
+        }
+        (stage / WEB_PAGE).write_text(web_page(_title(report), report, _tables(report), drawn), encoding="utf-8")
         return sorted(path.name for path in stage.iterdir())
 
 
 def markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
     """The report as a page: verdict first, then each measurement as a table. ``figures`` are those that were drawn."""
     report = as_json(validation)
-    return page(f"Validation of {report['drafter']}", report, (setting(report), *measurements(report)), figures)
+    return page(_title(report), report, _tables(report), figures)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    return f"Validation of {report['drafter']}"
+
+
+def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    yield from measurements(report)
+    yield setting(report)

@@ -1,4 +1,4 @@
-"""The report of a benchmark: ``bench.json``, ``bench.md``, and the tables that page and terminal show."""
+"""The report of a benchmark: ``bench.json``, two pages, and the tables that pages and terminal show."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from mtp_extract.checkpoint.staging import staged_directory
 from mtp_extract.speculate.arithmetic import Interval
 from mtp_extract.validate.report.page import page, plain_json
 from mtp_extract.validate.report.tables import Table, share, words
+from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.serving import Benchmark, Figures, Side
 
 __all__ = ["BENCH", "as_json", "tables", "write_bench"]
 
-BENCH, PAGE = "bench.json", "bench.md"
+BENCH, PAGE, WEB_PAGE = "bench.json", "bench.md", "bench.html"
 _VERSION = 1
 _NOT_TOLD = "not told"
 
@@ -31,9 +32,10 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False) -> l
     report = as_json(found)
     with staged_directory(target, overwrite, BENCH) as stage:
         (stage / BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        shown = page(f"Benchmark of {found.servers['server'].name}", report, tables(report))
-        (stage / PAGE).write_text(shown, encoding="utf-8")
-    return [BENCH, PAGE]
+        for name, make in ((PAGE, page), (WEB_PAGE, web_page)):
+            shown = make(f"Benchmark of {found.servers['server'].name}", report, tables(report))
+            (stage / name).write_text(shown, encoding="utf-8")
+    return [WEB_PAGE, BENCH, PAGE]
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:
@@ -206,6 +208,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
             "rounding may part them. In brackets: 95 % intervals, over texts."
         ),
+        first=True,
     )
     yield Table(
         title="Drafts",
@@ -230,4 +233,5 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
             "groups of texts where the server tells these alone apart."
         ),
+        first=True,
     )

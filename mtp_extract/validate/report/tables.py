@@ -13,19 +13,43 @@ from typing import Any
 
 from mtp_extract import markdown
 
-__all__ = ["FIGURES", "PAGE", "REPORT", "REPORT_FILES", "Table", "change", "measurements", "setting", "share", "words"]
+__all__ = [
+    "FIGURES",
+    "PAGE",
+    "PAIR",
+    "REPORT",
+    "REPORT_FILES",
+    "WEB_PAGE",
+    "Table",
+    "best_methods",
+    "change",
+    "measurements",
+    "method",
+    "setting",
+    "share",
+    "words",
+]
 
 REPORT = "report.json"
 PAGE = "report.md"
+WEB_PAGE = "report.html"
+PAIR = "pair.json"
 FIGURES: Mapping[str, str] = {
-    "acceptance_by_step": "Acceptance by draft step, and top-1 agreement beside that of the controls",
-    "agreement_by_workload": "Agreement by workload",
-    "generation_by_drafts": "Tokens a second, and the time of a round, by number of drafts",
-    "drafters_by_step": "Acceptance by draft step of the drafters side by side",
+    "drafters_and_methods": "Tokens a round of the base, with 95 % intervals, and the measured speedup",
+    "acceptance_by_step": "Acceptance by draft step",
+    "controls_by_step": "Top-1 agreement by draft step, with one thing broken at a time",
+    "agreement_by_workload": "Agreement of the first draft by workload",
+    "length_by_workload": "Mean accepted length by workload",
+    "length_by_drafts": "Mean accepted length by drafts that the base verifies a round",
+    "generation_by_drafts": "Tokens a second by what is drafted",
+    "round_by_drafts": "The time of a round and what it yields, by what is drafted",
+    "drafters_by_step": "Conditional acceptance by draft step, drafters side by side",
 }
 """Names of the figures, without an ending, and what they show."""
 
-REPORT_FILES = frozenset({REPORT, PAGE, *(f"{name}.{ending}" for name in FIGURES for ending in ("png", "svg"))})
+REPORT_FILES = frozenset(
+    {REPORT, PAGE, WEB_PAGE, PAIR, *(f"{name}.{ending}" for name in FIGURES for ending in ("png", "svg"))}
+)
 """Everything that a report may consist of."""
 
 
@@ -39,8 +63,9 @@ class Table:
         rows: text, or whole numbers.
         about: how it was measured, in Markdown; for readers who were not there.
         after: what the numbers come to, in plain text.
-        figure: of :data:`FIGURES`, if one shows the same.
+        figures: of :data:`FIGURES`, those that show the same.
         detail: only for who looks closer.
+        first: what a reader wants first.
     """
 
     title: str
@@ -48,8 +73,9 @@ class Table:
     rows: tuple[tuple[str | int, ...], ...]
     about: str = ""
     after: str = ""
-    figure: str = ""
+    figures: tuple[str, ...] = ()
     detail: bool = False
+    first: bool = False
 
     def markdown(self, level: int = 2) -> str:
         """As a section with a heading of ``level``; a detail is folded away."""
@@ -84,7 +110,7 @@ def setting(report: Mapping[str, Any]) -> Table:
             ("drafter computes in", base["drafter_dtype"]),
             ("chat template", "applied" if base["chat_template"] else "not applied"),
         ]
-    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items()]
+    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items() if value != []]
     return Table(title="Setting", columns=("", ""), rows=tuple(rows))
 
 
@@ -95,26 +121,36 @@ def words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+def method(name: str) -> str:
+    """What was drafted, by its name in ``generation``: ``chain of 3``, ``tree 4x2x1``."""
+    return f"chain of {name}" if name.isdecimal() else f"tree {name}"
+
+
 def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of what was measured, in the order in which they are read.
 
     Raises:
         KeyError, TypeError: ``report`` is not the content of a ``report.json``.
     """
+    # Reports of earlier releases knew one drafter, and no trees.
+    drafters = report.get("drafters") or ()
+    if drafters:
+        yield _summary(report)
+    if len(drafters) > 1:
+        yield from _beside(drafters)
+    if report["generation"] is not None:
+        yield from _generation(report)
+    if drafters:
+        yield _costs(drafters)
+    if report["agreement"] is not None:
+        yield from _agreement(report["agreement"], alone=len(drafters) < 2)
+    if report["controls"] is not None:
+        yield _controls(report["controls"], report["agreement"], report.get("trivial", {}))
     # The first reports had no checks.
     if report.get("checks"):
         yield _checks(report["checks"])
     if report["parity"] is not None:
         yield from _parity(report["parity"])
-    if report["agreement"] is not None:
-        yield from _agreement(report["agreement"])
-    if report["controls"] is not None:
-        yield _controls(report["controls"], report["agreement"], report.get("trivial", {}))
-    if report["generation"] is not None:
-        yield from _generation(report["generation"], report["arithmetic"])
-    # Reports of earlier releases knew one drafter.
-    if report.get("drafters"):
-        yield from _drafters(report["drafters"])
 
 
 def _number(value: float | None, form: str) -> str:
@@ -210,7 +246,7 @@ def _mean(figures: Mapping[str, Any]) -> str:
     return _number(value, ".2f") + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else "")
 
 
-def _agreement(agreement: Mapping[str, Any]) -> Iterator[Table]:
+def _agreement(agreement: Mapping[str, Any], alone: bool) -> Iterator[Table]:
     steps = agreement["steps"]
     yield Table(
         title="Agreement with the base",
@@ -225,7 +261,7 @@ def _agreement(agreement: Mapping[str, Any]) -> Iterator[Table]:
             "rounds. In brackets: 95 % intervals, over texts."
         ),
         after=f"Mean accepted length (1 + accepted / rounds) at {len(steps)} drafts: {_mean(agreement)}.",
-        figure="acceptance_by_step",
+        figures=("acceptance_by_step",),
     )
     yield Table(
         title="By workload",
@@ -234,7 +270,7 @@ def _agreement(agreement: Mapping[str, Any]) -> Iterator[Table]:
             (name, found["texts"], found["n"], _rate(found, "top1"), _rate(found, "top5"), _mean(found))
             for name, found in (*agreement["workloads"].items(), ("all", agreement))
         ),
-        figure="agreement_by_workload",
+        figures=("agreement_by_workload", *(("length_by_workload",) if alone else ())),
     )
 
 
@@ -271,55 +307,96 @@ def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None, 
             "difference is in percentage points, with its interval over texts, which allows for there being seven "
             "controls."
         ),
+        figures=("controls_by_step",),
     )
 
 
-def _generation(generation: Mapping[str, Any], arithmetic: Mapping[str, Any]) -> Iterator[Table]:
+def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
+    """Chains and trees of every drafter; the first reports knew one, and no trees."""
+    drafters = report.get("drafters") or [{**report, "name": ""}]
+    several = len(drafters) > 1
+    chosen = any(found.get("chosen_on") for drafter in drafters for found in drafter["generation"].values())
     yield Table(
         title="Speculative decoding",
         columns=(
-            "K",
+            *(("drafter",) if several else ()),
+            "drafted",
+            "verified",
+            "mean length",
+            "expected",
+            *(("on other texts",) if chosen else ()),
             "accepted",
             "acceptance %",
-            "mean length",
             "same text",
-            "base tok/s",
             "tok/s",
+            "predicted",
+            "measured",
             "verify ms",
             "draft ms",
         ),
         rows=tuple(
             (
-                int(drafts),
-                f"{found['accepted']}/{found['drafted']}",
-                share(found["acceptance"], None),
-                _number(found["mean_accepted_length"], ".2f"),
-                f"{found['identical_prompts']}/{found['prompts']}",
-                _number(found["base_tokens_per_s"], ".1f"),
-                _number(found["speculative_tokens_per_s"], ".1f"),
-                _number(found["verify_ms"], ".2f"),
-                _number(found["draft_ms"], ".2f"),
+                *((drafter["name"],) if several else ()),
+                method(name),
+                found.get("drafts", name),
+                _mean(found),
+                _number(found.get("expected_mean_accepted_length"), ".2f"),
+                *((_number(found["mean_accepted_length_elsewhere"], ".2f"),) if chosen else ()),
+                *_decoded(found, drafter["arithmetic"].get("speedups", {}).get(name, {})),
             )
-            for drafts, found in generation.items()
+            for drafter in drafters
+            for name, found in drafter["generation"].items()
         ),
         about=(
-            "K drafts a round. Acceptance and text, which is to be the base's own, over all prompts in batches; times "
-            f"of a batch of one, over {arithmetic['timed_prompts']} prompts."
+            "Drafted: a chain of so many drafts a round, or a tree, whose drafts are alternatives: `4x2x1` has four "
+            "after the pending token, two after each of these, one after each of those; `auto:8` grows anew in every "
+            "round where the drafter is confident, up to eight; `best:14` is the one of at most 14 that the ranks of "
+            "the base's tokens promise most of, in every second text; *on other texts*: its mean length where it was "
+            "not chosen. Verified: drafts in one forward of the base, at most. Mean length: 1 + accepted / rounds, "
+            "over all prompts in batches; *expected*: the same by teacher forcing. Acceptance: accepted of the "
+            "drafter's steps. Same text: texts that are the base's own. Times are of a batch of one. Predicted: the "
+            "speedup by mean length and the times of a round and of a forward of the base over one token; measured: "
+            "in tokens a second. In brackets: 95 % intervals, over texts."
         ),
-        after=(
-            f"One forward of the base over one token: {_number(arithmetic['base_ms'], '.2f')} ms. By the arithmetic of "
-            f"measured acceptance and cost, K = {arithmetic['best_draft_steps']} is worth most, "
-            f"{_number(arithmetic['predicted_speedup'], '.2f')}×."
-        ),
-        figure="generation_by_drafts",
+        after=" ".join(_paid(drafter, several) for drafter in drafters),
+        figures=("length_by_drafts", "generation_by_drafts", "round_by_drafts"),
     )
-    longest, found = list(generation.items())[-1]
+    longest, found = list(report["generation"].items())[-1]
     yield Table(
-        title=f"Buffers at K = {longest}, batch of one",
+        title=f"Buffers of a {method(longest)}, batch of one",
         columns=("buffer", "shape", "dtype", "bytes"),
         rows=tuple((b["name"], str(list(b["shape"])), b["dtype"], f"{b['nbytes']:,}") for b in found["buffers"]),
         detail=True,
     )
+
+
+def _decoded(found: Mapping[str, Any], speedups: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{found['accepted']}/{found['drafted']}",
+        share(found["acceptance"], None),
+        f"{found['identical_prompts']}/{found['prompts']}",
+        _number(found["speculative_tokens_per_s"], ".1f"),
+        _times(speedups.get("predicted")),
+        _times(speedups.get("measured")),
+        _number(found["verify_ms"], ".2f"),
+        _number(found["draft_ms"], ".2f"),
+    )
+
+
+def _paid(drafter: Mapping[str, Any], several: bool) -> str:
+    arithmetic = drafter["arithmetic"]
+    of = f"{drafter['name']}: " if several else f"The base alone: {_alone(drafter)}. "
+    best = arithmetic["best_draft_steps"]
+    if not best:
+        return f"{of}No chain of those tried is predicted to pay."
+    worth = f"{_number(arithmetic['predicted_speedup'], '.2f')}×"
+    return f"{of}Of chains, that of {best} is predicted to be worth most, {worth}."
+
+
+def _alone(drafter: Mapping[str, Any]) -> str:
+    found = next(iter(drafter["generation"].values()))
+    forward = _number(drafter["arithmetic"]["base_ms"], ".2f")
+    return f"{_number(found['base_tokens_per_s'], '.1f')} tokens a second, {forward} ms a forward over one token"
 
 
 _MADE = {"extracted": "extracted", "tuned": "tuned", "unknown": "no record"}
@@ -344,41 +421,71 @@ def _change(found: Mapping[str, Any]) -> str:
     return change(found["mean"], found["ci95"])
 
 
-def _drafters(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    first, *others = drafters
-    drafts = len(first["agreement"]["steps"])
-    yield Table(
-        title="Drafters side by side" if others else "What a draft step costs, and what it is worth",
+def best_methods(drafter: Mapping[str, Any]) -> list[str]:
+    """The chain and the tree that are predicted to be worth most, by their names in ``generation``."""
+    generation, speedups = drafter["generation"], drafter["arithmetic"]["speedups"]
+
+    def worth(name: str) -> tuple[float, int]:
+        return speedups[name]["predicted"] or 0.0, -generation[name]["drafts"]
+
+    kinds = ([name for name in generation if (generation[name]["tree"] is None) == chain] for chain in (True, False))
+    return [max(names, key=worth) for names in kinds if names]
+
+
+def _summary(report: Mapping[str, Any]) -> Table:
+    drafters, base = report["drafters"], report["base"]
+    return Table(
+        title="What drafting is worth",
         columns=(
             "drafter",
-            "what it is",
+            "drafted",
             "mean length",
-            *(("to the first",) if others else ()),
-            "bytes a step",
-            "of it the head",
-            "draft ms",
-            "verify ms",
-            "same text",
-            "best K",
             "predicted",
             "measured",
-            "break-even K",
+            "parameters a step",
+            "bytes a step",
+            "same text",
+            "what it is",
         ),
-        rows=tuple(_beside(drafter, bool(others), drafter is first) for drafter in drafters),
+        rows=tuple(
+            (
+                drafter["name"],
+                method(name),
+                _mean(found),
+                _times(speedup["predicted"]),
+                _times(speedup["measured"]),
+                f"{drafter['parameters_a_step']['total']:,}",
+                f"{drafter['bytes_a_step']['total']:,}",
+                f"{found['identical_prompts']}/{found['prompts']}",
+                _what(drafter),
+            )
+            for drafter in drafters
+            for name in best_methods(drafter)
+            for found, speedup in [(drafter["generation"][name], drafter["arithmetic"]["speedups"][name])]
+        ),
         about=(
-            f"All on the same texts of the base; mean accepted length at {drafts} drafts. Bytes of the drafter's own "
-            "weights that one step reads, as its directory stores them: codes with their scales, of an ordered head "
-            "the centroids and the clusters that are chosen. The base's K and V, embedding and hidden state come on "
-            "top, the same for all. Times are of one step and one verification, batch of one, at the best K or, where "
-            "none pays, the smallest, in this loop, which computes in floats whatever a directory stores. Predicted: "
-            "the speedup at that K by the arithmetic; measured: in tokens a second. Break-even K: the largest of those "
-            "tried that is predicted to be faster than the base alone."
+            f"Of each drafter the chain and the tree that are predicted to be worth most, of those tried; all on the "
+            f"same {drafters[0]['agreement']['texts']} texts of {base['name']}. Mean length: tokens a round, 1 + "
+            "accepted / rounds, with its 95 % interval over texts; without a drafter it is 1. Parameters and bytes: of "
+            "the drafter's own weights, what one step reads, as its directory stores them. Predicted: the speedup by "
+            "mean length and times; measured: in tokens a second, batch of one, in this loop, which computes in floats "
+            "whatever a directory stores. Same text: texts that are the base's own."
         ),
-        figure="drafters_by_step" if others else "",
+        figures=("drafters_and_methods",),
+        first=True,
     )
-    if not others:
-        return
+
+
+def _beside(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Drafters side by side."""
+    first, *others = drafters
+    drafts = len(first["agreement"]["steps"])
     names = tuple(drafter["name"] for drafter in drafters)
+    workloads = [
+        (name, [d["agreement"]["workloads"][name] for d in drafters], [d["changes"][name] for d in others])
+        for name in first["agreement"]["workloads"]
+    ]
+    workloads.append(("all", [d["agreement"] for d in drafters], [d["change"] for d in others]))
     yield Table(
         title="Conditional acceptance by step, drafters side by side",
         columns=("step", *(f"{name} %" for name in names)),
@@ -386,44 +493,67 @@ def _drafters(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
             (step + 1, *(_rate(drafter["agreement"], "conditional", step) for drafter in drafters))
             for step in range(drafts)
         ),
+        about=(
+            "Teacher-forced over the base's own text: drafts that are its tokens, of those whose predecessors all "
+            "were. In brackets: 95 % intervals, over texts."
+        ),
+        figures=("drafters_by_step",),
+        first=True,
     )
     yield Table(
         title="Mean accepted length by workload, drafters side by side",
         columns=("workload", "texts", *names, *(f"{name}: to the first" for name in names[1:])),
         rows=tuple(
-            (
-                name,
-                found["texts"],
-                *(_mean(drafter["agreement"]["workloads"][name]) for drafter in drafters),
-                *(_change(drafter["changes"][name]) for drafter in others),
-            )
-            for name, found in first["agreement"]["workloads"].items()
+            (name, found[0]["texts"], *map(_mean, found), *map(_change, changes)) for name, found, changes in workloads
         ),
-        about="Differences text by text, each with its own 95 % interval over texts.",
+        about=(
+            f"Tokens a round with chains of {drafts}, from every position of the base's own text. Differences text by "
+            "text, each with its own 95 % interval over texts."
+        ),
+        figures=("length_by_workload",),
+        first=True,
     )
 
 
-def _beside(drafter: Mapping[str, Any], several: bool, first: bool) -> tuple[str | int, ...]:
-    arithmetic, generation, reads = drafter["arithmetic"], drafter["generation"], drafter["bytes_a_step"]
-    best = arithmetic["best_draft_steps"]
-    drafts = best or min(map(int, generation))
-    found = generation[str(drafts)]
-    fast, base = found["speculative_tokens_per_s"], found["base_tokens_per_s"]
-    step = None if found["draft_ms"] is None else found["draft_ms"] / drafts
+def _costs(drafters: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        title="What a draft step costs",
+        columns=(
+            "drafter",
+            "parameters a step",
+            "bytes a step",
+            "of it the head",
+            "bytes once a round",
+            "bytes stored",
+            "draft ms",
+            "verify ms",
+            "break-even K",
+        ),
+        rows=tuple(_cost(drafter) for drafter in drafters),
+        about=(
+            "Of the drafter's own weights, what one step reads, as its directory stores them: codes with their scales; "
+            "of an ordered head the centroids and the clusters that are chosen. Once a round: what fuses the base's "
+            "states in an EAGLE-3 head. The base's K and V, embedding and hidden states come on top. Times are of one "
+            "step and one verification, batch of one, in the chain that is predicted to be worth most. Break-even K: "
+            "the longest chain of those tried that is predicted to be faster than the base alone; 0 for none."
+        ),
+    )
+
+
+def _cost(drafter: Mapping[str, Any]) -> tuple[str | int, ...]:
+    reads = drafter["bytes_a_step"]
+    found = drafter["generation"][best_methods(drafter)[0]]
+    step = None if found["draft_ms"] is None else found["draft_ms"] / found["drafts"]
     return (
         drafter["name"],
-        _what(drafter),
-        _mean(drafter["agreement"]),
-        *(("" if first else _change(drafter["change"]),) if several else ()),
+        f"{drafter['parameters_a_step']['total']:,}",
         f"{reads['total']:,}",
         f"{reads['head']:,}",
+        f"{reads['once_a_round']:,}",
+        f"{reads['stored']:,}",
         _number(step, ".2f"),
         _number(found["verify_ms"], ".2f"),
-        f"{sum(r['identical_prompts'] for r in generation.values())}/{sum(r['prompts'] for r in generation.values())}",
-        best,
-        _times(arithmetic["predicted_speedup"]),
-        _times(fast / base if fast and base else None),
-        arithmetic["break_even_draft_steps"],
+        drafter["arithmetic"]["break_even_draft_steps"],
     )
 
 

@@ -44,7 +44,9 @@ def verdict(found: Validation) -> str:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
         lengths = found.generation.lengths
-        ks = ", ".join(str(result.drafts) for result in lengths)
+        chains = ", ".join(result.name for result in lengths if result.tree is None)
+        trees = ", ".join(result.name for result in lengths if result.tree is not None)
+        drafted = f"{chains} drafts a round" + (f", and trees of {trees}" if trees else "")
         worst = min(lengths, key=lambda result: result.identical_prompts)
         differing = worst.prompts - worst.identical_prompts
         # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
@@ -52,17 +54,17 @@ def verdict(found: Validation) -> str:
         if not differing:
             measured.append(
                 f"the loop's greedy text, whatever is drafted, is the base's own for all {worst.prompts} prompts with "
-                f"{ks} drafts a round{dtype}"
+                f"{drafted}{dtype}"
             )
         elif found.wrong_text:
             refuted.append(
                 f"the loop's greedy text differs from the base's for {differing} of {worst.prompts} prompts with "
-                f"{worst.drafts} drafts a round{dtype}"
+                f"{_drafts(worst)} a round{dtype}"
             )
         else:
             measured.append(
                 f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
-                f"{worst.drafts} drafts a round{dtype}, and these leave it only where two tokens of the base tie"
+                f"{_drafts(worst)} a round{dtype}, and these leave it only where two tokens of the base tie"
             )
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
@@ -143,12 +145,16 @@ def findings(found: Validation) -> list[str]:
     return listed
 
 
+def _drafts(result: DraftLengthResult) -> str:
+    return f"{result.name} drafts" if result.tree is None else f"a tree of {result.name}"
+
+
 def _divergences(result: DraftLengthResult) -> list[str]:
     listed = []
     for divergence in result.divergences:
         apart = f", {divergence.margin:.3g} logits apart" if divergence.margin is not None else ""
         listed.append(
-            f"with {result.drafts} drafts a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
+            f"with {_drafts(result)} a round, the text of prompt {divergence.prompt + 1} leaves the base's at "
             f"token {divergence.token + 1}{apart}"
         )
     return listed

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from mtp_extract.engines import LocalEngine
-from mtp_extract.speculate import SpeculativeGenerator, Text
-from mtp_extract.validate.acceptance.agreement import Continuations
-from mtp_extract.validate.acceptance.generation import GenerationResult, measure_generation
+from mtp_extract.speculate import SpeculativeGenerator, Text, Tree, expected_tokens
+from mtp_extract.validate.acceptance.agreement import Continuations, figures, measure_agreement
+from mtp_extract.validate.acceptance.drafting import draftings
+from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
+from mtp_extract.validate.acceptance.wanted import parse_wanted
 
 NEW_TOKENS = 24  # As the continuations were made.
+NAMES = ("1", "4", "1x1x1x1", "3x2x1", "auto:6", "best:6")
+TREES = dict(map(parse_wanted, NAMES[2:]))
 
 
 def run(generator: SpeculativeGenerator, continuations: Continuations) -> GenerationResult:
     engine = LocalEngine(generator, batch=4)
-    return measure_generation(engine, generator.base, continuations, (1, 4), [0.8] * 4, new_tokens=NEW_TOKENS, timed=2)
+    wanted = draftings(generator, (1, 4), TREES, continuations, [0.8] * 4, batch=4)
+    return measure_generation(engine, generator.base, continuations, wanted, new_tokens=NEW_TOKENS, timed=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +44,106 @@ def test_counts(result: GenerationResult, continuations: Continuations) -> None:
         assert length.accepted + length.rounds <= written <= length.accepted + length.rounds + length.prompts
         assert length.acceptance == length.accepted / length.drafted
         assert length.mean_accepted_length == 1 + length.accepted / length.rounds
-        assert length.drafted <= length.drafts * length.rounds
+        assert length.drafted <= length.depth * length.rounds
         assert {buffer.name for buffer in length.buffers} >= {"target_hidden", "candidate_tokens", "draft_logits"}
     assert result.lengths[0].acceptance > result.lengths[1].acceptance > 0.3
     assert result.best_drafts in (0, 1, 4)
+
+
+def test_chains_and_trees(result: GenerationResult) -> None:
+    assert tuple(length.name for length in result.lengths) == NAMES
+    found = {length.name: length for length in result.lengths}
+    sizes = {name: (length.drafts, length.depth) for name, length in found.items()}
+    assert sizes | {"best:6": (6, 0)} == {
+        "1": (1, 1),
+        "4": (4, 4),
+        "1x1x1x1": (4, 4),
+        "3x2x1": (15, 3),
+        "auto:6": (6, 6),
+        "best:6": (6, 0),
+    }
+    assert sizes["best:6"][0] == 6
+    kinds = {name: (length.tree, length.paths is not None) for name, length in found.items()}
+    best = found["best:6"]
+    assert kinds == {
+        "1": (None, False),
+        "4": (None, False),
+        "1x1x1x1": ("1x1x1x1", True),
+        "3x2x1": ("3x2x1", True),
+        "auto:6": ("auto:6", False),
+        "best:6": (best.tree, True),
+    }
+    # What was chosen can be asked for again.
+    assert best.tree is not None
+    assert best.tree.startswith("paths:")
+    assert parse_wanted(best.tree) == (best.tree, Tree(best.paths or ()))
+    assert result.chains == result.lengths[:2]
+
+
+def test_a_tree_that_is_a_chain_does_what_the_chain_does(result: GenerationResult) -> None:
+    chain, tree = result.lengths[1], result.lengths[2]
+    for name in ("accepted", "drafted", "rounds", "mean_accepted_interval", "conditional", "unconditional"):
+        assert getattr(chain, name) == getattr(tree, name)
+
+
+def test_trees_stand_higher(result: GenerationResult) -> None:
+    found = {length.name: length for length in result.lengths}
+    assert found["3x2x1"].unconditional[0].value > found["4"].unconditional[0].value
+    for length in result.lengths:
+        shares = [share.value for share in length.unconditional]
+        assert len(shares) == len(length.conditional)
+        assert len(shares) <= length.depth
+        assert shares[0] == length.conditional[0].value
+        if length.paths is not None or length.tree is None:
+            assert shares == sorted(shares, reverse=True)
+        assert sum(share.successes for share in length.unconditional) == length.accepted
+        assert length.mean_accepted_interval is not None
+        assert length.mean_accepted_interval.low < length.mean_accepted_length < length.mean_accepted_interval.high
+
+
+def test_what_is_expected(
+    result: GenerationResult, generator: SpeculativeGenerator, continuations: Continuations
+) -> None:
+    """From teacher forcing over every position; of a tree that is a chain, what agreement says of the chain."""
+    found = {length.name: length for length in result.lengths}
+    agreement = figures(measure_agreement(generator.base, generator.drafter, continuations, 4, batch=4))
+    chain = expected_tokens([step.conditional.value for step in agreement.steps])
+    assert found["1x1x1x1"].expected == pytest.approx(chain, abs=1e-12)
+    assert found["4"].expected == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3 + 0.8**4), "by the acceptance it was told"
+    shallow = expected_tokens([step.conditional.value for step in agreement.steps[:3]])
+    tree, best = found["3x2x1"].expected, found["best:6"].expected
+    assert tree is not None
+    assert best is not None
+    assert shallow + 0.1 < tree < 4
+    assert chain < best < 7
+    assert found["auto:6"].expected is None
+
+
+def test_half_of_the_texts_choose(result: GenerationResult, continuations: Continuations) -> None:
+    found = {length.name: length for length in result.lengths}
+    best = found["best:6"]
+    assert best.chosen_on == 4, "two of four of code, two of three of prose"
+    assert len(continuations.texts) == 7
+    assert best.elsewhere is not None
+    assert best.elsewhere != best.mean_accepted_length
+    assert all(found[name].chosen_on == 0 and found[name].elsewhere is None for name in NAMES[:-1])
+
+
+def test_speedups(result: GenerationResult) -> None:
+    for length in result.lengths:
+        again: DraftLengthResult = dataclasses.replace(
+            length, verify_ms=6.0, draft_ms=2.0, base_tokens_per_s=50.0, speculative_tokens_per_s=75.0
+        )
+        assert again.predicted_speedup(4.0) == pytest.approx(length.mean_accepted_length / 2)
+        assert again.measured_speedup == 1.5
+    by_hand = [
+        dataclasses.replace(length, mean_accepted_length=mean, verify_ms=6.0, draft_ms=2.0)
+        for length, mean in zip(result.lengths, (2.5, 1.5, 1.5, 8.0, 8.0, 8.0), strict=True)
+    ]
+    found = dataclasses.replace(result, lengths=tuple(by_hand), base_ms=4.0)
+    assert (found.best_drafts, found.predicted_speedup, found.break_even_drafts) == (1, 1.25, 1), "of chains"
+    nothing = dataclasses.replace(found, base_ms=math.nan)
+    assert (nothing.best_drafts, nothing.predicted_speedup, nothing.break_even_drafts) == (0, 1.0, 0)
 
 
 def test_another_text_is_noticed(generator: SpeculativeGenerator, continuations: Continuations) -> None:

@@ -17,7 +17,7 @@ from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
-from mtp_extract.validate.report.tables import FIGURES, REPORT, measurements
+from mtp_extract.validate.report.tables import FIGURES, REPORT, REPORT_FILES, measurements
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
@@ -31,12 +31,9 @@ TIMES = {
     "best_draft_steps",
     "predicted_speedup",
     "break_even_draft_steps",
+    "speedups",
 }
-DRAWN = {
-    f"{name}.{ending}"
-    for name in ("acceptance_by_step", "agreement_by_workload", "generation_by_drafts")
-    for ending in ("png", "svg")
-}
+DRAWN = {f"{name}.{ending}" for name in FIGURES if name != "drafters_by_step" for ending in ("png", "svg")}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +66,7 @@ def test_schema(written: Path) -> None:
     for entry in found["generation"].values():
         assert entry["identical"] is True
         assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
-            "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps"}}  # fmt: skip
+            "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps", "speedups"}}  # fmt: skip
     assert found["verdict"].startswith(
         "Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, exec"
     )
@@ -86,8 +83,10 @@ def _keys(value: Any) -> Any:
 def test_the_report_that_other_tests_use_is_one(written: Path) -> None:
     found = json.loads((written / "report.json").read_text())
     assert set(REPORT_DOCUMENT) == set(found)
-    for part in ("tool", "base", "arithmetic"):
+    for part in ("tool", "base"):
         assert _keys(REPORT_DOCUMENT[part]) == _keys(found[part])
+    assert set(REPORT_DOCUMENT["arithmetic"]) == set(found["arithmetic"])
+    assert _keys(REPORT_DOCUMENT["arithmetic"]["speedups"]["3"]) == _keys(found["arithmetic"]["speedups"]["3"])
     ours, theirs = REPORT_DOCUMENT["parity"], found["parity"]
     assert set(ours) == set(theirs)
     for name in ("float", "emulated", "emulated_alone", "followed_roundings", "weights"):
@@ -110,15 +109,16 @@ def test_what_is_measured_is_told_once(written: Path) -> None:
     page = (written / "report.md").read_text()
     tables = list(measurements(found))
     assert [table.title for table in tables if not table.detail] == [
-        "Is it the drafter of the file?",
-        "Parity with Google's interpreter",
+        "What drafting is worth",
+        "Speculative decoding",
+        "What a draft step costs",
         "Agreement with the base",
         "By workload",
         "Controls",
-        "Speculative decoding",
-        "What a draft step costs, and what it is worth",
+        "Is it the drafter of the file?",
+        "Parity with Google's interpreter",
     ]
-    assert {table.figure for table in tables if table.figure} == set(FIGURES) - {"drafters_by_step"}
+    assert {figure for table in tables for figure in table.figures} == set(FIGURES) - {"drafters_by_step"}
     for table in tables:
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
@@ -127,7 +127,8 @@ def test_what_is_measured_is_told_once(written: Path) -> None:
 
 def test_files(written: Path) -> None:
     names = {path.name for path in written.iterdir()}
-    assert names == {"report.json", "report.md", *DRAWN}
+    assert names == {"report.json", "report.md", "report.html", "pair.json", *DRAWN}
+    assert names <= REPORT_FILES
     page = (written / "report.md").read_text()
     assert json.loads((written / "report.json").read_text())["verdict"] in page
     for name in DRAWN:
@@ -140,12 +141,18 @@ def test_files(written: Path) -> None:
 
 def test_figures_say_what_was_measured(written: Path) -> None:
     drawn = {path.stem: path.read_text() for path in written.glob("*.svg")}
-    for word in ("real drafter", "zero hidden", "draft step", "unconditional acceptance", "95 % intervals"):
-        assert word in drawn["acceptance_by_step"]
-    for word in ("tokens a second", "time a round (ms)", "K, drafts a round"):
-        assert word in drawn["generation_by_drafts"]
-    for word in ("code", "prose", "all", "mean accepted length"):
-        assert word in drawn["agreement_by_workload"]
+    for name, words in {
+        "drafters_and_methods": ("chain of", "tokens a round; 1 is the base alone"),
+        "acceptance_by_step": ("draft step", "unconditional acceptance", "95 % intervals"),
+        "controls_by_step": ("real drafter", "zero hidden", "draft step"),
+        "agreement_by_workload": ("code", "prose", "all", "first draft agrees with the base"),
+        "length_by_workload": ("code", "prose", "all", "tokens a round"),
+        "length_by_drafts": ("drafts verified a round", "tokens a round"),
+        "generation_by_drafts": ("base alone", "chain of 3", "tokens a second"),
+        "round_by_drafts": ("base alone", "chain of 3", "time of a round (ms)"),
+    }.items():
+        for word in words:
+            assert word in drawn[name]
 
 
 def without_times(value: Any) -> Any:
@@ -244,7 +251,7 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
         write_report(validation, target)
     assert caught.value.remedies == ("overwrite", "out")
     write_report(validation, target, overwrite=True)
-    assert {path.name for path in target.iterdir()} == {"report.json", "report.md"}
+    assert {path.name for path in target.iterdir()} == {"report.json", "report.md", "report.html", "pair.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")

@@ -1,0 +1,266 @@
+"""A pair at work: which tensors a round of it holds, as they are seen while it runs.
+
+The names are those of the seed's plan for a speculative pair. Sizes are not worked out from a config: a base and a
+drafter generate, and what goes into them and comes out is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp_extract.drafter import Network
+from mtp_extract.drafter.eagle3 import Eagle3State
+from mtp_extract.drafter.protocol import BaseState, DraftState, Needs
+from mtp_extract.speculate import Base, Options, SpeculativeGenerator
+from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.validate.acceptance.drafting import Drafting
+
+__all__ = ["BUFFERS", "Held", "PairFacts", "Side", "look"]
+
+BUFFERS = (
+    "target_main_stream",
+    "target_kv_cache",
+    "target_logits",
+    "draft_backbone_stream",
+    "draft_main_stream",
+    "draft_kv_cache",
+    "draft_logits",
+    "candidate_tokens",
+    "accepted_tokens",
+    "verifier_scratch",
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that are alike.
+
+    Attributes:
+        what: in words.
+        shape: of one.
+        axes: what each dimension counts; ``T`` are the tokens of one forward of the base.
+        dtype: torch's name.
+        copies: how many there are.
+        nbytes: of all of them.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: str
+    copies: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two, as it is loaded.
+
+    Attributes:
+        dtype: of most of its numbers.
+        parameters: numbers in its weights, each once.
+        nbytes: of its weights and buffers, each once.
+    """
+
+    dtype: str
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """A pair, and a round of it, one sequence.
+
+    Attributes:
+        target, draft: the two.
+        needs: what of the base the drafter reads.
+        layers: of the base.
+        width: of the drafter's own stream.
+        drafts: name of what was drafted.
+        fed: T, tokens of one forward of the base.
+        positions: tokens in the end, prompt included.
+        buffers: by name of :data:`BUFFERS`, in that order; empty for one that this pair has not.
+    """
+
+    target: Side
+    draft: Side
+    needs: Needs
+    layers: int
+    width: int
+    drafts: str
+    fed: int
+    positions: int
+    buffers: Mapping[str, tuple[Held, ...]]
+
+
+def look(
+    base: Base, drafter: Network, prompt: Sequence[int], drafting: Drafting, *, new_tokens: int
+) -> PairFacts | None:
+    """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft.
+
+    Args:
+        base, drafter: the pair.
+        prompt: token ids.
+        drafting: what to draft.
+        new_tokens: most tokens to generate.
+    """
+    seen, options = _Seen(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
+    with seen.beside(base.model.model, drafter.final_norm):
+        (done,) = SpeculativeGenerator(base, _Watched(drafter, seen)).generate_batch([list(prompt)], options)
+    if seen.cache is None or not done.drafted:
+        return None
+    seen.take_in(seen.cache)
+    (logits,) = (buffer for buffer in done.buffers if buffer.name == "target_logits")
+    axes = ("batch", "T", "vocabulary")
+    seen.hold("target_logits", Held("after the tokens of T", logits.shape, axes, logits.dtype, 1, logits.nbytes))
+    # These two the loop keeps to itself; their sizes follow from what it gives.
+    choices = torch.empty(logits.shape[:2], dtype=torch.long, device="meta")
+    seen.note("verifier_scratch", "what the base says after the tokens of T", "batch T", choices)
+    # Of the new tokens one is the prompt's, and one the base's own after the drafts.
+    most = min(drafting.depth, new_tokens - 2) + 1
+    accepted = torch.empty(1, most, dtype=torch.long, device="meta")
+    seen.note("accepted_tokens", "drafts that stand, and the base's own token after them", "batch tokens", accepted)
+    return PairFacts(
+        target=_side(base.model),
+        draft=_side(drafter),
+        needs=drafter.needs,
+        layers=base.num_layers,
+        width=drafter.config.hidden_size,
+        drafts=drafting.name,
+        fed=logits.shape[1],
+        positions=len(done.prompt_tokens) + len(done.tokens),
+        buffers={name: tuple(seen.tensors.get(name, {}).values()) for name in BUFFERS},
+    )
+
+
+def _side(module: nn.Module) -> Side:
+    weights = {id(tensor): tensor for tensor in module.parameters()}
+    tensors = {**weights, **{id(tensor): tensor for tensor in module.buffers()}}
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += tensor.numel()
+    ((dtype, _),) = numbers.most_common(1)
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    return Side(_name(dtype), parameters, sum(map(_size, tensors.values())))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class _Seen:
+    """What went by, each at its largest.
+
+    Attributes:
+        rounds: that were begun.
+        tensors: by buffer, then in words.
+        cache: the base's.
+    """
+
+    rounds: int = 0
+    tensors: dict[str, dict[str, Held]] = field(default_factory=dict)
+    cache: SlotCache | None = None
+
+    def note(self, name: str, what: str, axes: str, tensor: Tensor, copies: int = 1) -> None:
+        """Of a buffer, so many tensors like this one."""
+        dtype, size = _name(tensor.dtype), copies * _size(tensor)
+        self.hold(name, Held(what, tuple(tensor.shape), tuple(axes.split()), dtype, copies, size))
+
+    def hold(self, name: str, held: Held) -> None:
+        """The same, of what is described already."""
+        known = self.tensors.setdefault(name, {})
+        if held.what not in known or known[held.what].nbytes < held.nbytes:
+            known[held.what] = held
+
+    def take_in(self, cache: SlotCache) -> None:
+        """The base's K and V, when all is written."""
+        alike = Counter(cache.shapes)
+        for layer, shape in enumerate(cache.shapes):
+            if layers := alike.pop(shape, 0):
+                what = f"keys and values of {layers} of {len(cache.shapes)} layers that have them"
+                self.note("target_kv_cache", what, "batch heads slots head_dim", cache.read(layer)[0], 2 * layers)
+
+    @contextmanager
+    def beside(self, body: nn.Module, norm: nn.Module) -> Iterator[None]:
+        """Look at each forward of the base's body, and at what the drafter's last norm gives."""
+        with ExitStack() as stack:
+            stack.callback(body.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
+            stack.callback(body.register_forward_hook(self._leaves).remove)
+            stack.callback(norm.register_forward_hook(self._drafts).remove)
+            yield
+
+    def _enters(self, _: nn.Module, __: Any, given: Mapping[str, Any]) -> None:
+        # Before the first round it is the prompt, or a check that the two belong together.
+        if not self.rounds:
+            return
+        self.cache = given["past_key_values"]
+        drafts = given["input_ids"][:, 1:]
+        self.note("candidate_tokens", "drafts", "batch drafts", drafts)
+        for kind, mask in given["attention_mask"].items():
+            self.note("verifier_scratch", f"mask, {kind}", "batch heads T slots", mask)
+
+    def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self.rounds:
+            self.note("target_main_stream", "after the final norm", "batch T width", output.last_hidden_state)
+
+    def _drafts(self, _: nn.Module, __: Any, state: Tensor) -> None:
+        self.note("draft_main_stream", "after the final norm", "batch queries width", state)
+
+    def begins(self, base: BaseState, needs: Needs) -> None:
+        """A round begins, with what the base knows."""
+        if self.rounds == 1:
+            # What stands there is of the whole prompt.
+            self.tensors.pop("draft_backbone_stream", None)
+        self.rounds += 1
+        if needs.final_hidden:
+            what = "the base's state that predicted the pending token; the drafter's own takes its place"
+            self.note("draft_backbone_stream", what, "batch queries width", base.hidden)
+        for layer in needs.layers:
+            what = f"the base's state that enters layer {layer}"
+            self.note("draft_backbone_stream", what, "batch T width", base.fed.layers[layer])
+
+    def stepped(self, logits: Tensor, state: DraftState) -> None:
+        """A step was drafted."""
+        self.note("draft_logits", "of the next token", "batch queries vocabulary", logits)
+        if isinstance(state, Eagle3State):
+            what, axes = "keys and values of verified positions", "batch slots heads head_dim"
+            self.note("draft_kv_cache", what, axes, state.cache[0], 2)
+            if state.own is not None:
+                what, axes = "keys and values of the round's steps", "batch queries steps heads head_dim"
+                self.note("draft_kv_cache", what, axes, state.own[0], 2)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A drafter whose tensors are looked at."""
+
+    drafter: Network
+    seen: _Seen
+
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs
+
+    def start(self, base: BaseState) -> DraftState:
+        self.seen.begins(base, self.needs)
+        return self.drafter.start(base)
+
+    def step(self, state: DraftState, token: Tensor) -> tuple[Tensor, DraftState]:
+        logits, following = self.drafter.step(state, token)
+        self.seen.stepped(logits, following)
+        return logits, following
+
+    def fork(self, state: DraftState, parents: Tensor) -> DraftState:
+        return self.drafter.fork(state, parents)

@@ -1,0 +1,191 @@
+"""The page in HTML: whole, closed to the outside, the tables of the Markdown page, and not to be broken by a name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.report_document import REPORT
+from helpers.web import Page
+
+from mtp_extract.markdown import visible
+from mtp_extract.validate.report.colours import COLOURS
+from mtp_extract.validate.report.figures import draw_figures
+from mtp_extract.validate.report.svg import inline
+from mtp_extract.validate.report.tables import FIGURES, Table, measurements
+from mtp_extract.validate.report.web import web_page
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</style></title><script>",
+    "&lt;b&gt; &amp;",
+    "a\x00b\x1b[31mc\x7f\u202egnp.exe",
+    "שלום عالم",
+    "日本語",
+    "x" * 500,
+    "$\\frac{1}{0}$ {brace} %s",
+    "\udcff surrogate",
+    "javascript:alert(1) http://example.org",
+)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A page for each hostile name, wherever a name can stand."""
+    folder = tmp_path_factory.mktemp("hostile")
+    return {name: whole(hostile(name), folder) for name in HOSTILE}
+
+
+def hostile(name: str) -> dict[str, Any]:
+    """A report in which everything that comes from outside has this name."""
+    report = copy.deepcopy(REPORT)
+    report.update(verdict=f"Measured: {name}.", findings=[name] * 7, notes=[name], drafter=name, source=name)
+    report["base"]["name"] = name
+    report["tool"]["version"] = name
+    for drafter in report["drafters"]:
+        drafter["name"] = drafter["format"] = name
+        drafter["agreement"]["workloads"] = {name: drafter["agreement"]["workloads"].popitem()[1]}
+        drafter["changes"] = {name: drafter["change"]}
+    report["agreement"]["workloads"] = {name: report["agreement"]["workloads"].popitem()[1]}
+    report["drafters"].append({**copy.deepcopy(report["drafters"][0]), "name": name + " 2"})
+    return report
+
+
+def whole(report: dict[str, Any], folder: Path) -> str:
+    """As it is written beside ``report.json``."""
+    drawn = {
+        name: inline((folder / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name])
+        for name in draw_figures(report, folder)
+    }
+    assert drawn
+    return web_page(f"Validation of {report['drafter']}", report, measurements(report), drawn)
+
+
+def test_it_holds_every_table(tmp_path: Path) -> None:
+    page = Page(whole(REPORT, tmp_path))
+    tables = list(measurements(REPORT))
+    assert page.within("h1") == [f"Validation of {REPORT['drafter']}"]
+    assert [title for title in page.within("h2") if title not in ("Findings", "Notes")] == [t.title for t in tables]
+    cells = iter(page.within("table"))
+    for table in tables:
+        for row in (table.columns, *table.rows):
+            for cell in filter(None, map(str, row)):
+                found = next(cells)
+                while found.replace(" ", "") != visible(cell).replace(" ", ""):
+                    found += next(cells)
+
+
+def test_what_matters_first_stands_open() -> None:
+    first = Table("First", ("a",), (("1",),), about="*How* `x`.", first=True)
+    page = Page(web_page("T", REPORT, [first, Table("Second", ("b",), (("2",),), after="So & so.")]))
+    assert [around for around, text in page.texts if text == "1"] == [
+        ("html", "body", "main", "section", "div", "div", "table", "tbody", "tr", "th")
+    ]
+    assert [("details" in around) for around, text in page.texts if text == "2"] == [True]
+    assert ("html", "body", "main", "section", "details", "p", "em") in [around for around, _ in page.texts]
+    assert "So & so." in [text for _, text in page.texts]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_from_outside_is_markup(pages: dict[str, str], name: str) -> None:
+    text = pages[name]
+    text.encode("utf-8")
+    page = Page(text)
+    names = {tag for tag, _ in page.elements}
+    assert not names & {"script", "img", "link", "iframe", "object", "base", "form", "a", "b"}
+    for tag, attributes in page.elements:
+        for key, value in attributes.items():
+            assert not key.startswith("on")
+            assert key not in ("src", "srcset", "action", "data")
+            assert key != "href" or str(value).startswith("#"), (tag, value)
+            assert "url(" not in str(value) or "url(#" in str(value)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    shown = "".join(text for _, text in page.texts)
+    assert visible(name) in shown
+
+
+def test_it_asks_for_nothing(tmp_path: Path) -> None:
+    text = whole(REPORT, tmp_path)
+    page = Page(text)
+    assert {"http-equiv": "Content-Security-Policy", "content": (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    )} in page.named("meta")  # fmt: skip
+    assert not re.search(r"https?:|//www|@import|url\((?!#)|<script|xmlns", text)
+
+
+def test_ids_are_those_of_one_page(tmp_path: Path) -> None:
+    page = Page(whole(REPORT, tmp_path))
+    ids = [str(attributes["id"]) for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.elements:
+        for value in filter(None, attributes.values()):
+            assert set(re.findall(r"url\(#([^)]*)\)", value)) <= set(ids)
+        for key in ("href", "aria-labelledby"):
+            if key in attributes:
+                assert str(attributes[key]).lstrip("#") in ids
+
+
+def test_who_cannot_see_it_is_told(tmp_path: Path) -> None:
+    page = Page(whole(REPORT, tmp_path))
+    assert page.named("html") == [{"lang": "en"}]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.named("meta")
+    figures = page.named("svg")
+    assert figures
+    for figure in figures:
+        assert figure["role"] == "img"
+        assert "width" not in figure
+        assert figure["viewbox"]
+    assert len(page.named("figcaption")) == len(page.named("figure")) == len(figures)
+    for region in page.named("div"):
+        if region["class"] == "scroll":
+            assert region["role"] == "region"
+            assert region["tabindex"] == "0"
+    assert {cell["scope"] for cell in page.named("th")} == {"col", "row"}
+
+
+def test_figures_take_the_pages_letters_and_colours(tmp_path: Path) -> None:
+    for name in draw_figures(REPORT, tmp_path):
+        text = inline((tmp_path / f"{name}.svg").read_text(encoding="utf-8"), name, "what it shows")
+        assert "<metadata" not in text
+        assert "font-family" not in text
+        assert "DejaVu" not in text
+        assert "font-size" in text
+        left = set(re.findall(r"#[0-9a-f]{6}\b", text))
+        assert not left, "a colour that the dark has no other for"
+        assert set(re.findall(r"var\(--(\w+)\)", text)) <= set(COLOURS)
+        assert text.startswith("<svg viewBox=")
+
+
+def test_a_font_in_one_word_or_in_several() -> None:
+    """As matplotlib writes it now, and as it did up to 3.9."""
+    old = "<svg><text style=\"font: 700 9px 'DejaVu Sans', sans-serif; text-anchor: start\">x</text></svg>"
+    new = "<svg><text style=\"font-size: 9px; font-family: 'DejaVu Sans'; text-anchor: start\">x</text></svg>"
+    assert 'style="font-weight: 700; font-size: 9px; text-anchor: start"' in inline(old, "a", "b")
+    assert 'style="font-size: 9px; text-anchor: start"' in inline(new, "a", "b")
+
+
+def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert whole(REPORT, tmp_path / "a") == whole(REPORT, tmp_path / "b")
+
+
+@pytest.mark.parametrize(("ground", "least"), [("light", 3.0), ("dark", 3.0)])
+def test_every_colour_is_seen_on_its_ground(ground: str, least: float) -> None:
+    """3 to 1, as WCAG 2.2 asks of what is no text, and 4.5 of text; but for lines and what lies beneath."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    page = luminance(getattr(COLOURS["page"], ground))
+    for name in set(COLOURS) - {"page", "line", "pale"}:
+        other = luminance(getattr(COLOURS[name], ground))
+        contrast = (max(page, other) + 0.05) / (min(page, other) + 0.05)
+        assert contrast >= (4.5 if name in ("ink", "faint") else least), (name, contrast)
