@@ -114,7 +114,8 @@ def test_it_computes_what_vllm_computes(flags: tuple[bool, ...]) -> None:
     given = dict(zip(FLAGS, flags, strict=True))
     wide = 48 if given["own_embedding"] else 32
     config = head_config(**given, backbone_hidden_size=wide, draft_vocab_size=40 if given["fc_norm"] else 24)
-    head = random_head(config)
+    # At a gain of 2 what F32 rounds off grows to 2e-5 in three steps.
+    head = random_head(config, gain=1)
     theirs = Transcribed(head)
     generator = torch.Generator().manual_seed(7)
     table = torch.randn(40, wide, generator=generator)

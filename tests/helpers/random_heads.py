@@ -35,14 +35,14 @@ def head_config(**changes: Any) -> Eagle3Config:
     return Eagle3Config(**(settings | changes))
 
 
-def random_head(config: Eagle3Config, seed: int = 0) -> Eagle3Drafter:
-    """With weights of a size at which every part of it counts."""
+def random_head(config: Eagle3Config, seed: int = 0, gain: float = 2) -> Eagle3Drafter:
+    """With matrices that make numbers ``gain`` times as large: at 2 every part of it counts."""
     torch.manual_seed(seed)
     head = Eagle3Drafter(config)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0, 2 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0, gain * parameter.shape[1] ** -0.5)
             else:
                 parameter.uniform_(0.5, 2)
     if config.reduced:
