@@ -191,7 +191,7 @@ def run_tuning(
 
 def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
     """A head that nothing was trained of, in the directory of the work."""
-    from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, write_head
+    from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, state_sizes, write_head
 
     place, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
     config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
@@ -200,7 +200,8 @@ def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
         always = [stops] if isinstance(stops, int) else stops or []
         tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, always)
         dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
-        write_head(new_head(base, config, tokens, dtype, setting.seed), place)
+        sizes = state_sizes(base, config.base_layers, corpus.trained)
+        write_head(new_head(base, config, tokens, sizes, dtype, setting.seed), place)
     pair.accelerator.wait_for_everyone()
     return place
 
@@ -210,8 +211,9 @@ def _latents(plan: Plan, pair: Pair) -> Latents:
     from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
     from mtp_extract.tune.writing import check_writable
 
-    # One step alone has no use for the state that it hands on.
-    idle = ("post_projection",) if plan.setting.draft_steps == 1 else ()
+    # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And one step alone has
+    # no use for the state that it hands on.
+    idle = ("input_norm", *(["post_projection"] if plan.setting.draft_steps == 1 else []))
     mode = MODES[plan.mode] if plan.setting.directory is not None else NEW_HEAD
     try:
         latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)

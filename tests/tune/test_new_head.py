@@ -27,7 +27,7 @@ from mtp_extract.tune import Plan, Setting, prompts, run_tuning
 from mtp_extract.tune.loop import Recipe, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
-from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, write_head
+from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.rounds import Rounds, States, collate
 from mtp_extract.validate import prompts as shipped
 
@@ -59,7 +59,8 @@ def one_thread() -> Iterator[None]:
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
     config = head_for(base, tokens, None)
-    return new_head(base, config, frequent_tokens(texts or [], tokens, base.vocab_size), "f32", 0)
+    chosen = frequent_tokens(texts or [], tokens, base.vocab_size)
+    return new_head(base, config, chosen, state_sizes(base, config.base_layers, texts or []), "f32", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,16 +146,15 @@ def test_the_vocabulary_is_what_the_base_says_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (2, 4, 6)), (5, (1, 3, 5))]
+    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (1, 3, 5)), (4, (1, 2, 3))]
 )
 def test_layers_that_are_read(count: int, expected: tuple[int, ...]) -> None:
     assert base_layers(count) == expected
 
 
-def test_a_base_of_two_layers_has_no_three_states() -> None:
-    base = Base(
-        random_base(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0)
-    )
+def test_a_base_of_three_layers_has_no_three_states() -> None:
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
     with pytest.raises(DrafterError, match="3 different layers"):
         head_for(base, 32, None)
 
@@ -163,7 +163,7 @@ def test_the_shape_is_the_bases_own() -> None:
     config = head_for(Base(random_base()), 32000, "org/base")
     assert config == Eagle3Config(
         backbone_hidden_size=32, hidden_size=32, intermediate_size=48, vocab_size=40, draft_vocab_size=40, num_heads=4,
-        num_kv_heads=2, head_dim=8, base_layers=(1, 3, 5), rope_theta=1e6, fc_norm=True,
+        num_kv_heads=2, head_dim=8, base_layers=(1, 2, 4), rope_theta=1e6, norm_before_fc=True,
         max_position_embeddings=config.max_position_embeddings, base="org/base",
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert tuned.directory == tmp_path / "head" and not findings_of(tuned.directory)
     config = read_checkpoint(tuned.directory).config
     assert isinstance(config, Eagle3Config)
-    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (2, 4, 6))
+    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))
     record = verify(tuned.directory).record
     validator("extraction")(record)
     assert record["tuning"]["mode"] == "float" and record["tuning"]["recipe"]["draft_steps"] == 3
