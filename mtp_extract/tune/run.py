@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
+_STEPS, _STEPS_OF_NEW = 200, 300
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,7 +39,8 @@ class Plan:
         out: where the tuned checkpoint goes.
         mode: a name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained.
         objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`; None chooses by the temperature.
-        steps, anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
+        steps: of the optimizer; None for 200, and for a new head 300.
+        anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
         draft_vocab: most tokens that a new head can propose.
         force: write also what is not better.
         overwrite: replace ``out`` if it is a checkpoint of ours.
@@ -47,7 +50,7 @@ class Plan:
     out: Path
     mode: str = "norms"
     objective: str | None = None
-    steps: int = 200
+    steps: int | None = None
     anchors: int = 24
     learning_rate: float | None = None
     draft_vocab: int = 32000
@@ -59,7 +62,7 @@ class Plan:
         from mtp_extract.tune.loop import Recipe
 
         return Recipe(
-            steps=self.steps,
+            steps=self.steps or (_STEPS_OF_NEW if self.setting.directory is None else _STEPS),
             draft_steps=self.setting.draft_steps,
             batch=self.setting.batch,
             anchors=self.anchors,
@@ -86,7 +89,7 @@ class Plan:
             raise ValueError(f"objective {self.objective!r}: expected {' or '.join(OBJECTIVES)}.")
         self.setting.check()
         for name in ("steps", "anchors", "draft_vocab"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise MtpExtractError(
                     f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
                 )
