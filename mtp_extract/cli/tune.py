@@ -111,7 +111,7 @@ def command(
     ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of the optimizer; by default 200, for a head 600."),
+        typer.Option(min=1, help="Of the optimizer; by default 200, for a new head 300, for an ordered one 600."),
     ] = None,
     draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,
@@ -199,7 +199,7 @@ def command(
         target,
         mode=mode.value if mode else _DEFAULT,
         objective=objective.value if objective else None,
-        steps=steps or Plan.steps,
+        steps=steps,
         anchors=anchors or Plan.anchors,
         learning_rate=learning_rate,
         draft_vocab=draft_vocab,
