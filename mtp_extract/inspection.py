@@ -234,7 +234,7 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         "stored_types": dict(sorted(Counter(types.values()).items())),
     }
     if found.architecture == EAGLE3:
-        told["findings"] = [asdict(finding) for finding in findings]
+        told["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
     if tensors:
         told["tensors"] = [
             {

@@ -6,7 +6,6 @@ here: whoever compares knows what they are to be.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.dtypes import Dtype
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header
@@ -31,7 +31,7 @@ _MODEL_TYPES = ("gemma4", "gemma4_text")
 _PREFIXES = ("model.language_model.", "model.")
 _HEAD = "lm_head.weight"
 _ASSISTANT = "_assistant"
-_LARGEST_JSON = 1 << 26
+_AS_WRITTEN = "Expected a checkpoint as transformers writes it."
 _MOST_LAYERS = 1024
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
@@ -71,7 +71,7 @@ def holds_drafter(directory: Path) -> bool:
     """
     config = directory / _CONFIG
     return (directory / RECORD).is_file() or (
-        config.is_file() and str(_json(config).get("model_type")).endswith(_ASSISTANT)
+        config.is_file() and str(read_object(config, _AS_WRITTEN).get("model_type")).endswith(_ASSISTANT)
     )
 
 
@@ -82,7 +82,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
         CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
         UnsupportedError: it stores integers, or has parts that no bundle is known to have.
     """
-    config = _json(directory / _CONFIG)
+    config = read_object(directory / _CONFIG, _AS_WRITTEN)
     model_type = config.get("model_type")
     if model_type not in _MODEL_TYPES:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _stored(directory: Path) -> Iterator[tuple[str, tuple[Path, StoredTensor]]]:
         return
     if not (directory / _INDEX).is_file():
         raise CheckpointError(f"{escape(directory)}: expected {_WEIGHTS} or {_INDEX}, found neither.")
-    placed = _json(directory / _INDEX).get("weight_map")
+    placed = read_object(directory / _INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CheckpointError(f"{escape(directory / _INDEX)}: expected a weight_map from tensors to files.")
     for file in sorted(set(placed.values())):
@@ -172,19 +172,3 @@ def _stored(directory: Path) -> Iterator[tuple[str, tuple[Path, StoredTensor]]]:
             if name not in there:
                 raise CheckpointError(f"{escape(path)}: expected {escape(name)}, as the index says, found none.")
             yield name, (path, there[name])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{escape(path)}: larger than any configuration.")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{escape(path)}: cannot be read: {error.strerror}. Expected a checkpoint as transformers writes it."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{escape(path)}: not valid JSON: the directory is damaged.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{escape(path)}: expected a JSON object.")
-    return content

@@ -18,6 +18,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.formats import EVERY, format_named
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import rounded_again
@@ -28,7 +29,6 @@ from mtp_extract.errors import CheckpointError, escape
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
 
-_LARGEST_RECORD = 1 << 26
 _WRITER = ("mtp_extract", "mtp_extract.version")
 _BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_extract.section.")
 """What a header may say that a bundle does not: by whom it was written, where it came from, a tokenizer."""
@@ -95,17 +95,8 @@ def read_record(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a lone file."
         )
-    try:
-        if path.stat().st_size > _LARGEST_RECORD:
-            raise CheckpointError(f"{path}: larger than any record of mtp-extract.")
-        record: dict[str, Any] = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {error.strerror}. Expected a directory that mtp-extract wrote."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
-    if isinstance(record, dict) and record.get("format_version") != FORMAT_VERSION:
+    record = read_object(path, "Expected a directory that mtp-extract wrote.")
+    if record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: expected format version {FORMAT_VERSION}, found {escape(record.get('format_version'))}. Another "
             "release of mtp-extract wrote it: extract the drafter again with this one."
@@ -260,7 +251,7 @@ def verify_against(
         path = own.directory / file.name
         if file.tensors:
             wrong += [*_compare(path, file.tensors), *_said_otherwise(path, file.metadata)]
-        elif _json_of(path) != json.loads(file.text):
+        elif read_object(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
         raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
@@ -279,16 +270,6 @@ def _as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
             kept = entry.get("kept") == CODES or any(f"{name}.codes" in codes for codes in beside)
             tensors[role] = tensor if kept else rounded_again(tensor, [ROUNDED_TO["f32"]])
     return replace(original, tensors=MappingProxyType(tensors))
-
-
-def _json_of(path: Path) -> object:
-    try:
-        content: object = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: the directory is damaged.") from error
-    return content
 
 
 def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:

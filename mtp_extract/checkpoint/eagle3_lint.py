@@ -1,8 +1,10 @@
 """What engines make of an EAGLE-3 head: what they would load wrongly without a word, and what they refuse.
 
 Read in the sources of vLLM 0.33.0 (``model_executor/models/llama_eagle3.py``, both model runners, ``speculators``'
-configurations) and SGLang 0.5.23 (``srt/models/llama_eagle3.py``, ``gemma4_causal.py``). A rule looks at the parsed
-``config.json`` and the shapes of the tensors, whatever else is wrong with them, so that all of it is told at once.
+configurations) and SGLang 0.5.23 (``srt/models/llama_eagle3.py``, ``gemma4_causal.py``), for which the layouts are
+made; and, run too, in those of llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``), which converts both, and
+mlx-vlm 0.7.10 (``speculative/drafters/eagle3``), which loads one. A rule looks at the parsed ``config.json`` and the
+shapes of the tensors, whatever else is wrong with them, so that all of it is told at once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ WRONG, REFUSED, CHECK = "loads it wrongly", "refuses it", "loads it as it stands
 """What an engine does with it: silently another function, an error, or what only its maker can judge."""
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
+LLAMA_CPP, MLX = "llama.cpp 0c1e570", "mlx-vlm 0.7.10"
+_OTHERS = (LLAMA_CPP, MLX)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,16 @@ class Finding:
     engine: str
     effect: str
     what: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether an engine for which the layout is made takes another function for it, and does not say so."""
+        return self.effect == WRONG and self.engine not in _OTHERS
+
+    @property
+    def forbids(self) -> bool:
+        """Whether it is not to be written so: an engine for which the layout is made does not load it as it is."""
+        return self.effect != CHECK and self.engine not in _OTHERS
 
     def __str__(self) -> str:
         return f"{self.engine} {self.effect}: {self.what}"
@@ -228,6 +242,26 @@ def _verifier(head: _Head) -> Iterator[Finding]:
             yield Finding(VLLM, CHECK, "it names no base, so that it can only be served beside one, not by itself")
 
 
+def _others(head: _Head) -> Iterator[Finding]:
+    """What llama.cpp's converter and mlx-vlm know less of."""
+    others = (LLAMA_CPP,) if head.sglang else _OTHERS
+    fc_norm = bool(head.top.get("fc_norm")) or any(name.startswith("fc_norm.") for name in head.shapes)
+    for engine in others:
+        if fc_norm:
+            yield Finding(engine, REFUSED, "it has no fc_norm; train one with norm_before_fc for it")
+        if head.top.get("norm_output"):
+            yield Finding(engine, WRONG, "norm_output is true, and it feeds back the state before the norm")
+        if not head.top.get(IDS):
+            what = f"{IDS} is not at the top level, and it takes 2, n // 2 and n − 3 of n layers; write them there"
+            yield Finding(engine, WRONG, what)
+    if MLX in others:
+        if 0 in _numbers(head.top.get(IDS)):
+            yield Finding(MLX, WRONG, "it reads what leaves layer 0 for what enters it")
+        if "embed_tokens.weight" not in head.shapes:
+            what = "it wants embed_tokens.weight in the file, though it takes the base's; put the base's there"
+            yield Finding(MLX, REFUSED, what)
+
+
 _RULES: tuple[Rule, ...] = (
     _architecture,
     _activation,
@@ -239,4 +273,5 @@ _RULES: tuple[Rule, ...] = (
     _fc,
     _tensors,
     _verifier,
+    _others,
 )

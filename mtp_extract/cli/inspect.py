@@ -145,7 +145,6 @@ def _show_comparison(found: BaseComparison) -> None:
 def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify, with_record
-    from mtp_extract.checkpoint.eagle3_lint import WRONG
     from mtp_extract.checkpoint.staging import RECORD
     from mtp_extract.errors import CheckpointError
     from mtp_extract.extraction import verify_against_source
@@ -170,14 +169,14 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
                 "files": result.files if result else None,
                 "tensors": result.tensors if result else found["weights"],
                 "against": result.against if result else None,
-                "ok": all(finding["effect"] != WRONG for finding in found.get("findings", ())),
+                "ok": not any(finding["is_error"] for finding in found.get("findings", ())),
                 "extraction": result.record if result else None,
                 "holds": found,
             }
         )
     else:
         _show_checkpoint(place, found, result)
-    if wrong := [finding for finding in found.get("findings", ()) if finding["effect"] == WRONG]:
+    if wrong := [finding for finding in found.get("findings", ()) if finding["is_error"]]:
         raise CheckpointError(
             f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {len(wrong)}. "
             "Convert it, or change its config as said."

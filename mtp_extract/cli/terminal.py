@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
 
-__all__ = ["doing", "error", "progress", "say", "say_all", "size", "table", "write_json"]
+__all__ = ["doing", "error", "progress", "redrawn", "say", "say_all", "size", "table", "write_json"]
 
 _FASTEST_REDRAW = 0.1
 _WORTH_SHOWING = 1 << 26
@@ -81,28 +81,36 @@ def table(
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress line on stderr, on a terminal and for work worth showing."""
-    shown = False
-    last = 0.0
+def redrawn() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that takes the place of the one before, a few times a second, and goes in the end."""
+    last: float | None = None
     lock = threading.Lock()
-    active = not quiet and sys.stderr.isatty()
 
-    def update(done: int, total: int) -> None:
-        nonlocal shown, last
-        if not active or total < _WORTH_SHOWING:
-            return
+    def draw(line: str) -> None:
+        nonlocal last
         with lock:
             now = time.monotonic()
-            if now - last < _FASTEST_REDRAW and done < total:
-                return
-            last, shown = now, True
-            sys.stderr.write(f"\r  {size(done)} of {size(total)} ({100 * done // total} %) ")
-            sys.stderr.flush()
+            if last is None or now - last >= _FASTEST_REDRAW:
+                last = now
+                sys.stderr.write(f"\r\x1b[K  {line}")
+                sys.stderr.flush()
 
     try:
-        yield update
+        yield draw
     finally:
-        if shown:
+        if last is not None:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress line on stderr, on a terminal and for work worth showing."""
+    active = not quiet and sys.stderr.isatty()
+    with redrawn() as draw:
+
+        def update(done: int, total: int) -> None:
+            if active and total >= _WORTH_SHOWING:
+                draw(f"{size(done)} of {size(total)} ({100 * done // total} %)")
+
+        yield update

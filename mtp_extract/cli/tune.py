@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing, error, say, table, write_json
+from mtp_extract.cli.terminal import doing, error, redrawn, say, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ Head = Enum("Head", {"ordered": "ordered"}, type=str)
 New = Enum("New", {"eagle3": "eagle3"}, type=str)
 _DEFAULT = next(iter(_MODES))
 
-_REDRAW = 0.5
 _TOLD = 20
 """Lines of progress, where there is no terminal to redraw one on."""
 
@@ -113,7 +111,7 @@ def command(
     ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of the optimizer; by default 200, for a head 600."),
+        typer.Option(min=1, help="Of the optimizer; by default 200, for a new head 300, for an ordered one 600."),
     ] = None,
     draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,
@@ -201,7 +199,7 @@ def command(
         target,
         mode=mode.value if mode else _DEFAULT,
         objective=objective.value if objective else None,
-        steps=steps or Plan.steps,
+        steps=steps,
         anchors=anchors or Plan.anchors,
         learning_rate=learning_rate,
         draft_vocab=draft_vocab,
@@ -261,10 +259,10 @@ def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
     """A line that is redrawn on a terminal; else one now and then."""
     from mtp_extract.tune.progress import Written
 
-    redrawn, last, told = sys.stderr.isatty(), 0.0, 0
+    terminal, told = sys.stderr.isatty(), 0
 
     def tell(progress: Progress | Written) -> None:
-        nonlocal last, told
+        nonlocal told
         if quiet:
             return
         if isinstance(progress, Written):
@@ -276,21 +274,14 @@ def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
                 "watched texts"
             )
         line += f", {_duration(progress.seconds_left)} left"
-        if not redrawn:
-            if (part := _TOLD * done // total) != told:
-                told = part
-                doing(line)
-        elif time.monotonic() - last > _REDRAW:
-            last = time.monotonic()
-            sys.stderr.write(f"\r\x1b[K  {line}")
-            sys.stderr.flush()
+        if terminal:
+            draw(line)
+        elif (part := _TOLD * done // total) != told:
+            told = part
+            doing(line)
 
-    try:
+    with redrawn() as draw:
         yield tell
-    finally:
-        if last:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 def _duration(seconds: float | None) -> str:

@@ -502,7 +502,8 @@ class _Run:
             return Nodes.root(pending)
         state = self._start(standing)
         if isinstance(tree, AutoTree):
-            return grow_by_confidence(self._noted, state, pending, tree, tree.widths(depth))
+            heat = self.options.sampling.temperature
+            return grow_by_confidence(self._noted, state, pending, tree, tree.widths(depth), heat)
         assert tree is not None
         if depth not in self._shapes:
             self._shapes[depth] = FixedTree(tree.to_depth(depth), pending.device)

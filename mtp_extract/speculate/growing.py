@@ -15,7 +15,15 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import Drafter, DraftState
 from mtp_extract.speculate.trees import AutoTree, Tree
 
-__all__ = ["FixedTree", "Nodes", "grow_by_confidence", "grow_fixed"]
+__all__ = ["SURE", "FixedTree", "Nodes", "grow_by_confidence", "grow_fixed"]
+
+SURE = 0.75
+"""The least temperature at which confidence is read.
+
+A base that says its likeliest token says the drafter's first choice more often than it would draw it. Over the 100
+prompts that are shipped, on an untuned INT4 drafter, ``auto:8`` yields 4.31 tokens a round at 1, 4.37 at 0.75 and 4.30
+at 0.5, a chain of eight 4.09; at 1 the chain is ahead in prose, at 0.75 in no workload.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def grow_fixed(drafter: Drafter, state: DraftState, pending: Tensor, tree: Fixed
 
 
 def grow_by_confidence(
-    drafter: Drafter, state: DraftState, pending: Tensor, tree: AutoTree, widths: Sequence[int]
+    drafter: Drafter, state: DraftState, pending: Tensor, tree: AutoTree, widths: Sequence[int], temperature: float
 ) -> Nodes:
     """The drafts of the greatest values, as :class:`~mtp_extract.speculate.trees.AutoTree` has it.
 
@@ -135,6 +143,7 @@ def grow_by_confidence(
         pending: int64 [batch].
         tree: how large it may become.
         widths: drafts at each step, :meth:`AutoTree.widths`.
+        temperature: at which the base's tokens are drawn; below :data:`SURE` it counts as that.
     """
     batch, device = len(pending), pending.device
     level, value = pending[:, None], torch.zeros(batch, 1, dtype=torch.float64, device=device)
@@ -145,7 +154,7 @@ def grow_by_confidence(
         if parents is not None:
             state = drafter.fork(state, parents)
         logits, state = drafter.step(state, level)
-        scores = logits.float()
+        scores = logits.float() / max(temperature, SURE)
         top = scores.topk(min(width, scores.shape[-1]), dim=-1)
         # A draft is worth less than its parent, if ever so little, so that it is never taken without it; and however
         # unlikely it is, one below it is worth less again.

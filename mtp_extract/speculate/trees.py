@@ -117,8 +117,9 @@ class Tree:
 class AutoTree:
     """A tree grown anew in every round, where the drafter is confident.
 
-    The value of a draft is the product of the drafter's probabilities on the way to it. Of all drafts that could be
-    made, the ``budget`` with the greatest values are verified; with the limits below, of those within them.
+    The value of a draft is the product of the drafter's probabilities on the way to it, at the temperature of the base
+    (:data:`~mtp_extract.speculate.growing.SURE` when it is greedy). Of all drafts that could be made, the ``budget``
+    with the greatest values are verified; with the limits below, of those within them.
 
     Attributes:
         budget: drafts that the base verifies.

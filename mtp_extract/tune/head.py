@@ -153,7 +153,7 @@ def run_ordered_head(
     count = plan.count(before.config.vocab_size)
     like = ordered(before, torch.arange(before.config.vocab_size), torch.zeros(count, before.config.hidden_size), 1)
     check_head_writable(pair.origin, like)
-    with memory_guard("making an ordered head"):
+    with pair.working_alone(), memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
         assert isinstance(drafter, MtpDrafter)
         corpus = Corpus.of(pair, tell)

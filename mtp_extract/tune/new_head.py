@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,13 +24,18 @@ from mtp_extract.checkpoint.staging import staged_directory, write_file
 from mtp_extract.drafter import Needs
 from mtp_extract.speculate import Base, Text
 
-__all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "write_head"]
+__all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "state_sizes", "write_head"]
 
 _ROPE_THETA = 1e6
 """Of the base's full layers; the head has one frequency base, and rotates all of it."""
 
 _LEAST_DEEP = 9
 """Layers of a base of which engines' default choice, 2, n // 2 and n − 3, is a low, a middle and a high one."""
+
+_TINY = 1e-6
+
+_MEASURED = 32
+"""Texts over which the size of states is measured."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,19 @@ class Nothing:
 
 
 def base_layers(count: int) -> tuple[int, ...]:
-    """Which of a base's ``count`` layers are read: the engines' default where that is three, else thirds of it."""
+    """Which of a base's ``count`` layers are read: the engines' default where that is three, else a third apart.
+
+    The last state is what enters the last layer: llama.cpp hands out none after it.
+    """
     if count >= _LEAST_DEEP:
         return 2, count // 2, count - 3
-    return tuple(max(1, count * part // FUSED) for part in range(1, FUSED + 1))
+    return tuple(max(1, (count - 1) * part // FUSED) for part in range(1, FUSED + 1))
 
 
 def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Config:
     """The shape of a head as wide as ``base``, with the heads of its first layer and its feed-forward block.
+
+    States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
 
     Args:
         base: whose embeddings it shares.
@@ -91,7 +101,7 @@ def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Confi
         base_layers=base_layers(base.num_layers),
         rope_theta=_ROPE_THETA,
         rms_norm_eps=float(text.rms_norm_eps),
-        fc_norm=True,
+        norm_before_fc=True,
         max_position_embeddings=int(text.max_position_embeddings),
         base=name,
     )
@@ -112,19 +122,41 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
 
 
 @torch.no_grad()
-def new_head(base: Base, config: Eagle3Config, tokens: list[int], dtype: str, seed: int) -> Checkpoint:
+def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> list[float]:
+    """Of each layer's incoming states over some of ``texts`` the root mean square, which differs 100-fold in Gemma 4.
+
+    The geometric mean over tokens: a first token's state can be a thousand times as large as all others.
+    """
+    logarithms = torch.zeros(len(layers), dtype=torch.float64)
+    tokens = 0
+    for text in texts[:_MEASURED]:
+        states = base.full_pass(torch.tensor([text.tokens], device=base.device), layers).layers
+        sizes = torch.stack([states[layer][0].double().square().mean(-1).sqrt().cpu() for layer in layers])
+        logarithms += sizes.clamp(min=_TINY).log().sum(-1)
+        tokens += len(text.tokens)
+    found: list[float] = (logarithms / max(tokens, 1)).exp().tolist()
+    return found
+
+
+@torch.no_grad()
+def new_head(
+    base: Base, config: Eagle3Config, tokens: list[int], sizes: Sequence[float], dtype: str, seed: int
+) -> Checkpoint:
     """A head of random weights, its LM head and final norm the base's.
 
     Args:
         base: for which.
         config: its shape.
         tokens: those of its vocabulary, ascending.
+        sizes: of the states that it reads, as :func:`state_sizes` has them: it begins with all alike.
         dtype: what its floats are to be stored in.
         seed: of the weights.
     """
     rows = np.asarray(tokens)
     generator = torch.Generator().manual_seed(seed)
+    together = math.sqrt(sum(size * size for size in sizes) / len(sizes))
     given = {
+        "input_norm": torch.tensor([together / size for size in sizes]).repeat_interleave(config.backbone_hidden_size),
         "lm_head": base.model.lm_head.weight[torch.from_numpy(rows)],
         "final_norm": base.model.get_decoder().norm.weight,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mtp_extract.tune.measure import joined, measure
 from mtp_extract.tune.new_head import Nothing
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.work import alone
 from mtp_extract.tune.writing import as_written
 from mtp_extract.validate.acceptance.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.validate.acceptance.measured import Measured
@@ -73,8 +75,8 @@ class Pair:
         self.loaded: LoadedBase = load_base(setting.base, str(self.accelerator.device) if several else setting.device)
         with memory_guard("loading the drafter"):
             if setting.directory is None:
-                alone = Base(self.loaded.model)
-                self.generator = SpeculativeGenerator(alone, Nothing.beside(alone), self.loaded.tokenizer)
+                base = Base(self.loaded.model)
+                self.generator = SpeculativeGenerator(base, Nothing.beside(base), self.loaded.tokenizer)
             else:
                 self._join()
 
@@ -90,6 +92,14 @@ class Pair:
     def _join(self) -> None:
         self.drafter = self.drafter_of(self.origin.checkpoint)
         self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
+
+    def working_alone(self) -> AbstractContextManager[None]:
+        """Around what keeps text and state in the folder of the work, for which the first process speaks.
+
+        Raises:
+            OutputError: another run is at work there, or it cannot be written.
+        """
+        return alone(self.setting.work) if self.accelerator.is_main_process else nullcontext()
 
     @property
     def name(self) -> str:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
+_STEPS, _STEPS_OF_NEW = 200, 300
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,7 +39,8 @@ class Plan:
         out: where the tuned checkpoint goes.
         mode: a name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained.
         objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`; None chooses by the temperature.
-        steps, anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
+        steps: of the optimizer; None for 200, and for a new head 300.
+        anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
         draft_vocab: most tokens that a new head can propose.
         force: write also what is not better.
         overwrite: replace ``out`` if it is a checkpoint of ours.
@@ -47,7 +50,7 @@ class Plan:
     out: Path
     mode: str = "norms"
     objective: str | None = None
-    steps: int = 200
+    steps: int | None = None
     anchors: int = 24
     learning_rate: float | None = None
     draft_vocab: int = 32000
@@ -59,7 +62,7 @@ class Plan:
         from mtp_extract.tune.loop import Recipe
 
         return Recipe(
-            steps=self.steps,
+            steps=self.steps or (_STEPS_OF_NEW if self.setting.directory is None else _STEPS),
             draft_steps=self.setting.draft_steps,
             batch=self.setting.batch,
             anchors=self.anchors,
@@ -86,7 +89,7 @@ class Plan:
             raise ValueError(f"objective {self.objective!r}: expected {' or '.join(OBJECTIVES)}.")
         self.setting.check()
         for name in ("steps", "anchors", "draft_vocab"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise MtpExtractError(
                     f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
                 )
@@ -154,7 +157,7 @@ def run_tuning(
     from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
-    with memory_guard("tuning"):
+    with pair.working_alone(), memory_guard("tuning"):
         new = plan.setting.directory is None
         corpus = Corpus.of(pair, tell) if new else None
         if corpus is not None:
@@ -191,7 +194,7 @@ def run_tuning(
 
 def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
     """A head that nothing was trained of, in the directory of the work."""
-    from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, write_head
+    from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, state_sizes, write_head
 
     place, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
     config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
@@ -200,7 +203,8 @@ def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
         always = [stops] if isinstance(stops, int) else stops or []
         tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, always)
         dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
-        write_head(new_head(base, config, tokens, dtype, setting.seed), place)
+        sizes = state_sizes(base, config.base_layers, corpus.trained)
+        write_head(new_head(base, config, tokens, sizes, dtype, setting.seed), place)
     pair.accelerator.wait_for_everyone()
     return place
 
@@ -210,8 +214,9 @@ def _latents(plan: Plan, pair: Pair) -> Latents:
     from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
     from mtp_extract.tune.writing import check_writable
 
-    # One step alone has no use for the state that it hands on.
-    idle = ("post_projection",) if plan.setting.draft_steps == 1 else ()
+    # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And one step alone has
+    # no use for the state that it hands on.
+    idle = ("input_norm", *(["post_projection"] if plan.setting.draft_steps == 1 else []))
     mode = MODES[plan.mode] if plan.setting.directory is not None else NEW_HEAD
     try:
         latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)

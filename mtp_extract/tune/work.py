@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from mtp_extract.errors import OutputError, escape
 
-__all__ = ["kept"]
+__all__ = ["alone", "kept"]
+
+_LOCK = "lock"
 
 
 @contextmanager
@@ -28,3 +32,26 @@ def kept(folder: Path) -> Iterator[None]:
             f"{error.strerror or escape(error)}. Make room there, or choose another place.",
             remedies=("work",),
         ) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Around a run that keeps its state in ``folder``. The lock goes with the process, however that ends.
+
+    Raises:
+        OutputError: another run is at work there, or it cannot be written.
+    """
+    lock = FileLock(folder / _LOCK)
+    with kept(folder):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise OutputError(
+                f"{escape(folder)}: expected a place of its own for this run's text and state, found another run at "
+                "work there. Wait for it, or choose another place.",
+                remedies=("work",),
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -94,11 +94,12 @@ class Llama:
     base: Path
     prompt: str
     tokens: int
+    kind: str = "draft-mtp"
 
-    def convert(self, source: Path, directory: Path, out: Path, python: str) -> None:
+    def convert(self, source: Path, directory: Path, out: Path, python: str, *options: str) -> None:
         """``directory`` as a GGUF in F32, by llama.cpp's own converter in the tree at ``source``."""
         environment = {**os.environ, "PYTHONPATH": str(source / "gguf-py")}
-        command = [python, str(source / "convert_hf_to_gguf.py"), str(directory), "--outtype", "f32"]
+        command = [python, str(source / "convert_hf_to_gguf.py"), str(directory), "--outtype", "f32", *options]
         done = run([*command, "--outfile", str(out)], environment)
         if done.returncode:
             raise RuntimeError(f"convert_hf_to_gguf.py: {last_line(done.stderr)}")
@@ -132,7 +133,7 @@ class Llama:
     def _options(self, drafter: Path | None) -> list[str]:
         options = ["-m", str(self.base), *_OPTIONS]
         if drafter is not None:
-            options += ["-md", str(drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(DRAFTS)]
+            options += ["-md", str(drafter), "--spec-type", self.kind, "--spec-draft-n-max", str(DRAFTS)]
         return options
 
     def _slow_to_end(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The drafter in mlx-vlm, beside its base: ``python run_mlx_vlm.py BASE DRAFTER PROMPT TOKENS``.
+"""The drafter in mlx-vlm, beside its base: ``python run_mlx_vlm.py BASE DRAFTER PROMPT TOKENS [BLOCK]``.
 
 Prints one line of JSON. Runs in whatever interpreter has mlx-vlm; needs nothing of mtp-extract.
 """
@@ -36,15 +36,16 @@ def readable(base: Path, made: Path) -> Path:
     return made
 
 
-def check(base: str, directory: str, prompt: str, tokens: int) -> dict[str, Any]:
+def check(base: str, directory: str, prompt: str, tokens: int, block: int = BLOCK) -> dict[str, Any]:
     """Greedy text with and without the drafter, and how many of its drafts were accepted."""
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as folder:
         model, processor = mlx_vlm.load(str(readable(Path(base), Path(folder) / "base")), strict=False)
-    drafter, kind = load_drafter(directory, kind="mtp")
+    # An MTP drafter or an EAGLE-3 head, as its config says.
+    drafter, kind = load_drafter(directory)
     options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0}
     plain = mlx_vlm.generate(model, processor, prompt, **options)
-    options |= {"draft_model": drafter, "draft_kind": kind, "draft_block_size": BLOCK}
+    options |= {"draft_model": drafter, "draft_kind": kind, "draft_block_size": block}
     assisted = mlx_vlm.generate(model, processor, prompt, **options)
     return {
         "version": mlx_vlm.__version__,
@@ -56,4 +57,4 @@ def check(base: str, directory: str, prompt: str, tokens: int) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    print(json.dumps(check(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+    print(json.dumps(check(sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_extract import convert
 from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.eagle3_lint import CHECK, REFUSED, WRONG, lint
+from mtp_extract.checkpoint.eagle3_lint import CHECK, REFUSED, WRONG, Finding, lint
 from mtp_extract.checkpoint.formats import format_of, read_checkpoint
 from mtp_extract.checkpoint.formats.llama import findings_of
 from mtp_extract.drafter import Eagle3Drafter, load_any, load_drafter
@@ -154,6 +154,11 @@ def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
     assert not findings_of(tmp_path / "out")
 
 
+def made_for(directory: Path) -> list[Finding]:
+    """What engines make of the head in ``directory`` for which its layout is made."""
+    return [finding for finding in findings_of(directory) if finding.engine.startswith(("vLLM", "SGLang", "one of"))]
+
+
 def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]) -> Callable[[Path], object]:
     def change(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
@@ -279,10 +284,44 @@ def test_what_engines_make_of_it(
     tmp_path: Path, layout: str, changes: dict[str, Any], found: list[tuple[str, str, str]]
 ) -> None:
     directory = edit(write_head(tmp_path / "head", random_head(head_config()), layout), **changes)
-    findings = findings_of(directory)
+    findings = made_for(directory)
     assert [(f.engine.split(" 0")[0], f.effect) for f in findings] == [(engine, effect) for engine, effect, _ in found]
     for finding, (_, _, what) in zip(findings, found, strict=True):
         assert what in finding.what
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "changes", "found"),
+    [
+        ("eagle3", {"norm_before_fc": True, "norm_before_residual": False}, {}, []),
+        ("eagle3", {"fc_norm": True}, {}, [("llama.cpp", REFUSED, "no fc_norm")]),
+        ("eagle3", {"norm_output": True}, {}, [("llama.cpp", WRONG, "before the norm")]),
+        ("eagle3", {}, {IDS: ...}, [("llama.cpp", WRONG, "not at the top level")]),
+        ("speculators", {"own_embedding": True, "norm_before_residual": True}, {}, []),
+        ("speculators", {}, {}, [("mlx-vlm", REFUSED, "wants embed_tokens.weight")]),
+        ("speculators", {"own_embedding": True, "base_layers": (0, 2, 5)}, {}, [("mlx-vlm", WRONG, "leaves layer 0")]),
+        (
+            "speculators",
+            {"own_embedding": True, "fc_norm": True, "norm_output": True},
+            {},
+            [
+                ("llama.cpp", REFUSED, "no fc_norm"),
+                ("llama.cpp", WRONG, "before the norm"),
+                ("mlx-vlm", REFUSED, "no fc_norm"),
+                ("mlx-vlm", WRONG, "before the norm"),
+            ],
+        ),
+    ],
+)
+def test_what_others_make_of_it(
+    tmp_path: Path, layout: str, flags: dict[str, Any], changes: dict[str, Any], found: list[tuple[str, str, str]]
+) -> None:
+    """It is told, and neither an error nor a reason not to write it: the layouts are not made for them."""
+    directory = edit(write_head(tmp_path / "head", random_head(head_config(**flags)), layout), **changes)
+    findings = [finding for finding in findings_of(directory) if finding not in made_for(directory)]
+    assert [(f.engine.split(" 0")[0], f.effect) for f in findings] == [(engine, effect) for engine, effect, _ in found]
+    assert all(what in finding.what for finding, (_, _, what) in zip(findings, found, strict=True))
+    assert not any(finding.is_error or finding.forbids for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +336,7 @@ def test_what_engines_make_of_it(
 def test_tensors_that_sglang_skips(tmp_path: Path, name: str, shape: tuple[int, ...], found: str) -> None:
     directory = write_head(tmp_path / "head", random_head(head_config()))
     _tensor(name, lambda _: torch.ones(shape))(directory)
-    (finding,) = findings_of(directory)
+    (finding,) = made_for(directory)
     assert finding.effect == WRONG and found in finding.what
 
 

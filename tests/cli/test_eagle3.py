@@ -33,7 +33,9 @@ def test_a_head_is_shown_and_converted(tmp_path: Path) -> None:
     validator("extraction")(json.loads((tmp_path / "out" / "extraction.json").read_text()))
     again = RUNNER.invoke(inspect.app, [str(tmp_path / "out"), "--json"])
     found = json.loads(again.stdout)
-    assert found["ok"] and found["holds"]["format"] == "speculators" and not found["holds"]["findings"]
+    assert found["ok"] and found["holds"]["format"] == "speculators"
+    told = [(finding["engine"].split(" ")[0], finding["is_error"]) for finding in found["holds"]["findings"]]
+    assert told == [("llama.cpp", False), ("mlx-vlm", False), ("mlx-vlm", False)]
 
 
 def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:

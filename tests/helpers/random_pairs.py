@@ -20,6 +20,22 @@ PROMPTS = (
     "raise ValueError(",
 )
 
+# What is particular to each kind of Gemma 4 stays inside the base: attention without a scale, K for V, RoPE of a part
+# of the head, two kinds of caches, embeddings per layer, caches that the last layers share, experts.
+KINDS: dict[str, dict[str, Any]] = {
+    "E4B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "31B": {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "26B": {
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Pair:

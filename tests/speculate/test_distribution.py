@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
 from helpers.chi_square import chi_square
-from helpers.random_pairs import Pair
+from helpers.random_heads import head_config, random_head
+from helpers.random_pairs import Pair, random_base
 
-from mtp_extract.speculate import AutoTree, Options, Sampling, Tree, generate
+from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree, generate
 
 SAMPLES, BATCH, LENGTH = 6000, 1000, 3
 SAMPLING = Sampling(temperature=1.1, top_k=4, top_p=0.95)
-PROMPT = "return "
+Exact = dict[tuple[int, ...], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A base with a drafter, and what is continued."""
+
+    generator: SpeculativeGenerator
+    prompt: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def exact(pair: Pair) -> dict[tuple[int, ...], float]:
+def trained(pair: Pair) -> Case:
+    return Case(pair.generator, (2, *pair.tokenizer("return ")["input_ids"]))
+
+
+@pytest.fixture(scope="module")
+def head() -> Case:
+    """A random EAGLE-3 head that cannot propose one of six tokens."""
+    base = random_base(tie_word_embeddings=False, vocab_size=6, vocab_size_per_layer_input=6)
+    return Case(SpeculativeGenerator(base, random_head(head_config(vocab_size=6, draft_vocab_size=5))), (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def exact(trained: Case) -> Exact:
+    return probabilities_of(trained)
+
+
+@pytest.fixture(scope="module")
+def exact_of_head(head: Case) -> Exact:
+    return probabilities_of(head)
+
+
+def probabilities_of(case: Case) -> Exact:
     """The base's probability of every continuation of three tokens, from plain forwards over all prefixes."""
-    base = pair.generator.base
-    prompt = (2, *pair.tokenizer(PROMPT)["input_ids"])
-    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    base, prompt = case.generator.base, case.prompt
+    probabilities: Exact = {(): 1.0}
     for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
+        longer: Exact = {}
         texts = torch.tensor([prompt + prefix for prefix in probabilities])
         with torch.inference_mode():
             rows = SAMPLING.probabilities(base.logits(base.full_pass(texts).hidden[:, -1]))
@@ -36,13 +66,11 @@ def exact(pair: Pair) -> dict[tuple[int, ...], float]:
     return probabilities
 
 
-def p_value(pair: Pair, exact: dict[tuple[int, ...], float], drafts: int | Tree | AutoTree) -> float:
-    generator = pair.generator
-    prompt = (2, *pair.tokenizer(PROMPT)["input_ids"])
+def p_value(case: Case, exact: Exact, drafts: int | Tree | AutoTree) -> float:
     seen: Counter[tuple[int, ...]] = Counter()
     for seed in range(SAMPLES // BATCH):
         options = Options(LENGTH, drafts, SAMPLING, stop_token_ids=[], seed=seed)
-        seen.update(result.tokens for result in generator.generate_batch([prompt] * BATCH, options))
+        seen.update(result.tokens for result in case.generator.generate_batch([case.prompt] * BATCH, options))
     assert set(seen) <= set(exact), "a continuation the base gives no probability"
     common = [tokens for tokens, share in exact.items() if share * SAMPLES >= 5]
     rare = [tokens for tokens in exact if tokens not in set(common)]
@@ -55,13 +83,18 @@ def p_value(pair: Pair, exact: dict[tuple[int, ...], float], drafts: int | Tree 
 
 @pytest.mark.parametrize("drafts", [0, 1, 2, Tree.parse("3x2"), AutoTree(4)])
 def test_sampled_text_has_the_distribution_of_the_base(
-    pair: Pair, exact: dict[tuple[int, ...], float], drafts: int | Tree | AutoTree
+    trained: Case, exact: Exact, drafts: int | Tree | AutoTree
 ) -> None:
-    assert p_value(pair, exact, drafts) > 1e-3
+    assert p_value(trained, exact, drafts) > 1e-3
+
+
+@pytest.mark.parametrize("drafts", [2, Tree.parse("3x2"), AutoTree(4)])
+def test_so_it_has_with_an_eagle3_head(head: Case, exact_of_head: Exact, drafts: int | Tree | AutoTree) -> None:
+    assert p_value(head, exact_of_head, drafts) > 1e-3
 
 
 def test_drafts_not_drawn_from_their_distribution_are_seen(
-    pair: Pair, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+    trained: Case, exact: Exact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted defect: drafts are the drafter's argmax, but judged as if drawn."""
     draw = generate.draw
@@ -73,12 +106,10 @@ def test_drafts_not_drawn_from_their_distribution_are_seen(
         return draw(weights, uniform) if first_of_run else weights.argmax(-1)
 
     monkeypatch.setattr(generate, "draw", argmax_of_drafts)
-    assert p_value(pair, exact, drafts=1) < 1e-6
+    assert p_value(trained, exact, drafts=1) < 1e-6
 
 
-def test_a_base_that_is_asked_twice_is_seen(
-    pair: Pair, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_that_is_asked_twice_is_seen(trained: Case, exact: Exact, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted defect: where the base does not draw its likeliest token, it draws again."""
     draw = generate.draw
 
@@ -87,4 +118,4 @@ def test_a_base_that_is_asked_twice_is_seen(
         return torch.where((first == likeliest) | (uniform.ndim < 2), first, draw(weights, (uniform * 7) % 1))
 
     monkeypatch.setattr(generate, "draw", again)
-    assert p_value(pair, exact, Tree.parse("1x1")) < 1e-6
+    assert p_value(trained, exact, Tree.parse("1x1")) < 1e-6

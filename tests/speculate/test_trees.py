@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.random_pairs import Pair, base_alone, random_base, random_drafter
+from helpers.random_heads import head_config, random_head
+from helpers.random_pairs import Pair, random_base, random_drafter
 
-from mtp_extract.drafter import BaseState, MtpDrafter
+from mtp_extract.drafter import BaseState, Drafter, Eagle3Drafter, MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import (
     AutoTree,
     Base,
     Options,
     Sampling,
-    SpeculativeGenerator,
     Tree,
     best_tree,
     expected_length,
@@ -26,7 +26,8 @@ from mtp_extract.speculate import (
     rank_shares,
     verify_tree,
 )
-from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
+from mtp_extract.speculate.growing import SURE, FixedTree, Nodes, grow_by_confidence, grow_fixed
+from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
 
 Path = tuple[int, ...]
 CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))
@@ -97,35 +98,32 @@ def test_ranks_are_counted_by_the_rounds_that_reached_them() -> None:
     assert rank_shares(rounds, 2) == [[0.5, 0.25], [0.0, 0.5]]
 
 
-@pytest.fixture(scope="module")
-def drafter() -> MtpDrafter:
-    return random_drafter(random_base())
+@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+def drafter(request: pytest.FixtureRequest) -> MtpDrafter | Eagle3Drafter:
+    return random_drafter(random_base()) if request.param == "mtp" else random_head(head_config())
 
 
 @pytest.fixture(scope="module")
-def state(drafter: MtpDrafter) -> Any:
+def state(drafter: MtpDrafter | Eagle3Drafter) -> Any:
     """Of two sequences."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(40, 32, generator=generator)
-    kinds = drafter.config.kv_layers
-    kv: dict[str, Any] = {
-        kind: tuple(torch.randn(2, layer.num_kv_heads, 7, layer.head_dim, generator=generator) for _ in range(2))
-        for kind, layer in kinds.items()
-    }
-    slots = dict.fromkeys(kinds, torch.arange(7).expand(2, -1))
-    hidden = torch.randn(2, 1, 32, generator=generator)
-    fed: Any = None
+    base = Base(random_base())
+    lengths = torch.tensor([7, 4])
+    cache = base.new_cache(batch=2, capacity=20, queries=1)
     with torch.inference_mode():
-        return drafter.start(BaseState(torch.tensor([[7], [4]]), hidden, lambda tokens: table[tokens], kv, slots, fed))
+        fed = base.forward(torch.arange(14).view(2, 7), torch.zeros_like(lengths), cache, lengths, drafter.needs.layers)
+        hidden = fed.hidden[torch.arange(2), lengths - 1]
+        return drafter.start(BaseState(lengths[:, None], hidden[:, None], base.embed, *base.read_kv(cache), fed))
 
 
-def by_hand(drafter: MtpDrafter, state: Any, pending: int, row: int, path: Path) -> tuple[list[int], float]:
+def by_hand(
+    drafter: Drafter, state: Any, pending: int, row: int, path: Path, temperature: float = 1.0
+) -> tuple[list[int], float]:
     """The tokens along a path of ranks, one query at a time, and the logarithm of its probability."""
     token, value, tokens = torch.full((2, 1), pending), 0.0, []
     for rank in path:
         logits, state = drafter.step(state, token)
         best = logits[row, 0].sort(descending=True, stable=True).indices[rank]
-        value += float(logits[row, 0].log_softmax(-1)[best])
+        value += float((logits[row, 0] / temperature).log_softmax(-1)[best])
         token = best.expand(2, 1)
         tokens.append(int(best))
     return tokens, value
@@ -150,7 +148,7 @@ def check_shape(nodes: Nodes) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tree", [Tree.parse("1x1x1"), Tree.parse("3x2x1"), CROOKED])
-def test_a_fixed_tree_holds_the_drafter_s_choices(drafter: MtpDrafter, state: Any, tree: Tree) -> None:
+def test_a_fixed_tree_holds_the_drafter_s_choices(drafter: Drafter, state: Any, tree: Tree) -> None:
     pending = torch.tensor([3, 11])
     nodes = grow_fixed(drafter, state, pending, FixedTree(tree, pending.device))
     check_shape(nodes)
@@ -161,11 +159,16 @@ def test_a_fixed_tree_holds_the_drafter_s_choices(drafter: MtpDrafter, state: An
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("tree", [AutoTree(1), AutoTree(4), AutoTree(7, depth=2)])
-def test_a_tree_grows_where_the_drafter_is_confident(drafter: MtpDrafter, state: Any, tree: AutoTree) -> None:
+@pytest.mark.parametrize(
+    ("tree", "heat", "read_at"),
+    [(AutoTree(1), 1.0, 1.0), (AutoTree(4), 2.0, 2.0), (AutoTree(7, depth=2), 0.0, SURE), (AutoTree(7), 0.1, SURE)],
+)
+def test_a_tree_grows_where_the_drafter_is_confident(
+    drafter: Drafter, state: Any, tree: AutoTree, heat: float, read_at: float
+) -> None:
     """Of all drafts there could be, those of the greatest probability: no limit on the way leaves one out."""
     pending = torch.tensor([3, 11])
-    nodes = grow_by_confidence(drafter, state, pending, tree, tree.widths(tree.depth))
+    nodes = grow_by_confidence(drafter, state, pending, tree, tree.widths(tree.depth), heat)
     check_shape(nodes)
     for row in range(2):
         # One after the other the likeliest draft that can be added: the best, as none is likelier than its parent.
@@ -175,7 +178,7 @@ def test_a_tree_grows_where_the_drafter_is_confident(drafter: MtpDrafter, state:
         while len(values) <= tree.budget:
             if len(newest) < tree.depth:
                 waiting |= {
-                    (*newest, rank): by_hand(drafter, state, int(pending[row]), row, (*newest, rank))[1]
+                    (*newest, rank): by_hand(drafter, state, int(pending[row]), row, (*newest, rank), read_at)[1]
                     for rank in range(tree.budget)
                 }
             newest = max(waiting, key=lambda path: waiting[path])
@@ -218,28 +221,6 @@ def test_the_way_down_is_the_base_s() -> None:
 TREES = (Tree.parse("1x1x1"), Tree.parse("4x2x1"), CROOKED, AutoTree(8), AutoTree(20, depth=4))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"sliding_window": 2},
-        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-        {"hidden_size_per_layer_input": 6, "final_logit_softcapping": None},
-        {"num_kv_shared_layers": 0},
-    ],
-)
-def test_greedy_identity_for_random_bases(changes: dict[str, Any]) -> None:
-    """A batch of prompts of unequal lengths, past the windows. There are six tokens, so that trees are gone down."""
-    base = random_base(tie_word_embeddings=False, vocab_size=6, vocab_size_per_layer_input=6, **changes)
-    generator = SpeculativeGenerator(base, random_drafter(base))
-    prompts = ((1,), tuple(n % 6 for n in range(17)), (5, 3, 5, 0))
-    alone = [base_alone(base, prompt, 30) for prompt in prompts]
-    for drafts in TREES[1:]:
-        results = generator.generate_batch(prompts, Options(30, drafts))
-        assert [result.tokens for result in results] == alone
-        assert sum(result.accepted for result in results) > 5
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str) -> None:
     """After the accepted path is kept, K, V and the states of the path are those of a plain forward."""
@@ -279,17 +260,39 @@ def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str) -> None:
                             )
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> list[tuple[int, ...]]:
+    return [pair.alone(prompt, 60) for prompt in pair.prompts()]
+
+
 @pytest.mark.parametrize("drafts", TREES)
-def test_trained_text_is_the_base_s_own(pair: Pair, drafts: Tree | AutoTree) -> None:
+def test_trained_text_is_the_base_s_own(pair: Pair, alone: list[tuple[int, ...]], drafts: Tree | AutoTree) -> None:
     """Prompts of unequal lengths that end at different times."""
     prompts = pair.prompts()
-    alone = [pair.alone(prompt, 60) for prompt in prompts]
     stop = alone[0][25]
     results = pair.generator.generate_batch(prompts, Options(60, drafts, stop_token_ids=[stop]))
     for own, result in zip(alone, results, strict=True):
         assert result.tokens == (own[: own.index(stop) + 1] if stop in own else own)
         assert len(result.tokens) == 1 + sum(r.emitted for r in result.rounds)
         assert all(0 <= r.accepted <= r.drafted <= 8 and len(r.ranks) == r.accepted for r in result.rounds)
+
+
+@pytest.mark.parametrize("drafts", TREES[1:])
+def test_a_hundred_prompts_in_one_batch(pair: Pair, drafts: Tree | AutoTree) -> None:
+    """Every token is the base's own choice after what stands before it, by one plain forward over all of them."""
+    generator = pair.generator
+    prompts = encode_prompts(shipped_prompts(), generator.codec, chat_template=False)
+    results = generator.generate_batch(prompts, Options(20, drafts))
+    assert len(results) == 100 and len({len(result.prompt_tokens) for result in results}) > 10
+    texts = [torch.tensor(result.prompt_tokens + result.tokens) for result in results]
+    with torch.inference_mode():
+        hidden = generator.base.full_pass(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)).hidden
+        for result, states in zip(results, hidden, strict=True):
+            first = len(result.prompt_tokens) - 1
+            said = generator.base.logits(states[first : first + len(result.tokens)])
+            own = said.gather(1, torch.tensor(result.tokens)[:, None]).squeeze(1)
+            assert (said.amax(-1) - own).max() < 1e-3
+    assert sum(result.accepted for result in results) > 1000
 
 
 def test_a_tree_of_width_one_is_a_chain(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.random_pairs import base_alone, random_base
+from helpers.random_pairs import KINDS, base_alone, random_base
 from helpers.schemas import validator
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
@@ -27,25 +28,11 @@ from mtp_extract.tune import Plan, Setting, prompts, run_tuning
 from mtp_extract.tune.loop import Recipe, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
-from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, write_head
+from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
+from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Rounds, States, collate
 from mtp_extract.validate import prompts as shipped
 
-# What is particular to each kind of Gemma 4 stays inside the base: attention without a scale, K for V, RoPE of a part
-# of the head, two kinds of caches, embeddings per layer, caches that the last layers share, experts.
-KINDS: dict[str, dict[str, Any]] = {
-    "E4B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
-    "31B": {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "26B": {
-        "num_kv_shared_layers": 0,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    },
-}
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
@@ -59,7 +46,54 @@ def one_thread() -> Iterator[None]:
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
     config = head_for(base, tokens, None)
-    return new_head(base, config, frequent_tokens(texts or [], tokens, base.vocab_size), "f32", 0)
+    chosen = frequent_tokens(texts or [], tokens, base.vocab_size)
+    return new_head(base, config, chosen, state_sizes(base, config.base_layers, texts or []), "f32", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_teacher_of_every_kind(kind: str) -> None:
+    """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
+    base = Base(random_base(tie_word_embeddings=False, final_logit_softcapping=2.0, **KINDS[kind]))
+    tokens = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1))
+    decoder = base.model.get_decoder()
+    given: list[torch.Tensor] = []
+    for module in (*decoder.layers, decoder.norm):
+        module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    with torch.inference_mode():
+        expected = base.model(tokens).logits
+        asked, given = given, []
+        full = base.full_pass(tokens, range(base.num_layers + 1))
+        assert len(asked) == base.num_layers + 1 == len(full.layers)
+        for layer, state in enumerate(asked):
+            torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
+        said = base.logits(full.hidden)
+    torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
+    assert 1 < said.abs().max() <= 2
+
+
+def test_states_begin_alike() -> None:
+    """Layers differ 100-fold in size, and one token a thousandfold from all others."""
+    base = Base(random_base())
+    with torch.no_grad():
+        base.model.get_decoder().layers[0].layer_scalar.fill_(0.1)
+        base.model.get_decoder().layers[2].layer_scalar.fill_(30)
+        base.model.get_input_embeddings().weight[7] *= 1000
+    tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0))
+    tokens[0, 0] = 7
+    texts = [Text(tuple(tokens[0].tolist()), 1)]
+    config = head_for(base, 32, None)
+    sizes = state_sizes(base, config.base_layers, texts)
+    assert max(sizes) > 50 * min(sizes)
+    head = network_of(new_head(base, config, list(range(32)), sizes, "f32", 0))
+    assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
+    with torch.inference_mode():
+        states = base.full_pass(tokens, config.base_layers).layers
+        normed = head.input_norm(torch.cat([states[layer] for layer in config.base_layers], dim=-1))[0, 1:]
+    size = normed.unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(0).values
+    assert size.max() < 1.7 * size.min()
+    # What it would learn, fc learns.
+    latents = Latents(new_head(base, config, list(range(32)), sizes, "f32", 0), NEW_HEAD, idle=("input_norm",))
+    assert "input_norm" not in latents.values and "fc" in latents.values
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,16 +179,15 @@ def test_the_vocabulary_is_what_the_base_says_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (2, 4, 6)), (5, (1, 3, 5))]
+    ("count", "expected"), [(42, (2, 21, 39)), (60, (2, 30, 57)), (35, (2, 17, 32)), (6, (1, 3, 5)), (4, (1, 2, 3))]
 )
 def test_layers_that_are_read(count: int, expected: tuple[int, ...]) -> None:
     assert base_layers(count) == expected
 
 
-def test_a_base_of_two_layers_has_no_three_states() -> None:
-    base = Base(
-        random_base(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0)
-    )
+def test_a_base_of_three_layers_has_no_three_states() -> None:
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
     with pytest.raises(DrafterError, match="3 different layers"):
         head_for(base, 32, None)
 
@@ -163,35 +196,65 @@ def test_the_shape_is_the_bases_own() -> None:
     config = head_for(Base(random_base()), 32000, "org/base")
     assert config == Eagle3Config(
         backbone_hidden_size=32, hidden_size=32, intermediate_size=48, vocab_size=40, draft_vocab_size=40, num_heads=4,
-        num_kv_heads=2, head_dim=8, base_layers=(1, 3, 5), rope_theta=1e6, fc_norm=True,
+        num_kv_heads=2, head_dim=8, base_layers=(1, 2, 4), rope_theta=1e6, norm_before_fc=True,
         max_position_embeddings=config.max_position_embeddings, base="org/base",
     )  # fmt: skip
 
 
-def test_a_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a base alone to a directory that engines load, with its record and its card; once more is the same."""
-    every = shipped.shipped_prompts()
-    monkeypatch.setattr(shipped, "shipped_prompts", lambda: every[::20])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
+    """A small training of a head for the sample's base."""
+    folder = tmp_path_factory.mktemp("head")
     words = [
         f"{head}{tail}" for head in ("class ", "def ", "import ", "for ", "if ", "with ") for tail in ascii_letters
     ]
     sides = {prompts.TRAINED: 6, prompts.WATCHED: 4, prompts.HELD_OUT: 4}
     chosen = [p for side, count in sides.items() for p in [w for w in words if prompts.side_of(w) == side][:count]]
-    path = tmp_path / "code.jsonl"
+    path = folder / "code.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "source": p, "workload": "code"}) + "\n" for p in chosen))
-    work, base = tmp_path / "work", str(sample_base())
-    setting = Setting(None, base, work, prompts=path, new_tokens=12, chat_template=False, batch=4, device="cpu")
-    plan = Plan(setting, tmp_path / "head", steps=3, anchors=4, draft_vocab=128, force=True)
-    tuned = run_tuning(plan)
-    assert tuned.directory == tmp_path / "head" and not findings_of(tuned.directory)
+    base = str(sample_base())
+    setting = Setting(
+        None, base, folder / "work", prompts=path, new_tokens=12, chat_template=False, batch=4, device="cpu"
+    )
+    every = shipped.shipped_prompts()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipped, "shipped_prompts", lambda: every[::20])
+        yield Plan(setting, folder / "head", steps=20, anchors=4, draft_vocab=128, force=True)
+
+
+def test_a_whole_training(whole: Plan) -> None:
+    """From a base alone to a directory that engines load, with its record and its card."""
+    tuned = run_tuning(whole)
+    assert tuned.directory == whole.out and not findings_of(tuned.directory)
     config = read_checkpoint(tuned.directory).config
     assert isinstance(config, Eagle3Config)
-    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (2, 4, 6))
+    assert (config.draft_vocab_size, config.vocab_size, config.base_layers) == (128, 512, (1, 3, 5))
     record = verify(tuned.directory).record
     validator("extraction")(record)
     assert record["tuning"]["mode"] == "float" and record["tuning"]["recipe"]["draft_steps"] == 3
     assert "mtp-extract trained every weight" in (tuned.directory / "README.md").read_text()
-    again = run_tuning(replace(plan, out=tmp_path / "again"))
-    assert again.record["overall"] == tuned.record["overall"]
-    weights = [(found / "model.safetensors").read_bytes() for found in (tuned.directory, tmp_path / "again")]
-    assert weights[0] == weights[1]
+
+
+def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
+    """Between two measurements, without a word: what comes out is the same to the byte."""
+
+    class CutOff(BaseException):
+        pass
+
+    def at_step_7(progress: object) -> None:
+        if isinstance(progress, Progress) and progress.step == 7:
+            raise CutOff
+
+    expected = whole.out if whole.out.exists() else run_tuning(whole).directory
+    assert expected is not None
+    work = tmp_path / "work"
+    shutil.copytree(whole.setting.work / "text", work / "text")
+    plan = replace(whole, setting=replace(whole.setting, work=work), out=tmp_path / "head")
+    with pytest.raises(CutOff):
+        run_tuning(plan, tell=at_step_7)
+    assert not plan.out.exists()
+    told: list[int] = []
+    run_tuning(plan, tell=lambda progress: told.append(progress.step) if isinstance(progress, Progress) else None)
+    assert told[0] == 7
+    for name in ("config.json", "model.safetensors"):
+        assert (plan.out / name).read_bytes() == (expected / name).read_bytes()

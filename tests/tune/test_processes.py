@@ -28,12 +28,27 @@ def lines(folder: Path) -> list[str]:
     return sorted(line for path in folder.iterdir() for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def test_two_are_as_one(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "options", "drafts"),
+    [
+        ({"mode": "qat"}, ["--mode", "qat"], 1),
+        ({"directory": None, "draft_vocab": 128}, ["--new", "eagle3", "--draft-vocab", "128"], 3),
+    ],
+    ids=["a drafter", "a new head"],
+)
+def test_two_are_as_one(
+    plan: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    options: list[str],
+    drafts: int,
+) -> None:
     """The same text, the same loss at every step, one drafter; also with one draft, where a projection is idle."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = shipped_prompts()[::5]
     monkeypatch.setattr(corpus, "shipped_prompts", lambda: few)
-    alone = plan(tmp_path / "alone", work=tmp_path / "alone.work", mode="qat", draft_steps=1, batch=3, steps=3)
+    alone = plan(tmp_path / "alone", work=tmp_path / "alone.work", draft_steps=drafts, batch=3, steps=3, **changes)
     run_tuning(alone)
     arguments: list[str | Path] = [
         "--prompts",
@@ -41,15 +56,16 @@ def test_two_are_as_one(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: 
         "--new-tokens",
         "16",
         "--draft-steps",
-        "1",
+        str(drafts),
         "--batch",
         "3",
     ]
-    arguments += ["--steps", "3", "--anchors", "6", "--mode", "qat", "--device", "cpu", "--no-chat-template"]
+    arguments += ["--steps", "3", "--anchors", "6", *options, "--device", "cpu", "--no-chat-template"]
     arguments += ["--force", "-o", tmp_path / "two", "--work", tmp_path / "two.work", "--base", alone.setting.base]
+    drafter = [alone.setting.directory] if alone.setting.directory is not None else []
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
-        [*launcher, "--no-python", sys.executable, "-c", COMMAND, alone.setting.directory, *arguments],
+        [*launcher, "--no-python", sys.executable, "-c", COMMAND, *drafter, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},

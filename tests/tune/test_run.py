@@ -19,6 +19,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.tune import Plan, corpus, run_tuning
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.progress import Progress, Written
+from mtp_extract.tune.work import alone
 
 
 def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
@@ -229,6 +230,16 @@ def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_pat
     with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
         run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
     assert found.value.remedies == ("work",)
+
+
+def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with alone(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
+        run_tuning(plan(tmp_path / "tuned", work=work))
+    assert found.value.remedies == ("work",)
+    assert not (tmp_path / "tuned").exists()
+    with alone(work):
+        pass
 
 
 def test_text_by_people(plan: Callable[..., Plan], tmp_path: Path) -> None:

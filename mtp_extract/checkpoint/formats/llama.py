@@ -14,7 +14,7 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.eagle3_lint import CHECK, Finding, lint
+from mtp_extract.checkpoint.eagle3_lint import Finding, lint
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.transformers import plan_weight
 from mtp_extract.checkpoint.lazy import read_indices
@@ -261,7 +261,7 @@ def plan_head(checkpoint: Checkpoint, dtype: str, layout: str, document: Mapping
         targets = _indices(checkpoint) + np.arange(config.draft_vocab_size)
         planned.append(_planned_marks(config, targets))
     found = lint(layout, document, {tensor.name: tensor.shape for tensor in planned})
-    if wrong := [finding for finding in found if finding.effect != CHECK]:
+    if wrong := [finding for finding in found if finding.forbids]:
         raise UnsupportedError(
             f"The {layout} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
             remedies=("format",),

@@ -1,0 +1,120 @@
+"""Whatever the base, the drafter and the tree: text is the base's own, and a round is drafted from the text alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.random_heads import head_config, random_head
+from helpers.random_pairs import KINDS, base_alone, random_base, random_drafter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree
+from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.growing import Nodes
+
+BASES: dict[str, dict[str, Any]] = {
+    **KINDS,
+    "a window smaller than the tree": {"sliding_window": 2},
+    "eager": {"attention": "eager", "final_logit_softcapping": None},
+}
+DRAFTERS = {
+    "mtp": random_drafter,
+    "eagle3": lambda _: random_head(head_config(vocab_size=6, draft_vocab_size=5)),
+}
+PROMPTS = ((1,), tuple(n % 6 for n in range(17)), (5, 3, 5, 0))
+"""Of unequal lengths, past the windows. There are six tokens, so that trees are gone down."""
+TOKENS, LONGER = 16, 36
+SAMPLED = Sampling(temperature=1.0, top_k=4)
+
+
+@cache
+def generator(kind: str, drafter: str) -> SpeculativeGenerator:
+    base = random_base(tie_word_embeddings=False, vocab_size=6, vocab_size_per_layer_input=6, **BASES[kind])
+    return SpeculativeGenerator(base, DRAFTERS[drafter](base))
+
+
+@cache
+def alone(kind: str, sampling: Sampling) -> list[tuple[int, ...]]:
+    """What the base says: by transformers' own greedy generation, or drawn without drafts."""
+    ours = generator(kind, "mtp")
+    if sampling.greedy:
+        return [base_alone(ours.base.model, prompt, TOKENS) for prompt in PROMPTS]
+    results = ours.generate_batch(PROMPTS, Options(TOKENS, 0, sampling, stop_token_ids=[], seed=5))
+    return [result.tokens for result in results]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree | AutoTree:
+    if draw(st.booleans()):
+        sizes = st.integers(1, 12)
+        return AutoTree(draw(sizes), draw(sizes), draw(sizes))
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from(paths))
+        if free := [rank for rank in range(5) if (*parent, rank) not in paths]:
+            paths.append((*parent, draw(st.sampled_from(free))))
+    return Tree(tuple(paths[1:]))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(list(BASES)),
+    drafter=st.sampled_from(list(DRAFTERS)),
+    tree=trees(),
+    sampling=st.sampled_from([Sampling(), SAMPLED]),
+    most=st.integers(1, TOKENS),
+    stops=st.lists(st.integers(0, 5), max_size=1),
+)
+def test_text_is_the_base_s_own(
+    kind: str, drafter: str, tree: Tree | AutoTree, sampling: Sampling, most: int, stops: list[int]
+) -> None:
+    """Sequences end at different times; a limit or a stop token may lie inside a tree."""
+    options = Options(most, tree, sampling, stop_token_ids=stops, seed=5)
+    results = generator(kind, drafter).generate_batch(PROMPTS, options)
+    for own, result in zip(alone(kind, sampling), results, strict=True):
+        ends = min([most, *(own.index(stop) + 1 for stop in stops if stop in own)])
+        assert result.tokens == own[:ends]
+        assert len(result.tokens) == 1 + sum(r.emitted for r in result.rounds)
+        assert all(len(r.ranks) == r.accepted <= r.drafted for r in result.rounds)
+
+
+CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("tree", [CROOKED, AutoTree(7)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", ["E4B", "a window smaller than the tree"])
+def test_a_round_is_drafted_from_the_text_alone(
+    kind: str, drafter: str, tree: Tree | AutoTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the rounds before went, and whoever left: as the first round after a prompt of the same text."""
+    ours = generator(kind, drafter)
+    forward = ours.base.forward
+    fed: list[tuple[list[int], list[tuple[list[int], list[int]]]]] = []
+
+    def noted(tokens: Tensor, starts: Tensor, *rest: Any, tree: Nodes | None = None, **more: Any) -> Any:
+        if tree is not None:
+            shape = tree.parent.expand_as(tokens)
+            fed.append((starts.tolist(), list(zip(tokens.tolist(), shape.tolist(), strict=True))))
+        return forward(tokens, starts, *rest, tree=tree, **more)
+
+    monkeypatch.setattr(ours.base, "forward", noted)
+    own = [result.tokens for result in ours.generate_batch(PROMPTS, Options(LONGER, 0, stop_token_ids=[]))]
+    stop = next(t for t in range(6) if len({(*text, t).index(t) for text in own}) == 3)
+    results = ours.generate_batch(PROMPTS, Options(LONGER, tree, stop_token_ids=[stop]))
+    depth = DraftLength(tree).most
+    prefixes, found = [], []
+    for turn, (starts, nodes) in enumerate(fed):
+        rows = [row for row, result in enumerate(results) if len(result.rounds) > turn]
+        if max(LONGER - 2 - (start - len(PROMPTS[row])) for row, start in zip(rows, starts, strict=True)) < depth:
+            break  # the limit of new tokens cuts the tree
+        prefixes += [(PROMPTS[row] + results[row].tokens)[:start] for row, start in zip(rows, starts, strict=True)]
+        found += nodes
+    assert sum(result.accepted for result in results) > 2 and len(found) > 5
+    fed.clear()
+    ours.generate_batch(prefixes, Options(depth + 2, tree, stop_token_ids=[]))
+    assert found == fed[0][1]
