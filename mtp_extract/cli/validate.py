@@ -97,6 +97,8 @@ def command(
         raise typer.BadParameter("name a DIR, or --sample; one of the two.")
     if sample and (base or source):
         raise typer.BadParameter("--sample brings its own base and source; leave --base and --source out.")
+    if trees and base is None and not sample:
+        raise typer.BadParameter("--tree is measured beside a base: give --base MODEL.")
     if not sample and base is None and source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 

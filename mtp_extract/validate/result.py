@@ -70,9 +70,9 @@ class Validation:
 
     @property
     def wrong_text(self) -> bool:
-        """Whether the loop wrote another text than the base where the base is sure."""
-        lengths = self.generation.lengths if self.generation else ()
-        return any(not divergence.tie for result in lengths for divergence in result.divergences)
+        """Whether the loop wrote another text than the base where the base is sure; with any of the drafters."""
+        measured = [drafter.generation for drafter in self.drafters] or [self.generation]
+        return any(length.wrong_text for generation in measured if generation for length in generation.lengths)
 
     @property
     def refuted(self) -> bool:

@@ -41,6 +41,7 @@ def test_sample(tmp_path: Path) -> None:
             tmp_path / "few.json",
             "--draft-steps",
             "1,2",
+            *("--tree", "2x1", "--tree", "auto:3", "--tree", "best:4"),
             "--new-tokens",
             "16",
             "--samples",
@@ -54,7 +55,13 @@ def test_sample(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["proven"]
-    assert set(report["generation"]) == {"1", "2"}
+    assert list(report["generation"]) == ["1", "2", "2x1", "auto:3", "best:4"]
+    assert all(row["identical"] for row in report["generation"].values())
+    trees = {name: (row["tree"], row["drafts"], row["depth"]) for name, row in report["generation"].items()}
+    assert trees["2"] == (None, 2, 2)
+    assert trees["2x1"] == ("2x1", 4, 2)
+    assert trees["auto:3"] == ("auto:3", 3, 3)
+    assert trees["best:4"][1] == 4
     assert report["verdict"] in result.stdout
 
 

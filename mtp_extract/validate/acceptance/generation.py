@@ -114,6 +114,11 @@ class DraftLengthResult:
         return self.identical_prompts == self.prompts
 
     @property
+    def wrong_text(self) -> bool:
+        """Whether a text is another than the base's where the base is sure."""
+        return any(not divergence.tie for divergence in self.divergences)
+
+    @property
     def measured_speedup(self) -> float:
         """In tokens a second, over the prompts that were timed; NaN where nothing was."""
         return self.speculative_tokens_per_s / self.base_tokens_per_s if self.base_tokens_per_s else math.nan

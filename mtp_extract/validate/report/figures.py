@@ -243,7 +243,7 @@ def _lengths(report: Mapping[str, Any], pyplot: Any) -> Any:
 
 def _drafters(report: Mapping[str, Any], pyplot: Any) -> Any:
     """Conditional acceptance by step, a line a drafter."""
-    drafters = report["drafters"] or ()
+    drafters = report["drafters"] or []
     if len(drafters) < 2:
         return None
     figure, axes = _panel(pyplot, 3.4 + 0.2 * len(drafters))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mtp_extract.validate.acceptance.controls import ControlResult
-from mtp_extract.validate.acceptance.generation import DraftLengthResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.report.tables import change, share
@@ -43,35 +43,46 @@ def verdict(found: Validation) -> str:
     if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
-        lengths = found.generation.lengths
-        chains = ", ".join(result.name for result in lengths if result.tree is None)
-        trees = ", ".join(result.name for result in lengths if result.tree is not None)
-        drafted = f"{chains} drafts a round" + (f", and trees of {trees}" if trees else "")
-        worst = min(lengths, key=lambda result: result.identical_prompts)
-        differing = worst.prompts - worst.identical_prompts
-        # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
-        dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
-        if not differing:
-            measured.append(
-                f"the loop's greedy text, whatever is drafted, is the base's own for all {worst.prompts} prompts with "
-                f"{drafted}{dtype}"
-            )
-        elif found.wrong_text:
-            refuted.append(
-                f"the loop's greedy text differs from the base's for {differing} of {worst.prompts} prompts with "
-                f"{_drafts(worst)} a round{dtype}"
-            )
-        else:
-            measured.append(
-                f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
-                f"{_drafts(worst)} a round{dtype}, and these leave it only where two tokens of the base tie"
-            )
+        (refuted if found.wrong_text else measured).append(_text(found, found.generation))
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
     if found.controls:
         parts.append(_pointed(found))
     text = "; ".join(parts)
     return text[:1].upper() + text[1:] + "."
+
+
+def _text(found: Validation, generation: GenerationResult) -> str:
+    """Whether the loop's text is the base's own, with every drafter and whatever it drafts."""
+    # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
+    dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
+    first, *others = [(f" of {drafter.facts.name}", drafter.generation) for drafter in found.drafters] or [
+        ("", generation)
+    ]
+    rows = [(whose if others else "", result) for whose, part in (first, *others) for result in part.lengths]
+    # The one that shows most: text that is wrong before text that ties.
+    whose, worst = max(rows, key=lambda row: (row[1].wrong_text, len(row[1].divergences)))
+    differing = len(worst.divergences)
+    if not differing:
+        every = " of every drafter" if others else ""
+        chains, trees = (
+            ", ".join(result.name for result in generation.lengths if (result.tree is None) == straight)
+            for straight in (True, False)
+        )
+        branching = f", and trees of {trees}" if trees else ""
+        return (
+            f"the loop's greedy text, whatever is drafted, is the base's own for all {worst.prompts} prompts with "
+            f"{chains} drafts a round{branching}{every}{dtype}"
+        )
+    if worst.wrong_text:
+        return (
+            f"the loop's greedy text differs from the base's for {differing} of {worst.prompts} prompts with "
+            f"{_drafts(worst)} a round{whose}{dtype}"
+        )
+    return (
+        f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
+        f"{_drafts(worst)} a round{whose}{dtype}, and these leave it only where two tokens of the base tie"
+    )
 
 
 def _change(found: Change) -> str:

@@ -1,0 +1,167 @@
+"""Trees in a validation: with every drafter on the same texts, chosen by ranks, and refuted where text parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from helpers.random_heads import head_config, random_head, write_head
+from helpers.schemas import validator
+from typer.testing import CliRunner
+
+from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.checkpoint.reads import Reads, reads_of_a_step
+from mtp_extract.cli import validate
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate import Options, SpeculativeGenerator, Tree, ranks_of_text
+from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.validate.acceptance.agreement import Continuations
+from mtp_extract.validate.acceptance.generation import Divergence
+from mtp_extract.validate.report.document import as_json
+from mtp_extract.validate.report.pages import write_report
+from mtp_extract.validate.result import Validation
+from mtp_extract.validate.run import Plan, run_validation
+
+RUNNER = CliRunner()
+TREES = ("3x2", "auto:4", "best:5")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-3 head for the sample's base, of 300 of its 512 tokens."""
+    config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=300)
+    return write_head(tmp_path_factory.mktemp("heads") / "head", random_head(config))
+
+
+@pytest.fixture(scope="module")
+def found(plan: Plan, head: Path) -> Validation:
+    return run_validation(
+        dataclasses.replace(plan, source=None, beside=(head,), draft_steps=(2,), trees=TREES, timed=1)
+    )
+
+
+def test_every_drafter_drafts_every_tree(found: Validation, tmp_path: Path) -> None:
+    """An MTP drafter and an EAGLE-3 head; the text is the base's own with both, whatever they draft."""
+    write_report(found, tmp_path / "report")
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    validator("report")(report)
+    assert report["settings"]["trees"] == list(TREES)
+    assert report["verdict"].endswith(".")
+    for drafter in report["drafters"]:
+        assert list(drafter["generation"]) == ["2", *TREES] == list(drafter["arithmetic"]["speedups"])
+        for row in drafter["generation"].values():
+            assert row["identical"]
+            assert [step["step"] for step in row["steps"]] == list(range(1, len(row["steps"]) + 1))
+        best = drafter["generation"]["best:5"]
+        assert 1 <= len(best["paths"]) == best["drafts"] <= 5
+        assert best["chosen_on"] == 4
+        for row in drafter["arithmetic"]["speedups"].values():
+            assert row["predicted"] > 0
+            assert row["measured"] > 0
+    assert report["generation"] == report["drafters"][0]["generation"]
+    mtp, eagle = (drafter["generation"]["best:5"] for drafter in report["drafters"])
+    assert mtp["tree"] != eagle["tree"], "each by its own ranks"
+    assert mtp["expected_mean_accepted_length"] > eagle["expected_mean_accepted_length"] + 1
+
+
+def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: Plan) -> None:
+    assert found.generation is not None
+    best = found.generation.lengths[-1]
+    assert best.tree is not None
+    again = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=[best.tree], timed=1))
+    assert again.generation is not None
+    row = again.generation.lengths[-1]
+    assert (row.name, row.paths) == (best.tree, best.paths)
+    assert (row.accepted, row.rounds, row.expected) == (best.accepted, best.rounds, best.expected)
+
+
+def test_ranks_are_those_of_rounds(generator: SpeculativeGenerator, continuations: Continuations) -> None:
+    """Where a wide tree's round accepted a draft, its rank is the one that teacher forcing finds there."""
+    tree = Tree.parse("3x3x3")
+    compared = branched = 0
+    for text in continuations.texts:
+        prompt = text.tokens[: text.prompt_length]
+        result = generator.generate_batch([prompt], Options(max_new_tokens=24, drafts=tree))[0]
+        if not text.anchors:
+            continue
+        ranks = ranks_of_text(generator.base, generator.drafter, [text], 3).ranks.tolist()
+        emitted = 1
+        for account in result.rounds:
+            if account.drafted:
+                row = ranks[emitted - 1]
+                assert tuple(row[: account.accepted]) == account.ranks
+                assert account.accepted == account.drafted or row[account.accepted] not in (0, 1, 2)
+                compared += account.accepted
+                branched += any(account.ranks)
+            emitted += account.emitted
+    assert compared > 40
+    assert branched > 5
+
+
+def test_text_that_a_tree_spoils_is_refuted(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the cache keeps the first drafts of a tree, whichever way was accepted."""
+    monkeypatch.setattr(SlotCache, "take", lambda *arguments: None)
+    wrong = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=("4x4x2",), timed=1))
+    assert wrong.refuted
+    report = as_json(wrong)
+    assert report["generation"]["2"]["identical"], "a chain is not touched by it"
+    assert not report["generation"]["4x4x2"]["identical"]
+    assert not all(divergence["tie"] for divergence in report["generation"]["4x4x2"]["divergences"])
+    assert report["verdict"].startswith("Refuted: the loop's greedy text differs from the base's for ")
+    assert any("4x4x2" in line for line in report["findings"])
+
+
+@pytest.mark.parametrize(("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: the loop's greedy")])
+def test_text_counts_whoever_drafts_it(found: Validation, tie: bool, word: str) -> None:
+    """A tree of the drafter beside, after others whose text is the base's."""
+    first, second = found.drafters
+    *rows, last = second.generation.lengths
+    apart = dataclasses.replace(last, identical_prompts=6, divergences=(Divergence(3, 2, 0.5, tie),))
+    generation = dataclasses.replace(second.generation, lengths=(*rows, apart))
+    wrong = dataclasses.replace(found, drafters=(first, dataclasses.replace(second, generation=generation)))
+    assert (wrong.wrong_text, wrong.refuted) == (not tie, not tie)
+    report = as_json(wrong)
+    assert word in report["verdict"]
+    assert "7 prompts with best:5 drafts a round of head, in F32" in report["verdict"]
+    assert "head: with best:5 drafts a round, the text of prompt 4 leaves the base's at token 3" in "".join(
+        report["findings"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--base", "x", "--tree", "0x2"), "expected a tree such as 4x2x1, found 0x2"),
+        (("--base", "x", "--tree", "auto:0"), "expected a tree such as auto:8, found auto:0"),
+        (("--base", "x", "--tree", "best"), "expected a tree such as 4x2x1, found best"),
+        (("--base", "x", "--tree", "best:0"), "expected a tree such as best:8, found best:0"),
+        (("--base", "x", "--tree", "4x2", "--tree", "40x40"), "at most 1024 drafts, found 40x40"),
+        (("--base", "x", "--tree", "x".join("1" * 65)), "at most 64 steps, found 65"),
+        (("--source", "x", "--tree", "4x2"), "--base MODEL"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = RUNNER.invoke(validate.app, ["d", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_plan_without_a_base_has_no_trees(plan: Plan) -> None:
+    with pytest.raises(MtpExtractError, match="expected a base to verify trees of drafts") as caught:
+        run_validation(dataclasses.replace(plan, base=None, trees=("4x2",)))
+    assert caught.value.remedies == ("base",)
+
+
+def test_what_a_head_reads(head: Path) -> None:
+    """What fuses the base's states once a round, the rest in every step; of its map and its tokens next to nothing."""
+    width, inner, queries, keys, rows = 64, 40, 64, 16, 300
+    body = 2 * width * (queries + 2 * keys) + queries * width + 3 * width * inner + 4 * width
+    once = width * 3 * width
+    numbers = Reads(body, rows * width, once, body + rows * width + once)
+    layout = format_of(head)
+    reads = reads_of_a_step(layout.name, layout.read(head))
+    assert reads.parameters == numbers
+    assert reads.bytes == Reads(*(4 * part for part in (body, rows * width, once)), 4 * numbers.stored + 8 * rows)
+    assert reads.parameters.total == body + rows * width
