@@ -359,7 +359,7 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
             "in tokens a second. In brackets: 95 % intervals, over texts."
         ),
         after=" ".join(_paid(drafter, several) for drafter in drafters),
-        figures=("length_by_drafts", "generation_by_drafts", "round_by_drafts"),
+        figures=("generation_by_drafts", "round_by_drafts"),
     )
     longest, found = list(report["generation"].items())[-1]
     yield Table(
@@ -471,7 +471,7 @@ def _summary(report: Mapping[str, Any]) -> Table:
             "mean length and times; measured: in tokens a second, batch of one, in this loop, which computes in floats "
             "whatever a directory stores. Same text: texts that are the base's own."
         ),
-        figures=("drafters_and_methods",),
+        figures=("drafters_and_methods", "length_by_drafts"),
         first=True,
     )
 
