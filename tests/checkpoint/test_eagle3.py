@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.random_heads import LAYOUTS, edit, head_config, random_head, write_head
+from helpers.random_heads import LAYOUTS, asked_for, edit, head_config, random_head, write_head
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,59 +29,24 @@ from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, U
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
-# What the loaders ask for, read in their sources: vLLM 0.33.0 model_executor/models/llama_eagle3.py (names before its
-# mapper: "midlayer." becomes "layers.0.", q, k, v and gate, up are stacked there) and SGLang 0.5.23
-# srt/models/llama_eagle3.py (likewise). H: width of the head, T: of the base, Q, K: all query and KV heads, F: of the
-# feed-forward block, D: the draft vocabulary. vLLM skips t2d, SGLang whatever it does not know.
-ASKED_FOR = {
-    "fc.weight": ("H", "3T"),
-    "midlayer.hidden_norm.weight": ("H",),
-    "midlayer.input_layernorm.weight": ("H",),
-    "midlayer.post_attention_layernorm.weight": ("H",),
-    "midlayer.self_attn.q_proj.weight": ("Q", "2H"),
-    "midlayer.self_attn.k_proj.weight": ("K", "2H"),
-    "midlayer.self_attn.v_proj.weight": ("K", "2H"),
-    "midlayer.self_attn.o_proj.weight": ("H", "Q"),
-    "midlayer.mlp.gate_proj.weight": ("F", "H"),
-    "midlayer.mlp.up_proj.weight": ("F", "H"),
-    "midlayer.mlp.down_proj.weight": ("H", "F"),
-    "norm.weight": ("H",),
-    "lm_head.weight": ("D", "H"),
-}
-IF_ASKED = {
-    "fc_norm": {f"fc_norm.{i}.weight": ("T",) for i in range(3)},
-    "norm_before_fc": {"input_norm.weight": ("3T",)},
-    "reduced": {"d2t": ("D",)},
-    "own_embedding": {"embed_tokens.weight": ("V", "H")},
-}
-
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("asked", "changes"),
+    "changes",
     [
-        ((), {"draft_vocab_size": 40}),
-        (("reduced", "fc_norm"), {"fc_norm": True}),
-        (("reduced", "norm_before_fc"), {"norm_before_fc": True, "norm_output": True}),
-        (("reduced", "own_embedding"), {"own_embedding": True, "backbone_hidden_size": 48}),
+        {"draft_vocab_size": 40},
+        {"fc_norm": True},
+        {"norm_before_fc": True, "norm_output": True},
+        {"own_embedding": True, "backbone_hidden_size": 48},
     ],
 )
-def test_names_and_shapes_are_those_that_engines_ask_for(
-    tmp_path: Path, layout: str, asked: tuple[str, ...], changes: dict[str, Any]
-) -> None:
+def test_names_and_shapes_are_those_that_engines_ask_for(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
     config = head_config(**changes)
-    sizes = {"H": 32, "2H": 64, "T": config.backbone_hidden_size, "3T": 3 * config.backbone_hidden_size}
-    sizes |= {"Q": 64, "K": 16, "F": 40, "D": config.draft_vocab_size, "V": 40}
-    table = ASKED_FOR | {name: shape for key in asked for name, shape in IF_ASKED[key].items()}
-    if layout == "speculators":
-        table = {name.replace("midlayer.", "layers.0."): shape for name, shape in table.items()}
     source = write_head(tmp_path / "head", random_head(config), "eagle3" if layout == "speculators" else "speculators")
     convert(source, tmp_path / "out", format=layout, dtype="bf16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     marks = found.pop("t2d", None)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
-        name: tuple(sizes[size] for size in shape) for name, shape in table.items()
-    }
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == asked_for(config, layout)
     assert {tensor.dtype for name, tensor in found.items() if name != "d2t"} == {torch.bfloat16}
     assert (marks is not None) == config.reduced
     if marks is not None:
@@ -108,6 +73,7 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
     card = (tmp_path / "other" / "README.md").read_text()
     assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
+    assert "refuses it: it has no fc" in card and "llama-server" not in card
     assert 'base_model:\n- "org/base"' in card and "vllm serve org/base" in card
 
 
