@@ -16,6 +16,7 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.errors import CheckpointError, escape
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.stored import StoredTensor
@@ -132,13 +133,22 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> PlannedTensor:
-    """The real numbers of ``tensor``, rounded to ``dtype`` ("f32", "bf16" or "f16")."""
+    """The real numbers of ``tensor``, rounded to ``dtype`` ("f32", "bf16" or "f16"); infinities and NaN are refused."""
     stored = DTYPES[dtype]
+
+    def rounded() -> Iterator[npt.NDArray[np.generic]]:
+        for chunk in tensor.floats():
+            if not np.isfinite(chunk).all():
+                raise CheckpointError(
+                    f"{escape(name)}: expected finite numbers, found others: what it was read from is damaged."
+                )
+            yield stored.narrow(chunk, name)
+
     return PlannedTensor(
         name=name,
         dtype=stored.safetensors,
         shape=tensor.shape,
-        produce=lambda: (stored.narrow(chunk, name) for chunk in tensor.floats()),
+        produce=rounded,
         role=role,
         tensor=tensor,
     )

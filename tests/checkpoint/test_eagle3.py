@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.random_heads import LAYOUTS, edit, head_config, random_head, write_head
+from helpers.random_heads import LAYOUTS, asked_for, edit, head_config, random_head, write_head
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mtp_extract import convert
@@ -25,59 +29,24 @@ from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, U
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
-# What the loaders ask for, read in their sources: vLLM 0.33.0 model_executor/models/llama_eagle3.py (names before its
-# mapper: "midlayer." becomes "layers.0.", q, k, v and gate, up are stacked there) and SGLang 0.5.23
-# srt/models/llama_eagle3.py (likewise). H: width of the head, T: of the base, Q, K: all query and KV heads, F: of the
-# feed-forward block, D: the draft vocabulary. vLLM skips t2d, SGLang whatever it does not know.
-ASKED_FOR = {
-    "fc.weight": ("H", "3T"),
-    "midlayer.hidden_norm.weight": ("H",),
-    "midlayer.input_layernorm.weight": ("H",),
-    "midlayer.post_attention_layernorm.weight": ("H",),
-    "midlayer.self_attn.q_proj.weight": ("Q", "2H"),
-    "midlayer.self_attn.k_proj.weight": ("K", "2H"),
-    "midlayer.self_attn.v_proj.weight": ("K", "2H"),
-    "midlayer.self_attn.o_proj.weight": ("H", "Q"),
-    "midlayer.mlp.gate_proj.weight": ("F", "H"),
-    "midlayer.mlp.up_proj.weight": ("F", "H"),
-    "midlayer.mlp.down_proj.weight": ("H", "F"),
-    "norm.weight": ("H",),
-    "lm_head.weight": ("D", "H"),
-}
-IF_ASKED = {
-    "fc_norm": {f"fc_norm.{i}.weight": ("T",) for i in range(3)},
-    "norm_before_fc": {"input_norm.weight": ("3T",)},
-    "reduced": {"d2t": ("D",)},
-    "own_embedding": {"embed_tokens.weight": ("V", "H")},
-}
-
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("asked", "changes"),
+    "changes",
     [
-        ((), {"draft_vocab_size": 40}),
-        (("reduced", "fc_norm"), {"fc_norm": True}),
-        (("reduced", "norm_before_fc"), {"norm_before_fc": True, "norm_output": True}),
-        (("reduced", "own_embedding"), {"own_embedding": True, "backbone_hidden_size": 48}),
+        {"draft_vocab_size": 40},
+        {"fc_norm": True},
+        {"norm_before_fc": True, "norm_output": True},
+        {"own_embedding": True, "backbone_hidden_size": 48},
     ],
 )
-def test_names_and_shapes_are_those_that_engines_ask_for(
-    tmp_path: Path, layout: str, asked: tuple[str, ...], changes: dict[str, Any]
-) -> None:
+def test_names_and_shapes_are_those_that_engines_ask_for(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
     config = head_config(**changes)
-    sizes = {"H": 32, "2H": 64, "T": config.backbone_hidden_size, "3T": 3 * config.backbone_hidden_size}
-    sizes |= {"Q": 64, "K": 16, "F": 40, "D": config.draft_vocab_size, "V": 40}
-    table = ASKED_FOR | {name: shape for key in asked for name, shape in IF_ASKED[key].items()}
-    if layout == "speculators":
-        table = {name.replace("midlayer.", "layers.0."): shape for name, shape in table.items()}
     source = write_head(tmp_path / "head", random_head(config), "eagle3" if layout == "speculators" else "speculators")
     convert(source, tmp_path / "out", format=layout, dtype="bf16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     marks = found.pop("t2d", None)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
-        name: tuple(sizes[size] for size in shape) for name, shape in table.items()
-    }
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == asked_for(config, layout)
     assert {tensor.dtype for name, tensor in found.items() if name != "d2t"} == {torch.bfloat16}
     assert (marks is not None) == config.reduced
     if marks is not None:
@@ -104,7 +73,63 @@ def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
     card = (tmp_path / "other" / "README.md").read_text()
     assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
+    assert "refuses it: it has no fc" in card and "llama-server" not in card
     assert 'base_model:\n- "org/base"' in card and "vllm serve org/base" in card
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    flags=st.fixed_dictionaries({name: st.booleans() for name in ("fc_norm", "norm_before_fc", "norm_output")}),
+    full=st.booleans(),
+    own=st.booleans(),
+    dtype=st.sampled_from(["f32", "bf16", "f16"]),
+    layers=st.lists(st.integers(0, 40), min_size=3, max_size=3, unique=True).map(sorted),
+)
+def test_there_and_back_is_the_same_to_the_byte(
+    flags: dict[str, bool], full: bool, own: bool, dtype: str, layers: list[int]
+) -> None:
+    """Whatever the flags: what both layouts can hold comes back as the same files."""
+    more = {"own_embedding": True, "backbone_hidden_size": 48} if own else {}
+    config = head_config(**flags, **more, draft_vocab_size=40 if full else 24, base_layers=tuple(layers), base="o/b")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        place = write_head(folder / "theirs", random_head(config))
+        for step, layout in enumerate(("eagle3", "speculators", "eagle3", "speculators")):
+            convert(place, folder / str(step), format=layout, dtype=dtype)
+            place = folder / str(step)
+        for before, after in (("0", "2"), ("1", "3")):
+            for file in ("config.json", "model.safetensors"):
+                assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
+        assert read_checkpoint(place).config == replace(config, max_position_embeddings=131072)
+        assert not any(finding.forbids for finding in findings_of(place))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shards_and_short_floats(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of several files with an index, each weight in the type it is stored in."""
+    head = random_head(head_config())
+    directory = write_head(tmp_path / "head", head)
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    (directory / "model.safetensors").unlink()
+    places = {name: f"model-{number % 2 + 1}-of-2.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    loaded = load_any(directory, dtype=torch.float32)
+    for name, tensor in head.state_dict().items():
+        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], expected), name
+    if dtype == torch.float16:
+        with pytest.raises(DrafterError, match="stored as float16 and no dtype was given"):
+            load_any(directory)
+    assert not findings_of(directory)
+    convert(directory, tmp_path / "whole", format="eagle3", dtype="f32")
+    assert load_file(tmp_path / "whole" / "model.safetensors").keys() == tensors.keys()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places | {"gone.weight": "model-1-of-2.safetensors"}}))
+    with pytest.raises(DrafterError, match=r"expected gone.weight where"):
+        read_checkpoint(directory)
 
 
 def test_layers_are_written_as_each_engine_counts(tmp_path: Path) -> None:
@@ -169,6 +194,14 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
     return change
 
 
+def _cut(length: int) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:length])
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -208,6 +241,26 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
         (_tensor("fc.weight", lambda t: torch.ones(32, 64)), r"fc.weight: expected shape \[32, 96\]"),
         (_tensor("fc.weight", lambda t: torch.ones(32, 96, dtype=torch.int8)), "expected weights in floats"),
+        (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
+        (_tensor("norm.weight", lambda t: t["norm.weight"] * math.nan), "norm.weight: expected finite numbers"),
+        (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
+        (_tensor("d2t", lambda t: t["d2t"][None]), r"d2t: expected shape \[24\], found \[1, 24\]"),
+        (_tensor("d2t", lambda t: t["d2t"].double()), "expected indices in I64"),
+        (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected the tokens that d2t names"),
+        (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers|would read different states"),
+        (lambda d: edit(d, **{IDS: [1, 3, 3], "eagle_config": ...}), "expected 3 different layers"),
+        (lambda d: edit(d, **{IDS: [5, 3, 1], "eagle_config": ...}), "the lowest first"),
+        (lambda d: edit(d, **{IDS: [-1, 3, 5], "eagle_config": ...}), "the lowest first"),
+        (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "expected layer numbers"),
+        (lambda d: edit(d, **{IDS: [], "eagle_config": ...}), "engines take 2, n // 2|expected 3 different layers"),
+        (lambda d: edit(d, vocab_size=[40]), "vocab_size to be a positive integer"),
+        (lambda d: edit(d, rope_theta=math.nan), "rope_theta to be a positive number"),
+        (lambda d: edit(d, rope_theta=10**400), "rope_theta to be a positive number"),
+        (lambda d: edit(d, num_attention_heads="8"), "num_attention_heads to be a positive integer"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "expected safetensors in"),
+        (_cut(9), "expected safetensors in"),
+        (_cut(-9), "expected safetensors in"),
+        (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors in"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:
@@ -226,7 +279,15 @@ def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], messa
         ({IDS: ...}, "vLLM takes 2, n // 2 and n − 3"),
         ({"transformer_layer_config": ...}, "expected transformer_layer_config"),
         ({"transformer_layer_config": []}, "to be an object"),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "expected"),
+        (
+            {"transformer_layer_config": {"model_type": "qwen3"}},
+            "found qwen3; in one of qwen3, which vLLM alone",
+        ),
+        ({"transformer_layer_config": {}}, "expected model_type llama in an EAGLE-3 head, found None"),
+        ({"transformer_layer_config": 3}, "to be an object"),
+        ({IDS: "1, 3, 5"}, "to be a list"),
+        ({"norm_before_residual": "true"}, "norm_before_residual to be true or false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "an EAGLE-3 head in floats"),
     ],
 )
 def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

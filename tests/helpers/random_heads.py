@@ -13,9 +13,49 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.formats import eagle3, speculators
 from mtp_extract.drafter import Eagle3Config, Eagle3Drafter
 
-__all__ = ["LAYOUTS", "edit", "head_config", "random_head", "write_head"]
+__all__ = ["LAYOUTS", "asked_for", "edit", "head_config", "random_head", "write_head"]
 
 LAYOUTS = {"eagle3": eagle3.config_document, "speculators": speculators.config_document}
+
+
+# What the loaders ask for, read in their sources: vLLM 0.33.0 model_executor/models/llama_eagle3.py (names before its
+# mapper: "midlayer." becomes "layers.0.", q, k, v and gate, up are stacked there) and SGLang 0.5.23
+# srt/models/llama_eagle3.py (likewise). H: width of the head, T: of the base, Q, K: all query and KV heads, F: of the
+# feed-forward block, D: the draft vocabulary. vLLM skips t2d, SGLang whatever it does not know.
+_ASKED_FOR: dict[str, tuple[str, ...]] = {
+    "fc.weight": ("H", "3T"),
+    "midlayer.hidden_norm.weight": ("H",),
+    "midlayer.input_layernorm.weight": ("H",),
+    "midlayer.post_attention_layernorm.weight": ("H",),
+    "midlayer.self_attn.q_proj.weight": ("Q", "2H"),
+    "midlayer.self_attn.k_proj.weight": ("K", "2H"),
+    "midlayer.self_attn.v_proj.weight": ("K", "2H"),
+    "midlayer.self_attn.o_proj.weight": ("H", "Q"),
+    "midlayer.mlp.gate_proj.weight": ("F", "H"),
+    "midlayer.mlp.up_proj.weight": ("F", "H"),
+    "midlayer.mlp.down_proj.weight": ("H", "F"),
+    "norm.weight": ("H",),
+    "lm_head.weight": ("D", "H"),
+}
+_IF_ASKED: dict[str, dict[str, tuple[str, ...]]] = {
+    "fc_norm": {f"fc_norm.{i}.weight": ("T",) for i in range(3)},
+    "norm_before_fc": {"input_norm.weight": ("3T",)},
+    "reduced": {"d2t": ("D",)},
+    "own_embedding": {"embed_tokens.weight": ("V", "H")},
+}
+
+
+def asked_for(config: Eagle3Config, layout: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what loaders ask for of a head of ``config``, beside ``t2d``, which they skip."""
+    width, base = config.hidden_size, config.backbone_hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"H": width, "2H": 2 * width, "T": base, "3T": 3 * base, "Q": queries, "K": keys}
+    sizes |= {"F": config.intermediate_size, "D": config.draft_vocab_size, "V": config.vocab_size}
+    table = dict(_ASKED_FOR)
+    for flag, more in _IF_ASKED.items():
+        table |= more if getattr(config, flag) else {}
+    first = "midlayer." if layout == "eagle3" else "layers.0."
+    return {name.replace("midlayer.", first): tuple(sizes[size] for size in shape) for name, shape in table.items()}
 
 
 def head_config(**changes: Any) -> Eagle3Config:

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.random_heads import asked_for
 from helpers.random_pairs import KINDS, base_alone, random_base
 from helpers.schemas import validator
+from safetensors.torch import load_file
 
+from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.formats import read_checkpoint
@@ -222,7 +225,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
         yield Plan(setting, folder / "head", steps=20, anchors=4, draft_vocab=128, force=True)
 
 
-def test_a_whole_training(whole: Plan) -> None:
+def test_a_whole_training(whole: Plan, tmp_path: Path) -> None:
     """From a base alone to a directory that engines load, with its record and its card."""
     tuned = run_tuning(whole)
     assert tuned.directory == whole.out and not findings_of(tuned.directory)
@@ -232,7 +235,15 @@ def test_a_whole_training(whole: Plan) -> None:
     record = verify(tuned.directory).record
     validator("extraction")(record)
     assert record["tuning"]["mode"] == "float" and record["tuning"]["recipe"]["draft_steps"] == 3
-    assert "mtp-extract trained every weight" in (tuned.directory / "README.md").read_text()
+    card = (tuned.directory / "README.md").read_text()
+    assert "mtp-extract trained every weight" in card and "--spec-type draft-eagle3" in card
+    # What vLLM and SGLang ask for, in either layout.
+    convert(tuned.directory, tmp_path / "speculators", format="speculators")
+    for layout, directory in (("eagle3", tuned.directory), ("speculators", tmp_path / "speculators")):
+        stored = load_file(directory / "model.safetensors")
+        del stored["t2d"]
+        assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == asked_for(config, layout)
+        assert not any(finding.forbids for finding in findings_of(directory))
 
 
 def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:

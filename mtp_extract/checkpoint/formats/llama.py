@@ -52,7 +52,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "layer_types": (None, ["full_attention"]),
         "logit_scale": (None, 1.0, 1),
         "mlp_bias": (False, None),
-        "model_type": ("llama",),
         "num_hidden_layers": (1,),
         "quantization_config": (None,),
         "rope_scaling": (None,),
@@ -116,6 +115,11 @@ def parse_llama(
     Raises:
         DrafterError: a key is missing, of the wrong type or range, or says what no such head has.
     """
+    if (kind := llama.get("model_type")) != "llama":
+        why = "; in one of qwen3, which vLLM alone serves, queries and keys are normed" if kind == "qwen3" else ""
+        raise DrafterError(
+            f"expected model_type llama in an EAGLE-3 head, found {escape(kind)}{why}; it is not supported"
+        )
     for key, values in _FIXED.items():
         found = llama.get(key)
         if (type(found), found) not in [(type(value), value) for value in values]:
