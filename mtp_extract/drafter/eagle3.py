@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.drafter.mtp import RMSNorm, rotate
+from mtp_extract.drafter.mtp import Angles, RMSNorm, angles, turn
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
 __all__ = ["Eagle3Drafter", "Eagle3Layer", "Eagle3State"]
@@ -52,17 +52,21 @@ class Eagle3Layer(nn.Module):
         residual = normed if self.config.norm_before_residual else hidden
         return torch.cat((self.embedding_norm(embedding), normed), dim=-1), residual
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> KV:
-        """K, rotated, and V, each [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
-        shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
-        return rotate(self.k_proj(x).view(shape), positions, self.rope), self.v_proj(x).view(shape)
+    def angles(self, positions: Tensor) -> Angles:
+        """The rotation at ``positions``, int64 [batch, length]."""
+        return angles(positions, self.config.head_dim, self.rope)
 
-    def forward(self, x: Tensor, residual: Tensor, positions: Tensor, cache: KV, visible: Tensor, own: KV) -> Tensor:
+    def keys_values(self, x: Tensor, by: Angles) -> KV:
+        """K, rotated, and V, F32 [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
+        shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
+        return turn(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
+
+    def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, own: KV) -> Tensor:
         """One position of every query.
 
         Args:
             x, residual: of :meth:`read`, [batch, queries, …].
-            positions: int64 [batch, queries].
+            by: the rotation of the queries.
             cache: K and V of verified positions, each [batch, slots, KV heads, head_dim].
             visible: bool [batch, queries, slots].
             own: those of the round's steps up to this, [batch, queries, steps, KV heads, head_dim].
@@ -73,14 +77,14 @@ class Eagle3Layer(nn.Module):
         config = self.config
         (keys, values), (own_keys, own_values) = cache, own
         batch, queries, _ = x.shape
-        q = rotate(self.q_proj(x).view(batch, queries, -1, config.head_dim), positions, self.rope)
+        q = turn(self.q_proj(x).view(batch, queries, -1, config.head_dim), by)
         q = q.view(batch, queries, config.num_kv_heads, -1, config.head_dim).float() * config.head_dim**-0.5
-        before = torch.einsum("blkgd,bskd->blkgs", q, keys.float())
+        before = torch.einsum("blkgd,bskd->blkgs", q, keys)
         before = before.masked_fill(~visible[:, :, None, None], -math.inf)
-        weights = torch.cat((before, torch.einsum("blkgd,bltkd->blkgt", q, own_keys.float())), dim=-1).softmax(-1)
+        weights = torch.cat((before, torch.einsum("blkgd,bltkd->blkgt", q, own_keys)), dim=-1).softmax(-1)
         slots = keys.shape[1]
-        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], values.float())
-        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], own_values.float())
+        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], values)
+        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], own_values)
         h = residual + self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
         y = self.post_attention_norm(h)
         out: Tensor = h + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
@@ -95,10 +99,10 @@ class Eagle3State:
         embed: tokens → embedding, unscaled.
         hidden: [batch, queries, width], the fused state at ``positions`` in the first step, what was fed back later.
         positions: int64 [batch, queries], that of the pending token less one, and one more with every step.
-        cache: K and V at slots that are positions, each [batch, slots, KV heads, head_dim]. Slots past what the base
-            has verified hold anything, and are written anew before they are seen.
+        cache: K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each. Slots past what the
+            base has verified hold anything, and are written anew before they are seen.
         visible: bool [batch, queries, slots].
-        own: K and V of the round's steps, each [batch, queries, steps, KV heads, head_dim]; None before the first.
+        own: K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first.
         filled: slots that may have been written.
     """
 
@@ -197,7 +201,7 @@ class Eagle3Drafter(nn.Module):
             positions = positions - 1
             filled, first = previous.filled + tokens.shape[1], positions[:, :1]
         x, _ = self.layer.read(embed(tokens), states[:, :-1])
-        cache = _written(cache, self.layer.keys_values(x, positions), positions, filled)
+        cache = _written(cache, self.layer.keys_values(x, self.layer.angles(positions)), positions, filled)
         newest = base.positions.to(weight.device) - 1  # [B, Q]
         index = (newest - first.to(weight.device))[..., None].expand(-1, -1, states.shape[-1])
         slots = torch.arange(cache[0].shape[1], device=weight.device)
@@ -242,10 +246,11 @@ class Eagle3Drafter(nn.Module):
         """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
         layer = self.layer
         x, residual = layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
-        keys, values = (part[:, :, None] for part in layer.keys_values(x, state.positions))
+        by = layer.angles(state.positions)
+        keys, values = (part[:, :, None] for part in layer.keys_values(x, by))
         if state.own is not None:
             keys, values = torch.cat((state.own[0], keys), dim=2), torch.cat((state.own[1], values), dim=2)
-        h = layer(x, residual, state.positions, state.cache, state.visible, (keys, values))
+        h = layer(x, residual, by, state.cache, state.visible, (keys, values))
         normed: Tensor = self.final_norm(h)
         hidden = normed if self.config.norm_output else h
         return normed, dataclasses.replace(state, hidden=hidden, positions=state.positions + 1, own=(keys, values))
@@ -286,5 +291,5 @@ def _written(cache: KV | None, new: KV, positions: Tensor, filled: int) -> KV:
             old = grown
         # What an earlier round sees lies before the first slot that is written here.
         where = positions[..., None, None].expand_as(part)
-        written.append(old.scatter_(1, where, part.to(old.dtype)))
+        written.append(old.scatter_(1, where, part))
     return written[0], written[1]

@@ -30,7 +30,18 @@ from mtp_extract.drafter.heads import OrderedHead
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
-__all__ = ["Altered", "DrafterOutput", "Layer", "MtpDrafter", "MtpState", "RMSNorm", "View", "rotate", "turn"]
+__all__ = [
+    "Altered",
+    "Angles",
+    "DrafterOutput",
+    "Layer",
+    "MtpDrafter",
+    "MtpState",
+    "RMSNorm",
+    "View",
+    "angles",
+    "turn",
+]
 
 
 class DrafterOutput(NamedTuple):
@@ -80,11 +91,6 @@ def turn(x: Tensor, by: Angles) -> Tensor:
     """``x`` [batch, queries, heads, head_dim], rotated."""
     wide = x.float()
     return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
-
-
-def rotate(x: Tensor, position_ids: Tensor, rope: RopeConfig) -> Tensor:
-    """Rotary embedding of ``x`` [batch, queries, heads, head_dim] at ``position_ids`` [batch, queries]."""
-    return turn(x, angles(position_ids, x.shape[-1], rope))
 
 
 class View(NamedTuple):
@@ -361,7 +367,3 @@ class Altered:
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
         """As the drafter."""
         return self.drafter.fork(state, parents)
-
-
-Drafter = MtpDrafter
-"""The name that the loader still imports."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from helpers.random_heads import head_config, random_head
@@ -85,6 +85,29 @@ def test_text_is_the_base_s_own(
 CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))
 
 
+class Drafted(NamedTuple):
+    """What was fed of one sequence in a round, by node."""
+
+    tokens: list[int]
+    parents: list[int]
+    ranks: list[int]
+
+    def way(self, tokens: tuple[int, ...]) -> list[int]:
+        """The nodes below the root that hold ``tokens``, one below the other."""
+        at, way = 0, []
+        for token in tokens:
+            [at] = [n for n in range(1, len(self.tokens)) if self.parents[n] == at and self.tokens[n] == token]
+            way.append(at)
+        return way
+
+    @property
+    def depth(self) -> int:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(1 + depths[parent])
+        return max(depths)
+
+
 @pytest.mark.parametrize("tree", [CROOKED, AutoTree(7)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", ["E4B", "a window smaller than the tree"])
@@ -94,26 +117,34 @@ def test_a_round_is_drafted_from_the_text_alone(
     """However the rounds before went, and whoever left: as the first round after a prompt of the same text."""
     ours = generator(kind, drafter)
     forward = ours.base.forward
-    fed: list[tuple[list[int], list[tuple[list[int], list[int]]]]] = []
+    fed: list[tuple[list[int], list[Drafted]]] = []
 
     def noted(tokens: Tensor, starts: Tensor, *rest: Any, tree: Nodes | None = None, **more: Any) -> Any:
         if tree is not None:
-            shape = tree.parent.expand_as(tokens)
-            fed.append((starts.tolist(), list(zip(tokens.tolist(), shape.tolist(), strict=True))))
+            parts = (part.expand_as(tokens).tolist() for part in (tokens, tree.parent, tree.rank))
+            fed.append((starts.tolist(), [Drafted(*row) for row in zip(*parts, strict=True)]))
         return forward(tokens, starts, *rest, tree=tree, **more)
 
     monkeypatch.setattr(ours.base, "forward", noted)
     own = [result.tokens for result in ours.generate_batch(PROMPTS, Options(LONGER, 0, stop_token_ids=[]))]
-    stop = next(t for t in range(6) if len({(*text, t).index(t) for text in own}) == 3)
-    results = ours.generate_batch(PROMPTS, Options(LONGER, tree, stop_token_ids=[stop]))
+    ends = {token: [(*text, token).index(token) for text in own] for token in range(6)}
+    stop = next(token for token, places in ends.items() if len(set(places)) == 3)
+    prompts = [prompt for _, prompt in sorted(zip(ends[stop], PROMPTS, strict=True))]  # the first leaves first
+    results = ours.generate_batch(prompts, Options(LONGER, tree, stop_token_ids=[stop]))
     depth = DraftLength(tree).most
     prefixes, found = [], []
     for turn, (starts, nodes) in enumerate(fed):
         rows = [row for row, result in enumerate(results) if len(result.rounds) > turn]
-        if max(LONGER - 2 - (start - len(PROMPTS[row])) for row, start in zip(rows, starts, strict=True)) < depth:
+        left = [LONGER - 2 - (start - len(prompts[row])) for row, start in zip(rows, starts, strict=True)]
+        if max(left) < depth:
             break  # the limit of new tokens cuts the tree
-        prefixes += [(PROMPTS[row] + results[row].tokens)[:start] for row, start in zip(rows, starts, strict=True)]
-        found += nodes
+        for row, start, limit, drafted in zip(rows, starts, left, nodes, strict=True):
+            text, account = prompts[row] + results[row].tokens, results[row].rounds[turn]
+            way = drafted.way(text[start + 1 : start + 1 + account.accepted])
+            assert account.ranks == tuple(drafted.ranks[node] for node in way)
+            assert account.drafted == min(limit, drafted.depth)
+            prefixes.append(text[:start])
+            found.append(drafted)
     assert sum(result.accepted for result in results) > 2 and len(found) > 5
     fed.clear()
     ours.generate_batch(prefixes, Options(depth + 2, tree, stop_token_ids=[]))

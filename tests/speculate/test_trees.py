@@ -189,6 +189,20 @@ def test_a_tree_grows_where_the_drafter_is_confident(
             assert token == by_hand(drafter, state, int(pending[row]), row, path)[0][-1]
 
 
+@torch.inference_mode()
+def test_a_branch_is_drafted_as_if_it_were_alone(drafter: Drafter, state: Any) -> None:
+    root, level, last = torch.tensor([[3], [11]]), torch.tensor([[1, 2, 4], [5, 6, 7]]), torch.arange(20, 28).view(2, 4)
+    parents = torch.tensor([[2, 0, 0, 1], [1, 1, 2, 0]])
+    _, branching = drafter.step(state, root)
+    _, branching = drafter.step(drafter.fork(branching, torch.zeros(2, 3, dtype=torch.long)), level)
+    found, _ = drafter.step(drafter.fork(branching, parents), last)
+    for branch in range(4):
+        alone = state
+        for token in (root, level.gather(1, parents[:, branch, None]), last[:, branch, None]):
+            logits, alone = drafter.step(alone, token)
+        torch.testing.assert_close(found[:, branch], logits[:, 0], atol=1e-4, rtol=1e-4)
+
+
 def test_the_way_down_is_the_base_s() -> None:
     """Against a walk over every node in turn."""
     numbers = torch.Generator().manual_seed(0)
