@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 from mtp_extract.validate.extras import require
 
@@ -247,6 +248,21 @@ def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_to
         )
 
 
+def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
+    """Refuse a tree of more drafts for one place than there are tokens.
+
+    Raises:
+        PairError: there is one.
+    """
+    for name, tree in trees.items():
+        if isinstance(tree, Tree) and tree.width > vocab_size:
+            raise PairError(
+                f"expected at most {vocab_size} drafts for one place, as many as the base has tokens, found "
+                f"{tree.width} in {escape(name)}; make the tree narrower",
+                remedies=("tree",),
+            )
+
+
 def _against_base(
     plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
@@ -278,6 +294,7 @@ def _against_base(
     engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
+    _check_widths(plan.wanted, generator.base.vocab_size)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
