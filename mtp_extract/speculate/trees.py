@@ -97,6 +97,11 @@ class Tree:
         """Draft steps."""
         return len(self.paths[-1])
 
+    @property
+    def width(self) -> int:
+        """Of the drafter's choices for one place, how many are looked at."""
+        return 1 + max(path[-1] for path in self.paths)
+
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The root, which is the pending token, and the drafts."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 from mtp_extract.validate.extras import require
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mtp_extract.speculate import Agreement, Base, Encoded, SpeculativeGenerator
     from mtp_extract.validate.acceptance.agreement import Continuations
     from mtp_extract.validate.acceptance.base_model import LoadedBase
-    from mtp_extract.validate.acceptance.beside import DrafterFacts
+    from mtp_extract.validate.acceptance.beside import DrafterFacts, DrafterFigures
     from mtp_extract.validate.acceptance.controls import ControlResult
     from mtp_extract.validate.acceptance.drafting import Drafting
     from mtp_extract.validate.acceptance.pair import PairFacts
@@ -250,6 +251,21 @@ def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_to
         )
 
 
+def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
+    """Refuse a tree of more drafts for one place than there are tokens.
+
+    Raises:
+        PairError: there is one.
+    """
+    for name, tree in trees.items():
+        if isinstance(tree, Tree) and tree.width > vocab_size:
+            raise PairError(
+                f"expected at most {vocab_size} drafts for one place, as many as the base has tokens, found "
+                f"{tree.width} in {escape(name)}; make the tree narrower",
+                remedies=("tree",),
+            )
+
+
 def _against_base(
     plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
@@ -257,13 +273,10 @@ def _against_base(
     from mtp_extract.checkpoint.checkpoint import require_mtp
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.engines import LocalEngine
-    from mtp_extract.validate.acceptance.agreement import continue_greedily, figures, measure_agreement
+    from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
-    from mtp_extract.validate.acceptance.beside import DrafterFigures, facts_of
+    from mtp_extract.validate.acceptance.beside import facts_of
     from mtp_extract.validate.acceptance.controls import run_controls
-    from mtp_extract.validate.acceptance.drafting import draftings
-    from mtp_extract.validate.acceptance.generation import measure_generation
-    from mtp_extract.validate.acceptance.measured import compare, of_agreement
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
@@ -281,6 +294,7 @@ def _against_base(
     engine = LocalEngine(generator, plan.batch)
     encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
+    _check_widths(plan.wanted, generator.base.vocab_size)
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
         written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
@@ -289,32 +303,9 @@ def _against_base(
         for known, (network, own) in zip(facts, pairs, strict=True):
             of = f" with {known.name}" if plan.beside else ""
             say(f"drafting after every token of them{of}")
-            agreements.append(measure_agreement(own.base, own.drafter, written, steps[-1], batch=plan.batch))
-            overall = figures(agreements[-1])
+            agreements.append(measure_agreement(own.base, network, written, steps[-1], batch=plan.batch))
             say(f"generating with {_rounds(steps, plan.wanted)}{of}")
-            conditional = [step.conditional.value for step in overall.steps]
-            planned = draftings(own, steps, plan.wanted, written, conditional, batch=plan.batch)
-            generation = measure_generation(
-                LocalEngine(own, plan.batch),
-                own.base,
-                written,
-                planned,
-                new_tokens=plan.new_tokens,
-                timed=plan.timed,
-            )
-            first, mine = of_agreement(agreements[0]), of_agreement(agreements[-1])
-            parts = {name: written.of_workload(name) for name in written.workloads}
-            drafters.append(
-                DrafterFigures(
-                    known,
-                    overall,
-                    {name: figures(agreements[-1], rows) for name, rows in parts.items()},
-                    generation,
-                    compare(first, mine),
-                    {name: compare(first.of(rows), mine.of(rows)) for name, rows in parts.items()},
-                    _held(own.base, network, written, planned, plan.new_tokens),
-                )
-            )
+            drafters.append(_drafter_figures(plan, known, network, own, written, agreements[0], agreements[-1]))
         controls: list[ControlResult] = []
         notes = [*loaded.notes, *_flattered(facts), *_loops(written.repeated)]
         if isinstance(drafter, MtpDrafter):
@@ -349,6 +340,46 @@ def _against_base(
     )
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
+    )
+
+
+def _drafter_figures(
+    plan: Plan,
+    known: DrafterFacts,
+    drafter: Network,
+    generator: SpeculativeGenerator,
+    written: Continuations,
+    first: Agreement,
+    own: Agreement,
+) -> DrafterFigures:
+    """How a drafter drafts, of which ``own`` is known; ``first`` is that of the first of them."""
+    from mtp_extract.engines import LocalEngine
+    from mtp_extract.validate.acceptance.agreement import figures
+    from mtp_extract.validate.acceptance.beside import DrafterFigures
+    from mtp_extract.validate.acceptance.drafting import draftings
+    from mtp_extract.validate.acceptance.generation import measure_generation
+    from mtp_extract.validate.acceptance.measured import compare, of_agreement
+
+    overall, parts = figures(own), {name: written.of_workload(name) for name in written.workloads}
+    steps = sorted(set(plan.draft_steps))
+    conditional = [step.conditional.value for step in overall.steps]
+    planned = draftings(generator, steps, plan.wanted, written, conditional, batch=plan.batch)
+    before, after = of_agreement(first), of_agreement(own)
+    return DrafterFigures(
+        known,
+        overall,
+        {name: figures(own, rows) for name, rows in parts.items()},
+        measure_generation(
+            LocalEngine(generator, plan.batch),
+            generator.base,
+            written,
+            planned,
+            new_tokens=plan.new_tokens,
+            timed=plan.timed,
+        ),
+        compare(before, after),
+        {name: compare(before.of(rows), after.of(rows)) for name, rows in parts.items()},
+        _held(generator.base, drafter, written, planned, plan.new_tokens),
     )
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.reads import Reads, reads_of_a_step
 from mtp_extract.cli import validate
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.speculate import Options, SpeculativeGenerator, Tree, ranks_of_text
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.validate.acceptance.agreement import Continuations
@@ -64,6 +64,22 @@ def test_every_drafter_drafts_every_tree(found: Validation, tmp_path: Path) -> N
     mtp, eagle = (drafter["generation"]["best:5"] for drafter in report["drafters"])
     assert mtp["tree"] != eagle["tree"], "each by its own ranks"
     assert mtp["expected_mean_accepted_length"] > eagle["expected_mean_accepted_length"] + 1
+
+
+def test_the_head_may_stand_first(plan: Plan, checkpoint: Path, head: Path, found: Validation) -> None:
+    """And does what it did beside the other."""
+    turned = run_validation(
+        dataclasses.replace(
+            plan, directory=head, beside=(checkpoint,), source=None, draft_steps=(2,), trees=("3x2", "auto:4"), timed=1
+        )
+    )
+    for drafter, same in zip(turned.drafters, reversed(found.drafters), strict=True):
+        assert drafter.facts == same.facts
+        assert [row.accepted for row in drafter.generation.lengths] == [
+            row.accepted for row in same.generation.lengths[:-1]
+        ]
+    assert turned.refuted, "a random head is no better than a bigram"
+    assert not turned.wrong_text
 
 
 def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: Plan) -> None:
@@ -152,6 +168,14 @@ def test_a_plan_without_a_base_has_no_trees(plan: Plan) -> None:
     with pytest.raises(MtpExtractError, match="expected a base to verify trees of drafts") as caught:
         run_validation(dataclasses.replace(plan, base=None, trees=("4x2",)))
     assert caught.value.remedies == ("base",)
+
+
+def test_a_tree_may_be_no_wider_than_the_vocabulary(plan: Plan) -> None:
+    said = list[str]()
+    with pytest.raises(PairError, match=r"at most 512 drafts for one place, .* found 600 in paths:0,1") as caught:
+        run_validation(dataclasses.replace(plan, source=None, trees=("600",)), said.append)
+    assert caught.value.remedies == ("tree",)
+    assert said == [f"loading the base {plan.base}"], "before anything is measured"
 
 
 def test_what_a_head_reads(head: Path) -> None:

@@ -108,4 +108,4 @@ def _choosing(continuations: Continuations) -> list[int]:
 
 
 def _expected(tree: Tree, ranks: Ranks) -> float:
-    return expected_length(tree, ranks.shares(1 + max(path[-1] for path in tree.paths)))
+    return expected_length(tree, ranks.shares(tree.width))
