@@ -40,7 +40,7 @@ _GENERATION = {
         "expected_mean_accepted_length": 2.97,
         "chosen_on": 0,
         "mean_accepted_length_elsewhere": None,
-        "steps": [{"step": 1, "conditional": 0.7, "unconditional": 0.7, "n": 33, "n_conditional": 33}],
+        "steps": [{"step": 1, "accepted": 0.7, "conditional": 0.7, "unconditional": 0.7, "n": 33, "n_conditional": 33}],
         "identical": True,
         "identical_prompts": 7,
         "prompts": 7,

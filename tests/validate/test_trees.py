@@ -66,6 +66,22 @@ def test_every_drafter_drafts_every_tree(found: Validation, tmp_path: Path) -> N
     assert mtp["expected_mean_accepted_length"] > eagle["expected_mean_accepted_length"] + 1
 
 
+def test_the_head_may_stand_first(plan: Plan, checkpoint: Path, head: Path, found: Validation) -> None:
+    """And does what it did beside the other."""
+    turned = run_validation(
+        dataclasses.replace(
+            plan, directory=head, beside=(checkpoint,), source=None, draft_steps=(2,), trees=("3x2", "auto:4"), timed=1
+        )
+    )
+    for drafter, same in zip(turned.drafters, reversed(found.drafters), strict=True):
+        assert drafter.facts == same.facts
+        assert [row.accepted for row in drafter.generation.lengths] == [
+            row.accepted for row in same.generation.lengths[:-1]
+        ]
+    assert turned.refuted, "a random head is no better than a bigram"
+    assert not turned.wrong_text
+
+
 def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: Plan) -> None:
     assert found.generation is not None
     best = found.generation.lengths[-1]

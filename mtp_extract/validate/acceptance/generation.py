@@ -114,6 +114,11 @@ class DraftLengthResult:
         return self.identical_prompts == self.prompts
 
     @property
+    def accepted_by_step(self) -> tuple[float, ...]:
+        """Share of all rounds that accepted a draft at each step; together, mean accepted length less one."""
+        return tuple(share.successes / self.rounds for share in self.unconditional)
+
+    @property
     def wrong_text(self) -> bool:
         """Whether a text is another than the base's where the base is sure."""
         return any(not divergence.tie for divergence in self.divergences)

@@ -210,13 +210,14 @@ def _length(result: DraftLengthResult) -> dict[str, Any]:
         "steps": [
             {
                 "step": index + 1,
+                "accepted": accepted,
                 "conditional": conditional.value,
                 "unconditional": unconditional.value,
                 "n": unconditional.trials,
                 "n_conditional": conditional.trials,
             }
-            for index, (conditional, unconditional) in enumerate(
-                zip(result.conditional, result.unconditional, strict=True)
+            for index, (accepted, conditional, unconditional) in enumerate(
+                zip(result.accepted_by_step, result.conditional, result.unconditional, strict=True)
             )
         ],
         "identical": result.identical,

@@ -96,7 +96,8 @@ def test_trees_stand_higher(result: GenerationResult) -> None:
         assert shares[0] == length.conditional[0].value
         if length.paths is not None or length.tree is None:
             assert shares == sorted(shares, reverse=True)
-        assert sum(share.successes for share in length.unconditional) == length.accepted
+        assert 1 + sum(length.accepted_by_step) == pytest.approx(length.mean_accepted_length)
+        assert list(length.accepted_by_step) == sorted(length.accepted_by_step, reverse=True)
         assert length.mean_accepted_interval is not None
         assert length.mean_accepted_interval.low < length.mean_accepted_length < length.mean_accepted_interval.high
 
