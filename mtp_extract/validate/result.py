@@ -71,7 +71,7 @@ class Validation:
     @property
     def wrong_text(self) -> bool:
         """Whether the loop wrote another text than the base where the base is sure; with any of the drafters."""
-        measured = [drafter.generation for drafter in self.drafters] or [self.generation]
+        measured = (self.generation, *(drafter.generation for drafter in self.drafters[1:]))
         return any(length.wrong_text for generation in measured if generation for length in generation.lengths)
 
     @property

@@ -56,10 +56,9 @@ def _text(found: Validation, generation: GenerationResult) -> str:
     """Whether the loop's text is the base's own, with every drafter and whatever it drafts."""
     # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
     dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
-    first, *others = [(f" of {drafter.facts.name}", drafter.generation) for drafter in found.drafters] or [
-        ("", generation)
-    ]
-    rows = [(whose if others else "", result) for whose, part in (first, *others) for result in part.lengths]
+    rows = [("", result) for result in generation.lengths]
+    others = found.drafters[1:]
+    rows += [(f" of {drafter.facts.name}", result) for drafter in others for result in drafter.generation.lengths]
     # The one that shows most: text that is wrong before text that ties.
     whose, worst = max(rows, key=lambda row: (row[1].wrong_text, len(row[1].divergences)))
     differing = len(worst.divergences)
