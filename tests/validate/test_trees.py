@@ -140,8 +140,8 @@ def test_text_counts_whoever_drafts_it(found: Validation, tie: bool, word: str) 
     assert (wrong.wrong_text, wrong.refuted) == (not tie, not tie)
     report = as_json(wrong)
     assert word in report["verdict"]
-    assert "7 prompts with best:5 drafts a round of head, in F32" in report["verdict"]
-    assert "head: with best:5 drafts a round, the text of prompt 4 leaves the base's at token 3" in "".join(
+    assert "7 prompts with a tree of best:5 a round of head, in F32" in report["verdict"]
+    assert "head: with a tree of best:5 a round, the text of prompt 4 leaves the base's at token 3" in "".join(
         report["findings"]
     )
 

@@ -81,15 +81,18 @@ def _bars(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) 
     ]
 
 
-def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[float], list[list[float]]]:
-    """A rate by step with its intervals, in percent."""
-    return [100 * step[rate] for step in steps], [[100 * end for end in step["ci95"][rate]] for step in steps]
+def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float]]]:
+    """The steps that have a rate, the rate and its interval, in percent."""
+    known = [step for step in steps if step[rate] is not None]
+    values, intervals = [100 * step[rate] for step in known], [step["ci95"][rate] for step in known]
+    return [step["step"] for step in known], values, [[100 * low, 100 * high] for low, high in intervals]
 
 
 def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, shift: float = 0.0, **style: Any) -> None:
-    values, intervals = _percents(steps, rate)
-    places = [step["step"] + shift for step in steps]
-    axes.errorbar(places, values, yerr=_bars(values, intervals), capsize=2.5, elinewidth=1, **style)
+    places, values, intervals = _percents(steps, rate)
+    axes.errorbar(
+        [place + shift for place in places], values, yerr=_bars(values, intervals), capsize=2.5, elinewidth=1, **style
+    )
 
 
 def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -143,8 +146,7 @@ def _acceptance(report: Mapping[str, Any], pyplot: Any) -> Any:
     steps = report["agreement"]["steps"]
     figure, axes = _panel(pyplot, 4.2)
     for rate, (colour, marker, label) in _RATES.items():
-        values, intervals = _percents(steps, rate)
-        places = [step["step"] for step in steps]
+        places, values, intervals = _percents(steps, rate)
         axes.plot(places, values, color=light(colour), marker=marker, markersize=5, label=label)
         low, high = ([ends[side] for ends in intervals] for side in (0, 1))
         axes.fill_between(places, low, high, color=light(colour), alpha=0.18, linewidth=0)
@@ -201,7 +203,7 @@ def _workloads(report: Mapping[str, Any], pyplot: Any) -> Any:
     for rate, shift in (("top1", 0.12), ("top5", -0.12)):
         colour, marker, _ = _RATES[rate]
         for place, found in zip(range(len(rows) - 1, -1, -1), rows.values(), strict=True):
-            (value, *_), (interval, *_) = _percents(found["steps"], rate)
+            _, (value, *_), (interval, *_) = _percents(found["steps"], rate)
             _dots(axes, value, interval, place + shift, color=light(colour), marker=marker)
         axes.plot([], [], color=light(colour), marker=marker, linestyle="none", label=rate.replace("top", "top-"))
     _by_row(axes, [f"{_short(name)}\nn = {found['n']}" for name, found in rows.items()])

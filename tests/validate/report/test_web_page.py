@@ -169,6 +169,22 @@ def test_a_font_in_one_word_or_in_several() -> None:
     assert 'style="font-size: 9px; text-anchor: start"' in inline(new, "a", "b")
 
 
+def test_what_has_no_number_has_no_mark(tmp_path: Path) -> None:
+    """A drafter of which nothing was accepted has no rate at later steps, and none that was not timed a speed."""
+    report = copy.deepcopy(REPORT)
+    (step,) = report["agreement"]["steps"]
+    nothing = {**step, "step": 2, "conditional": None, "ci95": {**step["ci95"], "conditional": [None, None]}}
+    report["agreement"]["steps"] = [step, nothing]
+    first = report["drafters"][0]
+    first["agreement"]["steps"] = [step, nothing]
+    report["drafters"].append({**copy.deepcopy(first), "name": "other"})
+    for found in (found for drafter in report["drafters"] for found in drafter["generation"].values()):
+        found.update(draft_ms=None, verify_ms=None, mean_accepted_length=None, mean_accepted_length_ci95=None)
+    for drafter in report["drafters"]:
+        drafter["arithmetic"]["speedups"]["3"] = {"predicted": None, "measured": None}
+    assert "–" in Page(whole(report, tmp_path)).within("td")
+
+
 def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
