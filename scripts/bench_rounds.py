@@ -2,12 +2,13 @@
 
     python scripts/bench_rounds.py [DRAFTER_DIR BASE_DIR] [--prompts N]
 
-Without directories it is the sample's pair. One CPU thread, a batch of one. Needs what the tests need.
+Without directories it is the sample's pair. CPU time of one thread, a batch of one. Needs what the tests need.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -22,11 +23,12 @@ import transformers
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.drafter import load_drafter
-from mtp_extract.speculate import AutoTree, Options, SpeculativeGenerator, Tree
+from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree
 from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from helpers.dispatched import rounds_on_meta
+from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import random_base, random_drafter
 
 KINDS: dict[str, int | Tree | AutoTree] = {
@@ -39,11 +41,15 @@ TOKENS = 64
 
 
 def counted() -> None:
-    """Waits and operators of a round of a random pair of five and two layers."""
-    for name, drafts in KINDS.items():
-        base = random_base()
-        found = rounds_on_meta(base, random_drafter(base), Options(60, drafts, stop_token_ids=[]))[1]
-        print(f"drafts {name}: {found.waits} wait, {found.copies} copies, {found.operators.total()} operators a round")
+    """Waits and operators of a round, of random drafters of two layers and one beside a base of five."""
+    for (name, drafts), sampling in itertools.product(KINDS.items(), (Sampling(), Sampling(temperature=1.0))):
+        for kind, drafter in (("MTP", random_drafter), ("EAGLE-3", lambda _: random_head(head_config()))):
+            base = random_base()
+            found = rounds_on_meta(base, drafter(base), Options(60, drafts, sampling, stop_token_ids=[]))[1]
+            print(
+                f"{kind}, drafts {name}, temperature {sampling.temperature:g}: {found.waits} wait, {found.copies} "
+                f"copies, {found.operators.total()} operators a round"
+            )
 
 
 class Watch:
@@ -56,17 +62,17 @@ class Watch:
         """``call``, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.inside += time.perf_counter() - start
+                self.inside += time.process_time() - start
 
         return timed
 
 
 def timed(generator: SpeculativeGenerator, prompts: list[Any]) -> None:
-    """Time of a round, of it outside the two networks, and the mean accepted length."""
+    """CPU time of a greedy round, of it outside the two networks, and the mean accepted length."""
     watch = Watch()
     drafter, base = generator.drafter, generator.base.model
     for owner, name in ((drafter, "network"), (drafter, "logits"), (base.model, "forward"), (base.lm_head, "forward")):
@@ -74,10 +80,10 @@ def timed(generator: SpeculativeGenerator, prompts: list[Any]) -> None:
     for name, drafts in KINDS.items():
         results = []
         watch.inside = 0.0
-        start = time.perf_counter()
+        start = time.process_time()
         for prompt in prompts:
             results += generator.generate_batch([prompt], Options(TOKENS, drafts))
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         rounds = sum(len(result.rounds) for result in results)
         length = fmean(r.emitted for result in results for r in result.rounds if r.drafted)
         print(

@@ -235,10 +235,13 @@ def test_the_way_down_is_the_base_s() -> None:
 TREES = (Tree.parse("1x1x1"), Tree.parse("4x2x1"), CROOKED, AutoTree(8), AutoTree(20, depth=4))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str) -> None:
-    """After the accepted path is kept, K, V and the states of the path are those of a plain forward."""
-    base = Base(random_base(attention=attention))
+@pytest.mark.parametrize(("attention", "window"), [("sdpa", 5), ("sdpa", 2), ("eager", 2)])
+def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str, window: int) -> None:
+    """After the accepted path is kept, K, V and the states of the path are those of a plain forward.
+
+    In a window smaller than the tree is deep, a node does not see all its ancestors.
+    """
+    base = Base(random_base(attention=attention, sliding_window=window))
     text = torch.randint(0, 40, (2, 40), generator=torch.Generator().manual_seed(0))
     shape = FixedTree(CROOKED, base.device)
     lengths = torch.tensor([9, 4])
@@ -264,9 +267,9 @@ def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str) -> None:
             starts = starts + torch.tensor([len(way) for way in ways])
             kv, positions = base.read_kv(cache)
             for kind, parts in kv.items():
-                window = base.windows[kind]
+                reach = base.windows[kind]
                 for row in range(2):
-                    for position in range(0 if window is None else max(0, int(starts[row]) - window), int(starts[row])):
+                    for position in range(0 if reach is None else max(0, int(starts[row]) - reach), int(starts[row])):
                         [slot] = (positions[kind][row] == position).nonzero().flatten().tolist()
                         for stored, whole in zip(parts, plain.shared_kv[kind], strict=True):
                             torch.testing.assert_close(
