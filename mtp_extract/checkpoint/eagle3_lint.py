@@ -257,6 +257,9 @@ def _others(head: _Head) -> Iterator[Finding]:
     if MLX in others:
         if 0 in _numbers(head.top.get(IDS)):
             yield Finding(MLX, WRONG, "it reads what leaves layer 0 for what enters it")
+        if "d2t" in head.shapes:
+            what = "it takes the base's best token among the head's for the base's best, so the text changes"
+            yield Finding(MLX, WRONG, what)
         if "embed_tokens.weight" not in head.shapes:
             what = "it wants embed_tokens.weight in the file, though it takes the base's; put the base's there"
             yield Finding(MLX, REFUSED, what)

@@ -75,7 +75,12 @@ def command(
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("-o", "--out", metavar="DIR", help="Where to write; by default DIR's name + -tuned."),
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="DIR",
+            help="Where to write; by default DIR's name + -tuned, of a new head MODEL's + -eagle3.",
+        ),
     ] = None,
     mode: Annotated[
         Optional[Mode],  # noqa: UP045

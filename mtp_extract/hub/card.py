@@ -100,7 +100,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "layout": escape(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
-            "llama_cpp": not any(extraction["geometry"].get(flag) for flag in ("fc_norm", "norm_output")),
+            "converts_to_gguf": not any(extraction["geometry"].get(flag) for flag in ("fc_norm", "norm_output")),
             "compressed": extraction["layout"].startswith("compressed-tensors"),
             "notes": "\n".join(f"- {plain(note)}" for note in extraction.get("notes", [])),
             "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),

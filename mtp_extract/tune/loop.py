@@ -124,7 +124,8 @@ class _Training(nn.Module):
             # Rows of its head are tokens of its own vocabulary.
             choices, tokens = drafter.rows(choices), drafter.targets
             if not OBJECTIVES[recipe.objective].over_distributions:
-                counts = counts & (choices[where] >= 0)
+                # A token that it cannot draft ends the round.
+                counts = counts & (choices[where] >= 0).int().cumprod(0).bool()
         else:
             cap = drafter.config.final_logit_softcap
         device = states.device

@@ -28,6 +28,7 @@ from mtp_extract.drafter import Eagle3Drafter, load_any, load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+WHOLE = {"own_embedding": True, "draft_vocab_size": 40}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -358,12 +359,13 @@ def test_what_engines_make_of_it(
         ("eagle3", {"fc_norm": True}, {}, [("llama.cpp", REFUSED, "no fc_norm")]),
         ("eagle3", {"norm_output": True}, {}, [("llama.cpp", WRONG, "before the norm")]),
         ("eagle3", {}, {IDS: ...}, [("llama.cpp", WRONG, "not at the top level")]),
-        ("speculators", {"own_embedding": True, "norm_before_residual": True}, {}, []),
-        ("speculators", {}, {}, [("mlx-vlm", REFUSED, "wants embed_tokens.weight")]),
-        ("speculators", {"own_embedding": True, "base_layers": (0, 2, 5)}, {}, [("mlx-vlm", WRONG, "leaves layer 0")]),
+        ("speculators", WHOLE | {"norm_before_residual": True}, {}, []),
+        ("speculators", {"draft_vocab_size": 40}, {}, [("mlx-vlm", REFUSED, "wants embed_tokens.weight")]),
+        ("speculators", WHOLE | {"base_layers": (0, 2, 5)}, {}, [("mlx-vlm", WRONG, "leaves layer 0")]),
+        ("speculators", {"own_embedding": True}, {}, [("mlx-vlm", WRONG, "the text changes")]),
         (
             "speculators",
-            {"own_embedding": True, "fc_norm": True, "norm_output": True},
+            WHOLE | {"fc_norm": True, "norm_output": True},
             {},
             [
                 ("llama.cpp", REFUSED, "no fc_norm"),
