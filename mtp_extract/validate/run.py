@@ -224,6 +224,17 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     return result
 
 
+def _disturbed(drafters: Sequence[DrafterFigures]) -> tuple[str, ...]:
+    """A note where times cannot be right."""
+    names = [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]
+    if not names:
+        return ()
+    return (
+        f"Times and speedups mean nothing here ({', '.join(names)}): rounds took less time than a single token of the "
+        "base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it.",
+    )
+
+
 def _loops(repeated: float) -> tuple[str, ...]:
     """A note where the base's text repeats itself so often that it says little of a drafter."""
     if repeated <= _MOST_REPEATED:
@@ -336,7 +347,7 @@ def _against_base(
         controls=tuple(controls),
         generation=drafters[0].generation,
         drafters=tuple(drafters),
-        notes=(*result.notes, *notes),
+        notes=(*result.notes, *notes, *_disturbed(drafters)),
     )
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples

@@ -16,7 +16,6 @@ import torch
 from mtp_extract.engines import Engine
 from mtp_extract.speculate import (
     Base,
-    Buffer,
     Generation,
     Interval,
     Options,
@@ -30,6 +29,9 @@ from mtp_extract.validate.acceptance.agreement import Continuations
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 __all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
+
+_FASTER = 0.9
+"""Of the time of one token: what chance alone does not make of the time of a round."""
 
 
 # What the order of additions over a whole model can move a logit by, in float32.
@@ -80,7 +82,6 @@ class DraftLengthResult:
         divergences: the others.
         base_tokens_per_s, speculative_tokens_per_s: batch of one, after the first token.
         verify_ms, draft_ms: mean of a round, batch of one.
-        buffers: of a batch of one, at their largest.
     """
 
     name: str
@@ -106,7 +107,6 @@ class DraftLengthResult:
     speculative_tokens_per_s: float
     verify_ms: float
     draft_ms: float
-    buffers: tuple[Buffer, ...]
 
     @property
     def identical(self) -> bool:
@@ -168,6 +168,11 @@ class GenerationResult:
     def break_even_drafts(self) -> int:
         """The largest K that is still predicted to be faster than none; 0 where none is."""
         return max(drafts for drafts, gain in self._gains.items() if not drafts or gain > 1)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
+        return any(found.verify_ms + found.draft_ms < _FASTER * self.base_ms for found in self.lengths)
 
     @property
     def _gains(self) -> dict[int, float]:
@@ -251,7 +256,6 @@ def measure_generation(
                 speculative_tokens_per_s=_rate(alone),
                 verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else math.nan,
                 draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else math.nan,
-                buffers=max(alone, key=lambda g: sum(b.nbytes for b in g.buffers)).buffers,
             )
         )
     base_rounds = [r.verify_ms for result in plain for r in result.rounds]
