@@ -46,11 +46,6 @@ class Needs:
     shared_kv: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     own_cache: bool = False
 
-    @property
-    def input_width(self) -> int:
-        """Numbers that go in for one query, K and V aside."""
-        return (self.embedding + self.final_hidden + len(self.layers)) * self.width
-
 
 @dataclass(frozen=True)
 class Fed:

@@ -296,7 +296,7 @@ class Server:
         most, chat = options.max_new_tokens, options.chat_template
         answers = [self.ask(prompt, max_tokens=most, chat=chat, **fields) for prompt in prompts]
         return [
-            Generation((), None, (), answer.text, answer.finish_reason or "", (), 1e3 * (answer.first_s or 0.0), ())
+            Generation((), None, (), answer.text, answer.finish_reason or "", (), 1e3 * (answer.first_s or 0.0))
             for answer in answers
         ]
 

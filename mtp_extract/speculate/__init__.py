@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mtp_extract.speculate.codec import Codec, Encoded, Prompt
     from mtp_extract.speculate.generate import Options, SpeculativeGenerator
     from mtp_extract.speculate.result import (
-        Buffer,
         Chunk,
         Generation,
         Round,
@@ -55,7 +54,6 @@ __all__ = [
     "Agreement",
     "AutoTree",
     "Base",
-    "Buffer",
     "Chunk",
     "Codec",
     "Encoded",
@@ -98,7 +96,6 @@ _HOMES = {
     "Agreement": "teacher",
     "AutoTree": "trees",
     "Base": "base",
-    "Buffer": "result",
     "Chunk": "result",
     "Codec": "codec",
     "Encoded": "codec",

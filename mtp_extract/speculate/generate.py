@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed, Needs
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
 from mtp_extract.speculate.base import Base, check_pair
@@ -30,7 +30,7 @@ from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.codec import Codec, Encoded, Prompt
 from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.speculate.numbers import count
-from mtp_extract.speculate.result import Buffer, Chunk, Generation, Round
+from mtp_extract.speculate.result import Chunk, Generation, Round
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
 from mtp_extract.speculate.timing import Marks
 from mtp_extract.speculate.trees import AutoTree, Tree
@@ -194,30 +194,6 @@ _Turn = tuple[_Standing, list[list[int]], tuple[float, float]]
 followed by their ranks; and the times of drafting and verifying, in ms."""
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """A drafter whose buffers are recorded."""
-
-    drafter: Drafter
-    note: Callable[[str, Sequence[int], torch.dtype], None]
-
-    @property
-    def needs(self) -> Needs:
-        return self.drafter.needs
-
-    def start(self, base: BaseState) -> DraftState:
-        return self.drafter.start(base)
-
-    def step(self, state: DraftState, token: Tensor) -> tuple[Tensor, DraftState]:
-        logits, state = self.drafter.step(state, token)
-        self.note("drafter_input", (*token.shape, self.needs.input_width), logits.dtype)
-        self.note("draft_logits", logits.shape, logits.dtype)
-        return logits, state
-
-    def fork(self, state: DraftState, parents: Tensor) -> DraftState:
-        return self.drafter.fork(state, parents)
-
-
 def _at(states: Tensor, index: Tensor) -> Tensor:
     """[batch, width]: of ``states`` [batch, length, width], those at ``index`` [batch]."""
     return states[torch.arange(len(states), device=states.device), index.to(states.device)]
@@ -333,10 +309,8 @@ class _Run:
         ]
         self.active = list(self.sequences)
         self.prefill_ms = 0.0
-        self.buffers: dict[str, Buffer] = {}
         self._previous: DraftState = None
         self._rows: list[int] | None = None
-        self._noted = _Noted(self.drafter, self._note)
         self._shapes: dict[int, FixedTree] = {}
 
     def ends(self, tokens: list[int]) -> bool:
@@ -360,7 +334,6 @@ class _Run:
             finish_reason=sequence.finish_reason,
             rounds=tuple(sequence.rounds),
             prefill_ms=self.prefill_ms,
-            buffers=tuple(self.buffers.values()),
         )
 
     @torch.inference_mode()
@@ -405,8 +378,6 @@ class _Run:
         marks.mark()
         found = self._to_host(first[:, None])
         self.prefill_ms = sum(marks.milliseconds())
-        for shape in dict.fromkeys(cache.shapes):
-            self._note(f"base_kv_cache{list(shape[1:])}", shape, hidden.dtype, 2 * cache.shapes.count(shape))
         return _Standing(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
 
     def _round(self, standing: _Standing) -> tuple[_Standing, list[tuple[_Sequence, list[int], Round]]]:
@@ -452,7 +423,7 @@ class _Run:
             judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
             verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
         steps = torch.full_like(verdict.accepted, drafted)
-        return self._turned(standing.after(fed, verdict), verdict, steps, [drafts], logits, marks)
+        return self._turned(standing.after(fed, verdict), verdict, steps, [drafts], marks)
 
     def _branching(self, standing: _Standing, drafted: int, marks: Marks) -> _Turn:
         """Draft a tree and verify it."""
@@ -471,9 +442,7 @@ class _Run:
         fed = fed.along(path, position[:, None] + torch.arange(drafted + 1, device=position.device))
         steps = nodes.depth.amax(1).expand(len(path))
         ranks = nodes.rank.expand(len(path), -1).gather(1, path)
-        return self._turned(
-            standing.after(fed, verdict), verdict, steps, [fed.tokens[:, 1:], ranks[:, 1:]], logits, marks
-        )
+        return self._turned(standing.after(fed, verdict), verdict, steps, [fed.tokens[:, 1:], ranks[:, 1:]], marks)
 
     def _turned(
         self,
@@ -481,7 +450,6 @@ class _Run:
         verdict: Verdict,
         steps: Tensor,
         drafts: list[Tensor],
-        logits: Tensor,
         marks: Marks,
     ) -> _Turn:
         """Take to the host what it has to know of a round."""
@@ -489,10 +457,6 @@ class _Run:
         heads = [part[:, None] for part in (verdict.accepted, verdict.following, steps)]
         table = self._to_host(torch.cat((*heads, *drafts), dim=1))
         draft_ms, verify_ms = marks.milliseconds()
-        hidden = following.fed.hidden
-        self._note("target_hidden", (*logits.shape[:2], hidden.shape[2]), hidden.dtype)
-        self._note("target_logits", logits.shape, logits.dtype)
-        self._note("candidate_tokens", (len(logits), logits.shape[1] - 1), torch.long)
         return following, table, (draft_ms, verify_ms)
 
     def _tree(self, standing: _Standing, depth: int) -> Nodes:
@@ -503,11 +467,11 @@ class _Run:
         state = self._start(standing)
         if isinstance(tree, AutoTree):
             heat = self.options.sampling.temperature
-            return grow_by_confidence(self._noted, state, pending, tree, tree.widths(depth), heat)
+            return grow_by_confidence(self.drafter, state, pending, tree, tree.widths(depth), heat)
         assert tree is not None
         if depth not in self._shapes:
             self._shapes[depth] = FixedTree(tree.to_depth(depth), pending.device)
-        return grow_fixed(self._noted, state, pending, self._shapes[depth])
+        return grow_fixed(self.drafter, state, pending, self._shapes[depth])
 
     def _draft(self, standing: _Standing, drafted: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         """Drafts [batch, K], and the distributions [batch, K, vocabulary] drawn from (empty if greedy)."""
@@ -519,7 +483,7 @@ class _Run:
         state = self._start(standing)
         token = pending
         for step in range(drafted):
-            logits, state = self._noted.step(state, token[:, None])
+            logits, state = self.drafter.step(state, token[:, None])
             last = logits[:, -1].to(device)
             if uniform is None:
                 token = last.argmax(-1)
@@ -554,9 +518,3 @@ class _Run:
         """int64 [batch, …] as numbers: one copy from the device, the round's only wait."""
         rows: list[list[int]] = table.tolist()
         return rows
-
-    def _note(self, name: str, shape: Sequence[int], dtype: torch.dtype, copies: int = 1) -> None:
-        """Record a buffer, at its largest."""
-        size = copies * dtype.itemsize * torch.Size(shape).numel()
-        if name not in self.buffers or self.buffers[name].nbytes < size:
-            self.buffers[name] = Buffer(name, tuple(shape), str(dtype).removeprefix("torch."), size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mtp_extract.speculate.arithmetic import Proportion
 
-__all__ = ["Buffer", "Chunk", "Generation", "Round", "conditional_by_step", "unconditional_by_step"]
+__all__ = ["Chunk", "Generation", "Round", "conditional_by_step", "unconditional_by_step"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,6 @@ class Round:
     draft_ms: float
     verify_ms: float
     ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor the loop holds; where it exists once a layer, ``shape`` is of one and ``nbytes`` of all."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,6 @@ class Generation:
         rounds: the account of each round. The first token comes from the prompt's forward and belongs to
             none.
         prefill_ms: wall time of the prompt's forward.
-        buffers: tensors of the loop at their largest; of the whole batch.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -83,7 +72,6 @@ class Generation:
     finish_reason: str
     rounds: tuple[Round, ...]
     prefill_ms: float
-    buffers: tuple[Buffer, ...]
 
     @property
     def drafted(self) -> int:

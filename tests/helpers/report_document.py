@@ -49,7 +49,6 @@ _GENERATION = {
         "speculative_tokens_per_s": 60.0,
         "verify_ms": 33.0,
         "draft_ms": None,
-        "buffers": [{"name": "hidden", "shape": [1, 4, 64], "dtype": "float32", "nbytes": 1024}],
     }
 }
 _ARITHMETIC = {

@@ -273,22 +273,6 @@ def test_text_prompts_are_tokenized_as_the_tokenizer_does(pair: Pair) -> None:
     assert generator.generate("import os\n", max_new_tokens=9).prompt_tokens == ids
 
 
-def test_buffers_are_reported(pair: Pair) -> None:
-    prompt = pair.prompts()[0]
-    result = pair.generator.generate(prompt, max_new_tokens=20, drafts=3)
-    buffers = {buffer.name: buffer for buffer in result.buffers}
-    capacity = len(prompt) + 20 + 4
-    assert buffers["target_hidden"].shape == (1, 4, 64)
-    assert buffers["target_logits"].shape == (1, 4, 512)
-    assert buffers["target_logits"].nbytes == 4 * 512 * 4
-    assert buffers["drafter_input"].shape == (1, 1, 128)
-    assert buffers["draft_logits"].shape == (1, 1, 512)
-    assert buffers["candidate_tokens"].shape == (1, 3)
-    cache = [b for name, b in buffers.items() if name.startswith("base_kv_cache")]
-    assert {b.shape for b in cache} == {(1, 2, 16 + 4, 32), (1, 2, capacity, 64)}
-    assert sum(b.nbytes for b in cache) == 4 * 2 * 2 * (3 * 20 * 32 + capacity * 64)
-
-
 def test_adaptive_length_follows_acceptance() -> None:
     costs = {"draft_ms_per_step": 1.0, "verify_ms": 10.0}
     eager = DraftLength(AdaptiveDrafts(most=6, memory=0.9))

@@ -113,11 +113,6 @@ def test_a_drafter_with_a_cache_of_its_own(
         torch.testing.assert_close(seen.states, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_its_input_is_counted(model: Any, texts: list[tuple[int, ...]]) -> None:
-    result = SpeculativeGenerator(model, Caching(texts)).generate(PROMPTS[0], max_new_tokens=9)
-    assert {buffer.name: buffer.shape for buffer in result.buffers}["drafter_input"] == (1, 1, 4 * 32)
-
-
 def test_it_can_be_taught(model: Any, texts: list[tuple[int, ...]]) -> None:
     found = teacher_forced_by_stepping(Base(model), Caching(texts), [Text(texts[2], len(PROMPTS[2]))], 2)
     right = [(anchor + 1) % 3 != 0 for anchor in found.anchor.tolist()]

@@ -112,14 +112,12 @@ def look(
         new_tokens: most tokens to generate.
     """
     seen, options = _Seen(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
-    with seen.beside(base.model.model, drafter.final_norm):
+    with seen.beside(base, drafter.final_norm):
         (done,) = SpeculativeGenerator(base, _Watched(drafter, seen)).generate_batch([list(prompt)], options)
     if seen.cache is None or not done.drafted:
         return None
     seen.take_in(seen.cache)
-    (logits,) = (buffer for buffer in done.buffers if buffer.name == "target_logits")
-    axes = ("batch", "T", "vocabulary")
-    seen.hold("target_logits", Held("after the tokens of T", logits.shape, axes, logits.dtype, 1, logits.nbytes))
+    (logits,) = seen.tensors["target_logits"].values()
     # These two the loop keeps to itself; their sizes follow from what it gives.
     choices = torch.empty(logits.shape[:2], dtype=torch.long, device="meta")
     seen.note("verifier_scratch", "what the base says after the tokens of T", "batch T", choices)
@@ -175,14 +173,9 @@ class _Seen:
 
     def note(self, name: str, what: str, axes: str, tensor: Tensor, copies: int = 1) -> None:
         """Of a buffer, so many tensors like this one."""
-        dtype, size = _name(tensor.dtype), copies * _size(tensor)
-        self.hold(name, Held(what, tuple(tensor.shape), tuple(axes.split()), dtype, copies, size))
-
-    def hold(self, name: str, held: Held) -> None:
-        """The same, of what is described already."""
-        known = self.tensors.setdefault(name, {})
-        if held.what not in known or known[held.what].nbytes < held.nbytes:
-            known[held.what] = held
+        size, known = copies * _size(tensor), self.tensors.setdefault(name, {})
+        if what not in known or known[what].nbytes < size:
+            known[what] = Held(what, tuple(tensor.shape), tuple(axes.split()), _name(tensor.dtype), copies, size)
 
     def take_in(self, cache: SlotCache) -> None:
         """The base's K and V, when all is written."""
@@ -193,9 +186,11 @@ class _Seen:
                 self.note("target_kv_cache", what, "batch heads slots head_dim", cache.read(layer)[0], 2 * layers)
 
     @contextmanager
-    def beside(self, body: nn.Module, norm: nn.Module) -> Iterator[None]:
-        """Look at each forward of the base's body, and at what the drafter's last norm gives."""
+    def beside(self, base: Base, norm: nn.Module) -> Iterator[None]:
+        """Look at each forward of the base, and at what the drafter's last norm gives."""
+        body, head = base.model.model, base.model.lm_head
         with ExitStack() as stack:
+            stack.callback(head.register_forward_hook(self._says).remove)
             stack.callback(body.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
             stack.callback(body.register_forward_hook(self._leaves).remove)
             stack.callback(norm.register_forward_hook(self._drafts).remove)
@@ -214,6 +209,11 @@ class _Seen:
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
         if self.rounds:
             self.note("target_main_stream", "after the final norm", "batch T width", output.last_hidden_state)
+
+    def _says(self, _: nn.Module, __: Any, logits: Tensor) -> None:
+        if self.rounds:
+            # The loop compares them in F32.
+            self.note("target_logits", "after the tokens of T", "batch T vocabulary", logits.float())
 
     def _drafts(self, _: nn.Module, __: Any, state: Tensor) -> None:
         self.note("draft_main_stream", "after the final norm", "batch queries width", state)

@@ -228,5 +228,4 @@ def _length(result: DraftLengthResult) -> dict[str, Any]:
         "speculative_tokens_per_s": result.speculative_tokens_per_s,
         "verify_ms": result.verify_ms,
         "draft_ms": result.draft_ms,
-        "buffers": [dataclasses.asdict(buffer) for buffer in result.buffers],
     }

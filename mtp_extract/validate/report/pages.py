@@ -13,7 +13,17 @@ from mtp_extract.validate.report.figures import draw_figures
 from mtp_extract.validate.report.page import page
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.report.svg import inline
-from mtp_extract.validate.report.tables import FIGURES, PAGE, PAIR, REPORT, WEB_PAGE, Table, measurements, setting
+from mtp_extract.validate.report.tables import (
+    FIGURES,
+    PAGE,
+    PAIR,
+    REPORT,
+    WEB_PAGE,
+    Table,
+    buffers,
+    measurements,
+    setting,
+)
 from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.result import Validation
 
@@ -26,30 +36,33 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
     Raises:
         OutputError: it cannot be written there.
     """
-    report = as_json(validation)
+    report, pair = as_json(validation), pair_as_json(validation)
+    tables = list(_tables(report, pair))
     with staged_directory(target, overwrite, REPORT) as stage:
         figures = draw_figures(report, stage)
-        for name, document in ((REPORT, report), (PAIR, pair_as_json(validation))):
+        for name, document in ((REPORT, report), (PAIR, pair)):
             if document is not None:
                 (stage / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        (stage / PAGE).write_text(page(_title(report), report, _tables(report), figures), encoding="utf-8")
+        (stage / PAGE).write_text(page(_title(report), report, tables, figures), encoding="utf-8")
         drawn = {
             name: inline((stage / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name]) for name in figures
         }
-        (stage / WEB_PAGE).write_text(web_page(_title(report), report, _tables(report), drawn), encoding="utf-8")
+        (stage / WEB_PAGE).write_text(web_page(_title(report), report, tables, drawn), encoding="utf-8")
         return sorted(path.name for path in stage.iterdir())
 
 
 def markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
     """The report as a page: verdict first, then each measurement as a table. ``figures`` are those that were drawn."""
     report = as_json(validation)
-    return page(_title(report), report, _tables(report), figures)
+    return page(_title(report), report, _tables(report, pair_as_json(validation)), figures)
 
 
 def _title(report: Mapping[str, Any]) -> str:
     return f"Validation of {report['drafter']}"
 
 
-def _tables(report: Mapping[str, Any]) -> Iterator[Table]:
+def _tables(report: Mapping[str, Any], pair: Mapping[str, Any] | None) -> Iterator[Table]:
     yield from measurements(report)
+    if pair is not None:
+        yield buffers(pair)
     yield setting(report)

@@ -22,6 +22,7 @@ __all__ = [
     "WEB_PAGE",
     "Table",
     "best_methods",
+    "buffers",
     "change",
     "measurements",
     "method",
@@ -139,7 +140,7 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
     if len(drafters) > 1:
         yield from _beside(drafters)
     if report["generation"] is not None:
-        yield from _generation(report)
+        yield _generation(report)
     if drafters:
         yield _costs(drafters)
     if report["agreement"] is not None:
@@ -311,12 +312,37 @@ def _controls(controls: Mapping[str, Any], agreement: Mapping[str, Any] | None, 
     )
 
 
-def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
+def buffers(pair: Mapping[str, Any]) -> Table:
+    """What a round holds, of the content of a ``pair.json``."""
+    drafted = pair["verify"]["drafts"]
+    return Table(
+        title=f"Buffers of a {method(drafted)}, batch of one",
+        columns=("buffer", "what", "shape", "axes", "dtype", "copies", "bytes"),
+        rows=tuple(
+            (
+                name,
+                tensors["what"],
+                str(tensors["shape"]),
+                ", ".join(tensors["axes"]),
+                tensors["dtype"],
+                tensors["copies"],
+                f"{tensors['bytes']:,}",
+            )
+            for name, held in pair["buffers"].items()
+            for tensors in held["tensors"]
+        ),
+        about="As they were seen while the pair continued the longest text, each at its largest. T: tokens of one "
+        "forward of the base.",
+        detail=True,
+    )
+
+
+def _generation(report: Mapping[str, Any]) -> Table:
     """Chains and trees of every drafter; the first reports knew one, and no trees."""
     drafters = report.get("drafters") or [{**report, "name": ""}]
     several = len(drafters) > 1
     chosen = any(found.get("chosen_on") for drafter in drafters for found in drafter["generation"].values())
-    yield Table(
+    return Table(
         title="Speculative decoding",
         columns=(
             *(("drafter",) if several else ()),
@@ -360,13 +386,6 @@ def _generation(report: Mapping[str, Any]) -> Iterator[Table]:
         ),
         after=" ".join(_paid(drafter, several) for drafter in drafters),
         figures=("generation_by_drafts", "round_by_drafts"),
-    )
-    longest, found = list(report["generation"].items())[-1]
-    yield Table(
-        title=f"Buffers of a {method(longest)}, batch of one",
-        columns=("buffer", "shape", "dtype", "bytes"),
-        rows=tuple((b["name"], str(list(b["shape"])), b["dtype"], f"{b['nbytes']:,}") for b in found["buffers"]),
-        detail=True,
     )
 
 

@@ -23,6 +23,7 @@ from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, look
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.report.pair import pair_as_json
+from mtp_extract.validate.report.tables import buffers
 from mtp_extract.validate.result import Validation
 
 PROMPT = (2, 7, 9, 3, 5, 30, 21)
@@ -132,7 +133,7 @@ def test_looking_changes_nothing(base: Base) -> None:
     before = generator.generate_batch([list(PROMPT)], options)[0].tokens
     look(base, drafter, PROMPT, DRAFTED["3"], new_tokens=NEW)
     assert generator.generate_batch([list(PROMPT)], options)[0].tokens == before
-    for module in (base.model.model, drafter.final_norm):
+    for module in (base.model.model, base.model.lm_head, drafter.final_norm):
         assert isinstance(module, nn.Module)
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
@@ -154,6 +155,9 @@ def test_the_file(validation: Validation, tmp_path: Path, monkeypatch: pytest.Mo
     assert found["buffers"]["draft_kv_cache"]["shared_with"] == "target_kv_cache"
     assert found["buffers"]["draft_kv_cache"]["bytes"] == 0
     assert found["verify"]["drafts"] == "3"
+    table = buffers(found)
+    assert {row[0] for row in table.rows} == set(BUFFERS) - {"draft_kv_cache"}
+    assert table.markdown() in (tmp_path / "report" / "report.md").read_text()
     assert list(found["metrics"]) == list(report["generation"])
     for name, metrics in found["metrics"].items():
         measured = report["generation"][name]
