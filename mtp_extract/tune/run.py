@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -157,13 +158,15 @@ def run_tuning(
     from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
-    with pair.working_alone(), memory_guard("tuning"):
-        new = plan.setting.directory is None
-        corpus = Corpus.of(pair, tell) if new else None
-        if corpus is not None:
+    new = plan.setting.directory is None
+    with memory_guard("tuning"), ExitStack() as stack:
+        # What cannot be written is said before anything is kept.
+        latents = None if new else _latents(plan, pair)
+        stack.enter_context(pair.working_alone())
+        corpus = Corpus.of(pair, tell)
+        if latents is None:
             pair.take(_made(plan, pair, corpus))
-        latents = _latents(plan, pair)
-        corpus = corpus or Corpus.of(pair, tell)
+            latents = _latents(plan, pair)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = _measured(pair, pair.drafter, corpus)
         trained = _train(plan, pair, corpus, latents, tell, stop)
