@@ -111,11 +111,11 @@ def command(
     from mtp_extract.checkpoint.staging import check_target
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.report.tables import REPORT
+    from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
     if out is not None:
-        check_target(out, overwrite, REPORT)
+        check_target(out, overwrite, REPORT, REPORT_FILES)
     plan = Plan(
         directory,
         base=base,

@@ -13,7 +13,17 @@ from mtp_extract.validate.report.figures import draw_figures
 from mtp_extract.validate.report.page import page
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.report.svg import inline
-from mtp_extract.validate.report.tables import FIGURES, PAGE, PAIR, REPORT, WEB_PAGE, Table, measurements, setting
+from mtp_extract.validate.report.tables import (
+    FIGURES,
+    PAGE,
+    PAIR,
+    REPORT,
+    REPORT_FILES,
+    WEB_PAGE,
+    Table,
+    measurements,
+    setting,
+)
 from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.result import Validation
 
@@ -27,7 +37,7 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
         OutputError: it cannot be written there.
     """
     report = as_json(validation)
-    with staged_directory(target, overwrite, REPORT) as stage:
+    with staged_directory(target, overwrite, REPORT, REPORT_FILES) as stage:
         figures = draw_figures(report, stage)
         for name, document in ((REPORT, report), (PAIR, pair_as_json(validation))):
             if document is not None:

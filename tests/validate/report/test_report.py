@@ -246,13 +246,19 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
     monkeypatch.setattr(report_module, "draw_figures", lambda *arguments: [])
     target = tmp_path / "report"
     write_report(validation, target)
-    (target / "older").write_text("")
+    # Reports of earlier releases had other figures.
+    (target / "generation_by_drafts.png").write_text("")
     with pytest.raises(OutputError, match="Replace it") as caught:
         write_report(validation, target)
     assert caught.value.remedies == ("overwrite", "out")
     write_report(validation, target, overwrite=True)
     assert {path.name for path in target.iterdir()} == {"report.json", "report.md", "report.html", "pair.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    (target / "model.safetensors").write_text("weights")
+    with pytest.raises(OutputError, match=r"holds model\.safetensors, which is no part of a report") as caught:
+        write_report(validation, target, overwrite=True)
+    assert caught.value.remedies == ("out",)
+    assert (target / "model.safetensors").read_text() == "weights"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="is no report"):
