@@ -28,6 +28,7 @@ from mtp_extract.speculate import (
     ranks_of_text,
     verify_tree,
 )
+from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.speculate.growing import SURE, FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
 
@@ -109,6 +110,12 @@ def test_what_a_head_cannot_draft_is_in_no_tree() -> None:
     known = sum(aim in targets for aim in aims) / len(aims)
     assert sum(ranks.shares(1024)[0]) == pytest.approx(known)
     assert 1 + known == pytest.approx(expected_length(best_tree(ranks.shares(1024), 1024), ranks.shares(1024)))
+
+
+def test_a_tree_that_grows_holds_no_more_than_its_steps_do() -> None:
+    """Eight steps of eight drafts are fewer than its budget."""
+    assert (AutoTree(8).drafts, AutoTree(60).drafts, AutoTree(64).drafts, AutoTree(100).drafts) == (8, 60, 64, 64)
+    assert AutoTree(100, depth=3, width=2).drafts == DraftLength(AutoTree(100, depth=3, width=2)).verified == 6
 
 
 def test_ranks_are_counted_by_the_rounds_that_reached_them() -> None:
