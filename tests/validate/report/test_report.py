@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -225,6 +226,14 @@ def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> 
     assert found.refuted == (not tie)
     assert word in verdict(found)
     assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
+
+
+def test_a_step_takes_its_share_of_the_rounds_that_drafted_it() -> None:
+    """Rounds that end a text draft less: 33 rounds of 100 steps, where the longest have four."""
+    report = copy.deepcopy(REPORT_DOCUMENT)
+    report["drafters"][0]["generation"]["3"].update(draft_ms=12.0, drafts=4, drafted=100, rounds=33)
+    (costs,) = (table for table in measurements(report) if table.title == "What a draft step costs")
+    assert dict(zip(costs.columns, costs.rows[0], strict=True))["draft ms"] == "3.96"
 
 
 def test_names_cannot_break_the_page(validation: Validation) -> None:
