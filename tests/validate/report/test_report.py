@@ -228,6 +228,19 @@ def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> 
     assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
 
 
+def test_verdict_on_what_was_too_short(validation: Validation) -> None:
+    """Texts that end before a round drafts, or before one has all its targets."""
+    assert validation.agreement is not None
+    assert validation.generation is not None
+    short = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
+    lengths = tuple(dataclasses.replace(result, rounds=0) for result in validation.generation.lengths)
+    generation = dataclasses.replace(validation.generation, lengths=lengths)
+    said = verdict(dataclasses.replace(validation, agreement=short, generation=generation))
+    assert "nan" not in said
+    assert "greedy text, whatever is drafted" not in said
+    assert "not proven: that drafts leave the base's greedy text as it is (no round drafted any)" in said
+
+
 def test_a_step_takes_its_share_of_the_rounds_that_drafted_it() -> None:
     """Rounds that end a text draft less: 33 rounds of 100 steps, where the longest have four."""
     report = copy.deepcopy(REPORT_DOCUMENT)
