@@ -132,14 +132,12 @@ def command(
         chat_template=chat_template,
     )
     found = run_validation(sample_plan(plan) if sample else plan, (lambda what: None) if print_json else doing)
-    files = write_report(found, out, overwrite=overwrite) if out is not None else []
     report = as_json(found)
-    if print_json:
-        write_json(report)
-    else:
-        _show(report)
-        if files:
-            say(f"Wrote {escape(out)}/: {', '.join(files)}")
+    # Before it is written: what took hours is then seen where a disk is full.
+    (write_json if print_json else _show)(report)
+    files = write_report(found, out, overwrite=overwrite) if out is not None else []
+    if files and not print_json:
+        say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
