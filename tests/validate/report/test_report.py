@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import schemas
 from helpers.report_document import REPORT as REPORT_DOCUMENT
 
 from mtp_extract.checkpoint.staging import check_target
 from mtp_extract.errors import OutputError
+from mtp_extract.speculate import Interval
+from mtp_extract.validate.acceptance.agreement import Share, StepFigures, WorkloadFigures
 from mtp_extract.validate.acceptance.generation import Divergence
+from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
@@ -165,6 +169,23 @@ def without_times(value: Any) -> Any:
 def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
     again = as_json(run_validation(plan))
     assert without_times(again) == without_times(as_json(validation))
+
+
+def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Path) -> None:
+    """The base may stop at its first token after each of its prompts; then there is nothing to draft from."""
+    assert validation.agreement is not None
+    shares = dataclasses.fields(StepFigures)
+    silent = WorkloadFigures(0, 0, (StepFigures(*[Share(0, 0, Interval(0, 1)) for _ in shares]),), math.nan, None)
+    (drafter,) = validation.drafters
+    workloads = {**drafter.workloads, "silent": silent}
+    drafter = dataclasses.replace(
+        drafter, workloads=workloads, changes={**drafter.changes, "silent": Change(math.nan, None)}
+    )
+    found = dataclasses.replace(validation, workloads=workloads, drafters=(drafter,))
+    write_report(found, tmp_path / "report")
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    schemas.validator("report")(report)
+    assert report["agreement"]["workloads"]["silent"]["steps"][0]["top1"] is None
 
 
 def test_no_number_that_json_has_not(validation: Validation) -> None:
