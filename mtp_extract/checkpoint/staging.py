@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import OutputError, escape
 from mtp_extract.io.output import output_error
 
 __all__ = ["RECORD", "check_target", "staged_directory", "write_file"]
@@ -23,10 +23,13 @@ RECORD = "extraction.json"
 
 
 @contextmanager
-def staged_directory(target: Path, overwrite: bool, record: str = RECORD) -> Iterator[Path]:
+def staged_directory(
+    target: Path, overwrite: bool, record: str = RECORD, parts: Container[str] | None = None
+) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block ends without an error.
 
-    What it replaces must be one of its kind: a directory with the file ``record`` in it.
+    What it replaces must be one of its kind: a directory with the file ``record`` in it, and nothing but ``parts``
+    where these are given.
 
     Modes follow the umask. When the block fails the directory is removed; when the process is killed it stays
     behind as ``.NAME.partial-…``, which nothing takes for a checkpoint.
@@ -37,7 +40,7 @@ def staged_directory(target: Path, overwrite: bool, record: str = RECORD) -> Ite
     target = Path(os.path.abspath(target))
     stage = target.parent / f".{target.name}.partial-{os.urandom(6).hex()}"
     try:
-        check_target(target, overwrite, record)
+        check_target(target, overwrite, record, parts)
         target.parent.mkdir(parents=True, exist_ok=True)
         stage.mkdir()
     except OSError as error:
@@ -46,14 +49,14 @@ def staged_directory(target: Path, overwrite: bool, record: str = RECORD) -> Ite
         ) from error
     try:
         yield stage
-        _put_in_place(stage, target, overwrite, record)
+        _put_in_place(stage, target, overwrite, record, parts)
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror or error}. Nothing was kept.") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def check_target(target: Path, overwrite: bool, record: str = RECORD) -> None:
+def check_target(target: Path, overwrite: bool, record: str = RECORD, parts: Container[str] | None = None) -> None:
     """Check that :func:`staged_directory` may put its directory at ``target``, before any work is done.
 
     Raises:
@@ -72,12 +75,19 @@ def check_target(target: Path, overwrite: bool, record: str = RECORD) -> None:
             "replaced. Choose another place.",
             remedies=("out",),
         )
+    foreign = sorted(path.name for path in target.iterdir() if parts is not None and path.name not in parts)
+    if foreign:
+        raise OutputError(
+            f"{target}: holds {escape(foreign[0])}, which is no part of a {Path(record).stem}, so it is not replaced. "
+            "Choose another place.",
+            remedies=("out",),
+        )
     if not overwrite:
         raise OutputError(f"{target}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))
 
 
-def _put_in_place(stage: Path, target: Path, overwrite: bool, record: str) -> None:
-    check_target(target, overwrite, record)
+def _put_in_place(stage: Path, target: Path, overwrite: bool, record: str, parts: Container[str] | None = None) -> None:
+    check_target(target, overwrite, record, parts)
     if not target.is_dir() or not any(target.iterdir()):
         os.replace(stage, target)
         return

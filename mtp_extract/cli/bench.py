@@ -60,11 +60,11 @@ def command(
     """
     from mtp_extract.checkpoint.staging import check_target
     from mtp_extract.engines.server import key_from
-    from mtp_extract.validate.report.serving import BENCH, as_json, tables, write_bench
+    from mtp_extract.validate.report.serving import BENCH, BENCH_FILES, as_json, tables, write_bench
     from mtp_extract.validate.serving import BenchPlan, run_benchmark
 
     if out is not None:
-        check_target(out, overwrite, BENCH)
+        check_target(out, overwrite, BENCH, BENCH_FILES)
     plan = BenchPlan(
         url,
         baseline=baseline,

@@ -111,11 +111,11 @@ def command(
     from mtp_extract.checkpoint.staging import check_target
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.report.tables import REPORT
+    from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
     if out is not None:
-        check_target(out, overwrite, REPORT)
+        check_target(out, overwrite, REPORT, REPORT_FILES)
     plan = Plan(
         directory,
         base=base,
@@ -132,14 +132,12 @@ def command(
         chat_template=chat_template,
     )
     found = run_validation(sample_plan(plan) if sample else plan, (lambda what: None) if print_json else doing)
-    files = write_report(found, out, overwrite=overwrite) if out is not None else []
     report = as_json(found)
-    if print_json:
-        write_json(report)
-    else:
-        _show(report)
-        if files:
-            say(f"Wrote {escape(out)}/: {', '.join(files)}")
+    # Before it is written: what took hours is then seen where a disk is full.
+    (write_json if print_json else _show)(report)
+    files = write_report(found, out, overwrite=overwrite) if out is not None else []
+    if files and not print_json:
+        say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)

@@ -58,10 +58,8 @@ class DraftLength:
         self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
         self.tree = drafts if isinstance(drafts, Tree | AutoTree) else None
         self.most = self.verified = self._most(drafts)
-        if isinstance(drafts, Tree):
-            self.verified = drafts.drafts
-        elif isinstance(drafts, AutoTree):
-            self.verified = drafts.budget
+        if self.tree is not None:
+            self.verified = self.tree.drafts
         self.value = self.most if self.policy is None else max(self.policy.least, min(_FIRST, self.most))
         self._tried = [0.0] * self.most
         self._held = [0.0] * self.most

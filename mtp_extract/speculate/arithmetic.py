@@ -42,7 +42,8 @@ def expected_tokens(conditional: Sequence[float]) -> float:
     """
     total = reached = 1.0
     for rate in conditional:
-        reached *= rate
+        # Of what is never reached there is no rate.
+        reached = reached and reached * rate
         total += reached
     return total
 

@@ -34,6 +34,7 @@ __all__ = ["Agreement", "Ranks", "Text", "draft", "ranks_of_text", "targets", "t
 _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
 _NO_TARGET = -1
+_NEVER = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Ranks:
 
     Attributes:
         text: int64 [N], index of the text.
-        ranks: int64 [N, K], how many tokens it thought likelier; -1 past the text's end.
+        ranks: int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1
+            past the text's end, and more than any tree holds where it cannot draft them at all.
     """
 
     text: Tensor
@@ -188,7 +190,9 @@ def ranks_of_text(
             logits, state = drafter.step(state, token)
             aim = aims[..., step].to(logits.device)
             token = aim.clamp(min=0)
-            better = (logits > logits.gather(-1, token[..., None])).sum(-1)
+            own, before = logits.gather(-1, token[..., None]), torch.arange(logits.shape[-1], device=logits.device)
+            better = ((logits > own) | ((logits == own) & (before < token[..., None]))).sum(-1)
+            better = torch.where(own.squeeze(-1) == -torch.inf, _NEVER, better)
             ranks.append(torch.where(aim == _NO_TARGET, _NO_TARGET, better).cpu())
         parts.append(torch.stack(ranks, dim=-1))
     return Ranks(rounds.text, rounds.gathered(parts))

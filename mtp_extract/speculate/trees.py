@@ -142,6 +142,11 @@ class AutoTree:
         if self.budget > _MOST_DRAFTS:
             raise MtpExtractError(f"expected a budget of at most {_MOST_DRAFTS} drafts, found {self.budget}; lower it")
 
+    @property
+    def drafts(self) -> int:
+        """Most drafts that the base verifies: the budget, where the limits leave so many."""
+        return min(self.budget, sum(self.widths(self.depth)))
+
     def widths(self, depth: int) -> list[int]:
         """Drafts at each of the first ``depth`` steps that can be among the best.
 

@@ -41,6 +41,9 @@ def test_ends() -> None:
     assert expected_tokens([0.0] * 5) == 1
     assert expected_tokens([1.0] * 5) == 6
     assert expected_tokens([]) == 1
+    assert expected_tokens([0.0, math.nan]) == 1, "no rate where nothing came to it"
+    assert expected_tokens([0.5, 0.0, math.nan]) == 1.5
+    assert math.isnan(expected_tokens([0.5, math.nan]))
 
 
 def test_conditional_rates_by_simulation() -> None:

@@ -19,13 +19,16 @@ from mtp_extract.speculate import (
     Base,
     Options,
     Sampling,
+    Text,
     Tree,
     best_tree,
     expected_length,
     parse_tree,
     rank_shares,
+    ranks_of_text,
     verify_tree,
 )
+from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.speculate.growing import SURE, FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
 
@@ -91,6 +94,28 @@ def test_the_best_tree_is_the_best_of_all() -> None:
         assert found.drafts == budget
     assert best_tree(SHARES, 9, depth=1) == Tree.parse("3")
     assert best_tree([[0.5, 0.0], [0.0]], 4) == Tree.parse("1"), "nothing that is never the base's"
+
+
+def test_what_a_head_cannot_draft_is_in_no_tree() -> None:
+    """Of 40 tokens the head has 24, all as likely here; drafts that tie are drafted in their order."""
+    base, head = Base(random_base()), random_head(head_config())
+    head.lm_head.weight.zero_()
+    text = Text(tuple(torch.randint(40, (60,), generator=torch.Generator().manual_seed(0)).tolist()), 2)
+    ranks = ranks_of_text(base, head, [text], 1)
+    targets = head.targets.tolist()
+    aims = text.tokens[text.anchors.start + 1 :]
+    assert {aim in targets for aim in aims} == {True, False}
+    for rank, aim in zip(ranks.ranks[:, 0].tolist(), aims, strict=True):
+        assert rank == targets.index(aim) if aim in targets else rank >= 1024
+    known = sum(aim in targets for aim in aims) / len(aims)
+    assert sum(ranks.shares(1024)[0]) == pytest.approx(known)
+    assert 1 + known == pytest.approx(expected_length(best_tree(ranks.shares(1024), 1024), ranks.shares(1024)))
+
+
+def test_a_tree_that_grows_holds_no_more_than_its_steps_do() -> None:
+    """Eight steps of eight drafts are fewer than its budget."""
+    assert (AutoTree(8).drafts, AutoTree(60).drafts, AutoTree(64).drafts, AutoTree(100).drafts) == (8, 60, 64, 64)
+    assert AutoTree(100, depth=3, width=2).drafts == DraftLength(AutoTree(100, depth=3, width=2)).verified == 6
 
 
 def test_ranks_are_counted_by_the_rounds_that_reached_them() -> None:

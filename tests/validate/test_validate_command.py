@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
+from mtp_extract.errors import OutputError
+from mtp_extract.validate.result import Validation
 
 RUNNER = CliRunner()
 
@@ -29,6 +31,18 @@ def run(*arguments: str | Path, before: str = "") -> subprocess.CompletedProcess
         env=environment,
         check=False,
     )
+
+
+def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> list[str]:
+        raise OutputError("report: cannot be written: no space left.")
+
+    monkeypatch.setattr("mtp_extract.validate.run.run_validation", lambda *arguments: validation)
+    monkeypatch.setattr("mtp_extract.validate.report.pages.write_report", full)
+    result = RUNNER.invoke(validate.app, ["--sample", "--report", "report"])
+    assert isinstance(result.exception, OutputError)
+    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm")
+    assert "Wrote" not in result.stdout
 
 
 def test_sample(tmp_path: Path) -> None:

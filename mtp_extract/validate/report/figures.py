@@ -106,14 +106,19 @@ def _legend(figure: Any, columns: int = 1) -> None:
 
 def _methods(report: Mapping[str, Any], pyplot: Any) -> Any:
     """Of every drafter the best chain and the best tree: what a round yields."""
-    rows = [(drafter, name) for drafter in report["drafters"] or () for name in best_methods(drafter)]
+    rows = [
+        (drafter, name)
+        for drafter in report["drafters"] or ()
+        for name in best_methods(drafter)
+        if drafter["generation"][name]["mean_accepted_length"] is not None
+    ]
     if not rows:
         return None
     figure, axes = _panel(pyplot, 1.0 + 0.5 * len(rows))
     kinds = {}
     for place, (drafter, name) in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
         found, speedup = drafter["generation"][name], drafter["arithmetic"]["speedups"][name]["measured"]
-        mean, interval = found["mean_accepted_length"] or 1.0, found["mean_accepted_length_ci95"]
+        mean, interval = found["mean_accepted_length"], found["mean_accepted_length_ci95"]
         kind, colour = ("a chain", "blue") if found["tree"] is None else ("a tree", "vermilion")
         kinds[kind] = axes.barh(place, mean - 1, left=1, color=light(colour), height=0.3)
         ends = _bars([mean], [interval])
@@ -222,7 +227,7 @@ def _look(index: int) -> dict[str, Any]:
 def _lengths(report: Mapping[str, Any], pyplot: Any) -> Any:
     """Mean accepted length by workload, of every drafter."""
     drafters = report["drafters"]
-    if not drafters:
+    if not drafters or all(drafter["agreement"]["mean_accepted_length"] is None for drafter in drafters):
         return None
     rows = _rows(drafters[0]["agreement"])
     figure, axes = _panel(pyplot, 1.2 + (0.36 + 0.14 * len(drafters)) * len(rows))
@@ -272,8 +277,8 @@ def _by_count(generation: Mapping[str, Any], chains: bool) -> tuple[list[int], l
 
 def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
     """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
-    drafters = report["drafters"]
-    if not drafters:
+    drafters = report["drafters"] or ()
+    if not any(_by_count(drafter["generation"], chains)[0] for drafter in drafters for chains in (True, False)):
         return None
     figure, axes = _panel(pyplot, 3.6 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
@@ -316,7 +321,7 @@ def _speeds(report: Mapping[str, Any], pyplot: Any) -> Any:
     axes.barh(range(len(speeds) - 1, -1, -1), speeds, color=colours, height=0.62)
     axes.axvline(base, color=light("faint"), linewidth=1, linestyle="--")
     texts = [f"{base:.3g}", *(f"{speed:.3g}, {speed / base:.2f}×" for speed in speeds[1:])]
-    _beside_bars(axes, ["base alone", *map(method, measured)], speeds, texts)
+    _beside_bars(axes, ["base alone", *map(method, map(_short, measured))], speeds, texts)
     axes.set_xlabel("tokens a second, batch of one")
     return figure
 
@@ -335,7 +340,7 @@ def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
     axes.barh(places, draft, left=verify, color=light("blue"), height=0.62, label="draft: the drafter")
     texts = ["1 token", *(f"{found['mean_accepted_length']:.2f} tokens" for found in measured.values())]
     ends = [first + second for first, second in zip(verify, draft, strict=True)]
-    _beside_bars(axes, ["base alone", *map(method, measured)], ends, texts)
+    _beside_bars(axes, ["base alone", *map(method, map(_short, measured))], ends, texts)
     axes.set_xlabel("time of a round (ms)")
     _legend(figure, 2)
     return figure

@@ -18,6 +18,7 @@ from mtp_extract.validate.report.tables import (
     PAGE,
     PAIR,
     REPORT,
+    REPORT_FILES,
     WEB_PAGE,
     Table,
     buffers,
@@ -38,7 +39,7 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
     """
     report, pair = as_json(validation), pair_as_json(validation)
     tables = list(_tables(report, pair))
-    with staged_directory(target, overwrite, REPORT) as stage:
+    with staged_directory(target, overwrite, REPORT, REPORT_FILES) as stage:
         figures = draw_figures(report, stage)
         for name, document in ((REPORT, report), (PAIR, pair)):
             if document is not None:

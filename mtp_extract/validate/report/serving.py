@@ -16,9 +16,11 @@ from mtp_extract.validate.report.tables import Table, share, words
 from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.serving import Benchmark, Figures, Side
 
-__all__ = ["BENCH", "as_json", "tables", "write_bench"]
+__all__ = ["BENCH", "BENCH_FILES", "as_json", "tables", "write_bench"]
 
 BENCH, PAGE, WEB_PAGE = "bench.json", "bench.md", "bench.html"
+BENCH_FILES = frozenset({BENCH, PAGE, WEB_PAGE})
+"""Everything that a report of a benchmark consists of."""
 _VERSION = 1
 _NOT_TOLD = "not told"
 
@@ -30,12 +32,12 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False) -> l
         OutputError: it cannot be written there.
     """
     report = as_json(found)
-    with staged_directory(target, overwrite, BENCH) as stage:
+    with staged_directory(target, overwrite, BENCH, BENCH_FILES) as stage:
         (stage / BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         for name, make in ((PAGE, page), (WEB_PAGE, web_page)):
             shown = make(f"Benchmark of {found.servers['server'].name}", report, tables(report))
             (stage / name).write_text(shown, encoding="utf-8")
-    return [WEB_PAGE, BENCH, PAGE]
+    return sorted(BENCH_FILES)
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:

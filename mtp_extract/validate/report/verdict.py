@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
@@ -34,16 +35,20 @@ def verdict(found: Validation) -> str:
         missing.append("how well it drafts for a base (it was run beside none)")
     else:
         first, most = found.agreement.steps[0].top1, 1 + len(found.agreement.steps)
+        mean = found.agreement.mean_accepted_length
         measured.append(
             f"its first draft is the base's own token at {share(first.value, dataclasses.astuple(first.interval))} % "
-            f"of {first.trials} positions, mean accepted length {found.agreement.mean_accepted_length:.2f} of at most "
-            f"{most}"
+            f"of {first.trials} positions"
+            + ("" if math.isnan(mean) else f", mean accepted length {mean:.2f} of at most {most}")
         )
         refuted += [_trivial(result) for result in found.trivial if result.reached]
     if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
-        (refuted if found.wrong_text else measured).append(_text(found, found.generation))
+        if found.wrong_text or any(result.rounds for result in found.generation.lengths):
+            (refuted if found.wrong_text else measured).append(_text(found, found.generation))
+        else:
+            missing.append("that drafts leave the base's greedy text as it is (no round drafted any)")
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
     if found.controls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -9,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import schemas
 from helpers.report_document import REPORT as REPORT_DOCUMENT
 
 from mtp_extract.checkpoint.staging import check_target
 from mtp_extract.errors import OutputError
+from mtp_extract.speculate import Interval
+from mtp_extract.validate.acceptance.agreement import Share, StepFigures, WorkloadFigures
 from mtp_extract.validate.acceptance.generation import Divergence
+from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
@@ -166,6 +171,23 @@ def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
     assert without_times(again) == without_times(as_json(validation))
 
 
+def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Path) -> None:
+    """The base may stop at its first token after each of its prompts; then there is nothing to draft from."""
+    assert validation.agreement is not None
+    shares = dataclasses.fields(StepFigures)
+    silent = WorkloadFigures(0, 0, (StepFigures(*[Share(0, 0, Interval(0, 1)) for _ in shares]),), math.nan, None)
+    (drafter,) = validation.drafters
+    workloads = {**drafter.workloads, "silent": silent}
+    drafter = dataclasses.replace(
+        drafter, workloads=workloads, changes={**drafter.changes, "silent": Change(math.nan, None)}
+    )
+    found = dataclasses.replace(validation, workloads=workloads, drafters=(drafter,))
+    write_report(found, tmp_path / "report")
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    schemas.validator("report")(report)
+    assert report["agreement"]["workloads"]["silent"]["steps"][0]["top1"] is None
+
+
 def test_no_number_that_json_has_not(validation: Validation) -> None:
     assert validation.agreement is not None
     broken = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
@@ -227,6 +249,27 @@ def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> 
     assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
 
 
+def test_verdict_on_what_was_too_short(validation: Validation) -> None:
+    """Texts that end before a round drafts, or before one has all its targets."""
+    assert validation.agreement is not None
+    assert validation.generation is not None
+    short = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
+    lengths = tuple(dataclasses.replace(result, rounds=0) for result in validation.generation.lengths)
+    generation = dataclasses.replace(validation.generation, lengths=lengths)
+    said = verdict(dataclasses.replace(validation, agreement=short, generation=generation))
+    assert "nan" not in said
+    assert "greedy text, whatever is drafted" not in said
+    assert "not proven: that drafts leave the base's greedy text as it is (no round drafted any)" in said
+
+
+def test_a_step_takes_its_share_of_the_rounds_that_drafted_it() -> None:
+    """Rounds that end a text draft less: 33 rounds of 100 steps, where the longest have four."""
+    report = copy.deepcopy(REPORT_DOCUMENT)
+    report["drafters"][0]["generation"]["3"].update(draft_ms=12.0, drafts=4, drafted=100, rounds=33)
+    (costs,) = (table for table in measurements(report) if table.title == "What a draft step costs")
+    assert dict(zip(costs.columns, costs.rows[0], strict=True))["draft ms"] == "3.96"
+
+
 def test_names_cannot_break_the_page(validation: Validation) -> None:
     page = markdown(dataclasses.replace(validation, directory="a|b\n# c\x1b[31m"))
     assert "# Validation of a\\|b\\n# c\\x1b[31m" in page.splitlines()[0]
@@ -246,13 +289,19 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
     monkeypatch.setattr(report_module, "draw_figures", lambda *arguments: [])
     target = tmp_path / "report"
     write_report(validation, target)
-    (target / "older").write_text("")
+    # Reports of earlier releases had other figures.
+    (target / "generation_by_drafts.png").write_text("")
     with pytest.raises(OutputError, match="Replace it") as caught:
         write_report(validation, target)
     assert caught.value.remedies == ("overwrite", "out")
     write_report(validation, target, overwrite=True)
     assert {path.name for path in target.iterdir()} == {"report.json", "report.md", "report.html", "pair.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    (target / "model.safetensors").write_text("weights")
+    with pytest.raises(OutputError, match=r"holds model\.safetensors, which is no part of a report") as caught:
+        write_report(validation, target, overwrite=True)
+    assert caught.value.remedies == ("out",)
+    assert (target / "model.safetensors").read_text() == "weights"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="is no report"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,24 @@ def test_what_has_no_number_has_no_mark(tmp_path: Path) -> None:
     for drafter in report["drafters"]:
         drafter["arithmetic"]["speedups"]["3"] = {"predicted": None, "measured": None}
     assert "–" in Page(whole(report, tmp_path)).within("td")
+    assert not {"drafters_and_methods", "length_by_drafts"} & set(draw_figures(report, tmp_path))
+    for drafter in report["drafters"]:
+        for found in (drafter["agreement"], *drafter["agreement"]["workloads"].values()):
+            found.update(mean_accepted_length=None, mean_accepted_length_ci95=None)
+    assert "length_by_workload" not in draw_figures(report, tmp_path)
+
+
+def test_a_long_name_leaves_room_for_what_it_names(tmp_path: Path) -> None:
+    """A tree by its ways down, as one that ranks chose is named."""
+    report = copy.deepcopy(REPORT)
+    name = "paths:" + ",".join(f"0.0.0.0.{leaf}" for leaf in range(40))
+    first = report["drafters"][0]
+    for part in (report, first):
+        part["generation"][name] = {**part["generation"]["3"], "tree": name, "draft_ms": 4.0}
+    first["arithmetic"]["speedups"][name] = first["arithmetic"]["speedups"]["3"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert {"generation_by_drafts", "round_by_drafts"} <= set(draw_figures(report, tmp_path))
 
 
 def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
