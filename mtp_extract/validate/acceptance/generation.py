@@ -243,7 +243,7 @@ def measure_generation(
                 rounds=len(rounds),
                 acceptance=accepted / drafted if drafted else math.nan,
                 mean_accepted_length=_mean_length(rounds),
-                mean_accepted_interval=_interval([result.rounds for result in together]),
+                mean_accepted_interval=_interval([result.rounds for result in together], drafting.depth),
                 expected=drafting.expected,
                 chosen_on=len(drafting.chosen_on),
                 elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
@@ -270,10 +270,11 @@ def _mean_length(rounds: Sequence[Round]) -> float:
     return 1 + sum(r.accepted for r in rounds) / len(rounds) if rounds else math.nan
 
 
-def _interval(prompts: Sequence[Sequence[Round]]) -> Interval | None:
-    """Of the mean accepted length, 95 % over prompts."""
+def _interval(prompts: Sequence[Sequence[Round]], depth: int) -> Interval | None:
+    """Of the mean accepted length, 95 % over prompts, within what rounds of ``depth`` steps can have."""
     drafting = [kept for rounds in prompts if (kept := [r for r in rounds if r.drafted])]
-    return ratio_interval([sum(1 + r.accepted for r in kept) for kept in drafting], [len(kept) for kept in drafting])
+    found = ratio_interval([sum(1 + r.accepted for r in kept) for kept in drafting], [len(kept) for kept in drafting])
+    return None if found is None else Interval(max(1.0, found.low), min(1.0 + depth, found.high))
 
 
 def _own(continuations: Continuations, index: int) -> tuple[int, ...]:

@@ -101,6 +101,16 @@ def test_trees_stand_higher(result: GenerationResult) -> None:
         assert length.mean_accepted_interval.low < length.mean_accepted_length < length.mean_accepted_interval.high
 
 
+def test_an_interval_stays_within_what_can_be(generator: SpeculativeGenerator, continuations: Continuations) -> None:
+    """Two texts say little of a round of 3 drafts, but not that it may have -5 or 13 tokens."""
+    few = Continuations(continuations.prompts[:2], continuations.texts[:2])
+    (planned,) = draftings(generator, [3], {}, few, [0.5] * 3, batch=2)
+    engine = LocalEngine(generator, 2)
+    (row,) = measure_generation(engine, generator.base, few, [planned], new_tokens=24, timed=1).lengths
+    assert row.mean_accepted_interval is not None
+    assert 1 <= row.mean_accepted_interval.low < row.mean_accepted_length < row.mean_accepted_interval.high <= 4
+
+
 def test_what_is_expected(
     result: GenerationResult, generator: SpeculativeGenerator, continuations: Continuations
 ) -> None:
