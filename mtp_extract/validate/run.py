@@ -192,7 +192,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         checks, comparable = check_identity(directory, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
-        directory="the sample" if plan.directory is None else str(directory),
+        directory="the sample" if plan.directory is None else _public(str(directory)),
         source=Path(plan.source).name if plan.source is not None else None,
         base=None,
         settings={"seed": plan.seed},
@@ -327,7 +327,7 @@ def _against_base(
     found = replace(
         result,
         base=BaseFacts(
-            "the sample's base" if plan.directory is None else base,
+            "the sample's base" if plan.directory is None else _public(base),
             loaded.dtype,
             loaded.devices,
             str(loaded.drafter_dtype).removeprefix("torch."),
@@ -439,8 +439,12 @@ def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
 
 
 def _names(first: str, beside: Sequence[Path]) -> list[str]:
-    """What to call them: the last part of their names where these differ, else all of it, and a number for the rest."""
-    places = [first, *map(str, beside)]
-    short = [Path(place).name or place for place in places]
-    names = short if len(set(short)) == len(short) else places
+    """What to call them; where two have one name, by their places too."""
+    names = [first, *(_public(str(place)) for place in beside)]
     return [name if name not in names[:index] else f"{name} ({index + 1})" for index, name in enumerate(names)]
+
+
+def _public(place: str) -> str:
+    """Of a directory its name alone: reports are published, and where it lies is nobody else's."""
+    path = Path(place)
+    return path.resolve().name if path.is_dir() else place

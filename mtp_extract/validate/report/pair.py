@@ -69,6 +69,8 @@ def _pair(drafter: DrafterFigures, facts: PairFacts) -> dict[str, Any]:
             "backbone_hidden_size": needs.width,
             "hidden_size": facts.width,
             **_side(facts.draft),
+            # A layer's scalar is a parameter, though PyTorch has it for a buffer.
+            "parameters": drafter.facts.reads.parameters.stored,
         },
         "bridge": {
             "source": _EXPORT,

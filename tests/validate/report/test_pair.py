@@ -25,6 +25,7 @@ from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.report.tables import buffers
 from mtp_extract.validate.result import Validation
+from mtp_extract.validate.run import Plan
 
 PROMPT = (2, 7, 9, 3, 5, 30, 21)
 NEW = 12
@@ -143,7 +144,7 @@ def test_nothing_to_draft(base: Base) -> None:
     assert look(base, drafter_of(base, "mtp"), PROMPT, DRAFTED["3"], new_tokens=2) is None
 
 
-def test_the_file(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file(plan: Plan, validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_extract.validate.report.pages.draw_figures", lambda *_: [])
     assert "pair.json" in write_report(validation, tmp_path / "report")
     found: dict[str, Any] = json.loads((tmp_path / "report" / "pair.json").read_text())
@@ -154,6 +155,9 @@ def test_the_file(validation: Validation, tmp_path: Path, monkeypatch: pytest.Mo
     assert found["draft"]["assistant_role"] == "mtp_drafter"
     assert found["buffers"]["draft_kv_cache"]["shared_with"] == "target_kv_cache"
     assert found["buffers"]["draft_kv_cache"]["bytes"] == 0
+    assert found["draft"]["parameters"] == report["drafters"][0]["parameters_a_step"]["stored"]
+    for place in (plan.directory, plan.base):
+        assert str(place) not in json.dumps([found, report]), "where things lie here is nobody else's"
     assert found["verify"]["drafts"] == "3"
     table = buffers(found)
     assert {row[0] for row in table.rows} == set(BUFFERS) - {"draft_kv_cache"}
