@@ -53,6 +53,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "logit_scale": (None, 1.0, 1),
         "mlp_bias": (False, None),
         "num_hidden_layers": (1,),
+        "partial_rotary_factor": (None, 1.0, 1),
         "quantization_config": (None,),
         "rope_scaling": (None,),
         "tie_word_embeddings": (False, None),
