@@ -39,7 +39,7 @@ class Eagle3Config:
         norm_output: what is fed back in the next step is taken after the final norm, not before it.
         own_embedding: it embeds tokens by a table of its own, and not by the base's.
         max_position_embeddings: longest context it was made for, in tokens; None when not recorded.
-        base: name of the base it was trained for, as the Hub or a file system has it; None when not recorded.
+        base: name of the base it was trained for, as the Hub has it; None when not recorded.
     """
 
     backbone_hidden_size: int

@@ -136,7 +136,9 @@ def _heads(head: _Head) -> Iterator[Finding]:
 
 
 def _rope(head: _Head) -> Iterator[Finding]:
-    flat = head.llama.get("rope_parameters", head.llama)
+    flat = head.llama.get("rope_parameters")
+    if flat is None:
+        flat = head.llama
     theta = flat.get("rope_theta") if isinstance(flat, Mapping) else None
     if not isinstance(theta, int | float):
         nested = isinstance(flat, Mapping) and any(isinstance(value, Mapping) for value in flat.values())

@@ -130,8 +130,12 @@ def command(
         typer.Option(min=0, help="By default the mode's own, by the drafter's width."),
     ] = None,
     draft_vocab: Annotated[
-        int, typer.Option(min=1, help="Of a new head: how many tokens it can propose, the base's most frequent ones.")
-    ] = 32000,
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            help="Of a new head: how many tokens it can propose, the base's most frequent ones; by default 32000.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same bytes.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
     chat_template: Annotated[
@@ -159,7 +163,11 @@ def command(
         raise typer.BadParameter("name a DIR, or a kind of head with --new; one of the two.")
     if new is not None and (head is not None or mode is not None):
         raise typer.BadParameter("--new trains all of a head of its own kind; leave --head and --mode out.")
-    target = out or (default_directory(directory) if directory is not None else Path(f"{Path(base).name}-eagle3"))
+    if new is None and draft_vocab is not None:
+        raise typer.BadParameter("--draft-vocab is of a new head; a head in a DIR keeps its own. Leave it out.")
+    target = out or (
+        default_directory(directory) if directory is not None else Path(f"{Path(base).resolve().name}-eagle3")
+    )
     setting = Setting(
         directory,
         base,
@@ -207,7 +215,7 @@ def command(
         steps=steps,
         anchors=anchors or Plan.anchors,
         learning_rate=learning_rate,
-        draft_vocab=draft_vocab,
+        draft_vocab=draft_vocab or Plan.draft_vocab,
         force=force,
         overwrite=overwrite,
     )

@@ -289,6 +289,11 @@ class _Run:
     def __init__(self, owner: SpeculativeGenerator, prompts: Sequence[Prompt], options: Options) -> None:
         self.base, self.drafter, self.codec, self.options = owner.base, owner.drafter, owner.codec, options
         self.length = DraftLength(options.drafts)
+        if isinstance(options.drafts, Tree) and options.drafts.width > self.base.vocab_size:
+            raise MtpExtractError(
+                f"expected a tree that looks at no more choices than the {self.base.vocab_size} tokens "
+                f"there are, found one that looks at {options.drafts.width}; make it narrower"
+            )
         self.stop = options.stop_strings
         if self.stop:
             self.codec.require("stop strings")

@@ -169,6 +169,19 @@ def test_other_ways_to_say_it(tmp_path: Path, form: str) -> None:
     assert config == head_config(max_position_embeddings=131072)
 
 
+@pytest.mark.parametrize(
+    "path", ["/home/somebody/base", "./somebody", "~/somebody", "x/somebody/base", "C:\\\\somebody"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_path_of_whoever_trained_is_handed_on(tmp_path: Path, layout: str, path: str) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config(base=path)), layout)
+    assert "somebody" in (directory / "config.json").read_text()
+    for to in LAYOUTS:
+        convert(directory, tmp_path / to, format=to)
+        for name in ("config.json", "extraction.json", "README.md"):
+            assert "somebody" not in (tmp_path / to / name).read_text()
+
+
 def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
     """SpecForge writes them, vLLM refuses them: they are read, and not written again."""
     directory = write_head(tmp_path / "head", random_head(head_config(draft_vocab_size=40)))
@@ -254,6 +267,7 @@ def _cut(length: int) -> Callable[[Path], object]:
         (lambda d: edit(d, **{IDS: [-1, 3, 5], "eagle_config": ...}), "the lowest first"),
         (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "expected layer numbers"),
         (lambda d: edit(d, **{IDS: [], "eagle_config": ...}), "engines take 2, n // 2|expected 3 different layers"),
+        (lambda d: edit(d, partial_rotary_factor=0.25), "expected partial_rotary_factor None or 1"),
         (lambda d: edit(d, vocab_size=[40]), "vocab_size to be a positive integer"),
         (lambda d: edit(d, rope_theta=math.nan), "rope_theta to be a positive number"),
         (lambda d: edit(d, rope_theta=10**400), "rope_theta to be a positive number"),
@@ -325,6 +339,7 @@ def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any],
             [("vLLM", WRONG, "the lowest first"), ("SGLang", WRONG, "the lowest first")],
         ),
         ("speculators", {IDS: ...}, [("vLLM", WRONG, "is missing"), ("vLLM", CHECK, "base")]),
+        ("eagle3", {"rope_parameters": None}, []),
         ("eagle3", {"norm_before_residual": True}, [("SGLang", WRONG, "norm_before_residual")]),
         ("speculators", {"norm_before_residual": True}, [("vLLM", CHECK, "base")]),
         ("speculators", {"norm_before_residual": ...}, [("vLLM", WRONG, "takes true"), ("vLLM", CHECK, "base")]),

@@ -12,7 +12,7 @@ from helpers.schemas import validator
 from typer.testing import CliRunner
 
 import mtp_extract
-from mtp_extract.cli import convert, extract, inspect, validate
+from mtp_extract.cli import convert, extract, inspect, tune, validate
 from mtp_extract.data import sample_base
 from mtp_extract.errors import UnsupportedError
 
@@ -78,3 +78,9 @@ def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
     refused = run("validate", directory, "--source", sample)
     assert refused.returncode == 1
     assert "Expected an MTP drafter, found an EAGLE-3 head" in refused.stderr and "(--source)" in refused.stderr
+
+
+def test_a_head_that_is_there_keeps_its_vocabulary(tmp_path: Path) -> None:
+    told = [str(tmp_path), "--base", str(sample_base()), "--draft-vocab", "7"]
+    result = RUNNER.invoke(tune.app, told)
+    assert result.exit_code == 2 and "--draft-vocab is of a new head" in " ".join(result.output.split())

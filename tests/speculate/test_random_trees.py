@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree
 from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.speculate.growing import Nodes
@@ -80,6 +81,16 @@ def test_text_is_the_base_s_own(
         assert result.tokens == own[:ends]
         assert len(result.tokens) == 1 + sum(r.emitted for r in result.rounds)
         assert all(len(r.ranks) == r.accepted <= r.drafted for r in result.rounds)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_tree_has_no_more_choices_than_there_are_tokens(drafter: str) -> None:
+    """All six are looked at, also those that a head of five cannot propose; a seventh there is not."""
+    ours = generator("E4B", drafter)
+    options = Options(TOKENS, Tree.parse("6x2"), stop_token_ids=[])
+    assert [result.tokens for result in ours.generate_batch(PROMPTS, options)] == alone("E4B", Sampling())
+    with pytest.raises(MtpExtractError, match="than the 6 tokens there are, found one that looks at 7"):
+        ours.generate_batch(PROMPTS, Options(TOKENS, Tree.parse("7"), stop_token_ids=[]))
 
 
 CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))

@@ -96,7 +96,6 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
             f"{list(leaving or ())} and {list(entering)}: SGLang and vLLM would read different states; check which of "
             "the two the head was trained with"
         )
-    base = config.get(_BASE)
     return llama.parse_llama(
         config,
         config,
@@ -104,5 +103,5 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
         norm_before_residual=reading.flag(config, "norm_before_residual"),
         norm_before_fc=reading.flag(eagle if "norm_before_fc" in eagle else config, "norm_before_fc"),
         own_embedding=own_embedding,
-        base=base if isinstance(base, str) else None,
+        base=llama.named_base(config.get(_BASE)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,7 @@ __all__ = [
     "findings_of",
     "has_embedding",
     "llama_document",
+    "named_base",
     "parse_llama",
     "plan_head",
     "read_head",
@@ -53,6 +55,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "logit_scale": (None, 1.0, 1),
         "mlp_bias": (False, None),
         "num_hidden_layers": (1,),
+        "partial_rotary_factor": (None, 1.0, 1),
         "quantization_config": (None,),
         "rope_scaling": (None,),
         "tie_word_embeddings": (False, None),
@@ -185,6 +188,14 @@ def read_ids(place: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
 
 
 _MOST_LAYERS = 4096
+
+
+def named_base(name: object) -> str | None:
+    """The base that a config names, as the Hub does; a path of whoever trained means nothing elsewhere."""
+    return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
 
 def stored_head(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:

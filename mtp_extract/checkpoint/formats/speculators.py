@@ -105,5 +105,5 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
         norm_before_residual=reading.flag(config, "norm_before_residual"),
         norm_before_fc=reading.flag(config, "norm_before_fc"),
         own_embedding=own_embedding,
-        base=verifier if isinstance(verifier, str) else None,
+        base=llama.named_base(verifier),
     )
