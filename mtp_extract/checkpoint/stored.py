@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,16 @@ from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = ["CodesOfRows", "StoredCodes", "StoredColumns", "StoredTensor", "StoredWeight", "pieces", "read_rows"]
+__all__ = [
+    "CodesOfRows",
+    "StoredCodes",
+    "StoredColumns",
+    "StoredTensor",
+    "StoredWeight",
+    "common_dtype",
+    "pieces",
+    "read_rows",
+]
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -189,6 +198,16 @@ class StoredCodes(CodesOfRows):
         count = max(1, _READ // max(self.shape[1], 1))
         for begin in range(first, last, count):
             yield begin, self.rows(begin, min(begin + count, last))
+
+
+def common_dtype(weights: Iterable[StoredWeight]) -> str:
+    """Name of the type that holds all of ``weights`` as they are: their own where they share one, else F32.
+
+    Raises:
+        CheckpointError: one does not hold floats.
+    """
+    types = {weight.dtype.safetensors for weight in weights}
+    return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.NDArray[np.uint8]:

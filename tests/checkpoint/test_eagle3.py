@@ -466,3 +466,18 @@ def test_damaged_configurations(tmp_path: Path, text: str) -> None:
     (directory / "config.json").write_text(text)
     with pytest.raises(MtpExtractError):
         read_checkpoint(directory)
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_a_head_of_several_types_loses_none(tmp_path: Path, short: torch.dtype) -> None:
+    """One whose matrices alone are short floats is F32 as a whole."""
+    head = random_head(head_config())
+    directory = write_head(tmp_path / "head", head)
+    tensors = load_file(directory / "model.safetensors")
+    mixed = {name: t.to(short) if t.is_floating_point() and t.ndim == 2 else t for name, t in tensors.items()}
+    save_file(mixed, directory / "model.safetensors")
+    convert(directory, tmp_path / "other", format="speculators", dtype="f32")
+    for place in (directory, tmp_path / "other"):
+        loaded = load_any(place).state_dict()
+        assert torch.equal(loaded["final_norm.weight"], head.final_norm.weight)
+        assert torch.equal(loaded["fc.weight"], head.fc.weight.to(short).float())

@@ -12,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import EAGLE3, shapes_of
+from mtp_extract.architecture.roles import EAGLE3, INDEX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.eagle3_lint import Finding, lint
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.transformers import plan_weight
 from mtp_extract.checkpoint.lazy import read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight, common_dtype
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
 __all__ = [
@@ -229,8 +228,7 @@ def read_head(directory: Path, config: Eagle3Config, layout: str) -> Checkpoint:
     marks = _marks(stored[_T2D]) if _T2D in stored else None
     if problems := list(_vocabulary_problems(config, mapping, marks)):
         raise reading.mismatch(problems)
-    weights = tensors["fc"]
-    dtype = next(name for name, dtype in DTYPES.items() if dtype is weights.dtype)
+    dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
     return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
 
 

@@ -21,7 +21,7 @@ from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
 
@@ -103,9 +103,7 @@ class TransformersFormat:
         tensors = {role: StoredWeight(*stored[name], name) for role, name in names.items()}
         if _LM_HEAD in stored:
             _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
-        dtype = next(
-            (name for name, dtype in DTYPES.items() if dtype is tensors["pre_projection"].dtype),
-        )
+        dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 
 
