@@ -260,17 +260,23 @@ class _Handler(BaseHTTPRequestHandler):
         for whole in chain(content.pieces(begin, end, fault.step), more):
             piece = whole[:left]
             left -= len(piece)
+            # Before it is sent: who has it may look at once.
+            self.count(len(piece))
             try:
                 self.wfile.write(piece)
             except (BrokenPipeError, ConnectionResetError):
+                self.count(-len(piece))
                 self.close_connection = True
                 return
-            with self.state.lock:
-                self.state.sent[self.server_name] += len(piece)
             if not left:
                 break
         if fault.cut is not None or fault.length:
             self.close_connection = True
+
+    def count(self, sent: int) -> None:
+        """Take note of bytes that were sent."""
+        with self.state.lock:
+            self.state.sent[self.server_name] += sent
 
     # --- requests
 
