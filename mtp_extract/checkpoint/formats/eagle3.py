@@ -6,52 +6,18 @@ state enters), in ``eagle_config`` as SGLang and SpecForge do (the layer it leav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import INDEX, Role
-from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
-from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.eagle3_lint import IDS
 from mtp_extract.checkpoint.formats import llama, reading
-from mtp_extract.checkpoint.formats.holding import hold_floats
-from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import DrafterError
 
 __all__ = ["FORMAT", "config_document", "parse_config"]
 
 _BASE = "base_model_name_or_path"
 """Read by no engine; what a ``speculators`` directory says of its verifier."""
-
-
-class Eagle3Format:
-    """``config.json`` and ``model.safetensors``."""
-
-    name = "eagle3"
-    marker = llama.MARKER
-    weights_file = llama.WEIGHTS_FILE
-
-    def recognizes(self, directory: Path) -> bool:
-        return reading.kind_of(directory / self.marker) == self.name
-
-    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
-        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
-
-    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
-        document = config_document(llama.require_head(checkpoint), DTYPES[dtype].transformers)
-        return llama.plan_head(checkpoint, dtype, self.name, document)
-
-    def read_config(self, directory: Path) -> Eagle3Config:
-        return parse_config(reading.read_json(directory / self.marker), llama.has_embedding(directory))
-
-    def read(self, directory: Path) -> Checkpoint:
-        return llama.read_head(directory, self.read_config(directory), self.name)
-
-
-FORMAT = Eagle3Format()
 
 
 def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
@@ -105,3 +71,6 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
         own_embedding=own_embedding,
         base=llama.named_base(config.get(_BASE)),
     )
+
+
+FORMAT = llama.HeadFormat("eagle3", config_document, parse_config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import EAGLE3, INDEX, shapes_of
-from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
+from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.eagle3_lint import Finding, lint
 from mtp_extract.checkpoint.formats import reading
+from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.transformers import plan_weight
-from mtp_extract.checkpoint.lazy import read_indices
+from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight, common_dtype
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
@@ -26,17 +29,13 @@ __all__ = [
     "LAYOUTS",
     "MARKER",
     "WEIGHTS_FILE",
+    "HeadFormat",
     "findings_of",
-    "has_embedding",
     "llama_document",
     "named_base",
     "parse_llama",
-    "plan_head",
-    "read_head",
     "read_ids",
-    "require_head",
     "shape_flags",
-    "stored_head",
 ]
 
 MARKER, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -61,6 +60,43 @@ _FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_aux_norm": (False, None),
     }
 )
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``.
+
+    Attributes:
+        name: of the layout.
+        document: ``config.json`` of a head whose weights have this transformers dtype.
+        parse: the head of a parsed ``config.json``; told whether a table of embeddings lies beside it.
+    """
+
+    name: str
+    document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
+    marker: str = MARKER
+    weights_file: str = WEIGHTS_FILE
+
+    def recognizes(self, directory: Path) -> bool:
+        return reading.kind_of(directory / self.marker) == self.name
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        return Holding(INDICES) if role.kind == INDEX else hold_floats(tensor, dtype)
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        config = _require_head(checkpoint)
+        return _plan_head(checkpoint, config, dtype, self.name, self.document(config, DTYPES[dtype].transformers))
+
+    def read_config(self, directory: Path) -> Eagle3Config:
+        return self._opened(directory)[0]
+
+    def read(self, directory: Path) -> Checkpoint:
+        return _read_head(*self._opened(directory), self.name)
+
+    def _opened(self, directory: Path) -> tuple[Eagle3Config, Mapping[str, tuple[Path, StoredTensor]]]:
+        document, stored = reading.read_json(directory / self.marker), _stored_head(directory)
+        return self.parse(document, _EMBED in stored), stored
 
 
 def llama_document(config: Eagle3Config) -> dict[str, Any]:
@@ -197,24 +233,18 @@ def named_base(name: object) -> str | None:
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
 
-def stored_head(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
+def _stored_head(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """The tensors in ``directory``."""
     return reading.read_shards(directory, WEIGHTS_FILE)
 
 
-def has_embedding(directory: Path) -> bool:
-    """Whether the head brings a table of embeddings."""
-    return _EMBED in stored_head(directory)
-
-
-def read_head(directory: Path, config: Eagle3Config, layout: str) -> Checkpoint:
-    """The weights of ``config`` in ``directory``, matched strictly.
+def _read_head(config: Eagle3Config, stored: Mapping[str, tuple[Path, StoredTensor]], layout: str) -> Checkpoint:
+    """The weights of ``config`` among those ``stored``, matched strictly.
 
     Raises:
         DrafterError, CheckpointError: a tensor is missing, unexpected, of another shape, or maps tokens that are not
             there.
     """
-    stored = stored_head(directory)
     shapes = shapes_of(config)
     # A map of all tokens to themselves says nothing.
     more = (_T2D,) if config.reduced else (_T2D, _D2T)
@@ -260,13 +290,14 @@ def _vocabulary_problems(
         yield f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"
 
 
-def plan_head(checkpoint: Checkpoint, dtype: str, layout: str, document: Mapping[str, Any]) -> Sequence[OutputFile]:
+def _plan_head(
+    checkpoint: Checkpoint, config: Eagle3Config, dtype: str, layout: str, document: Mapping[str, Any]
+) -> Sequence[OutputFile]:
     """The files of a head whose configuration is ``document``.
 
     Raises:
         UnsupportedError: an engine that reads the layout would refuse it, or load it wrongly and not say so.
     """
-    config = require_head(checkpoint)
     planned = [
         plan_weight(checkpoint, role, shape, role.names[layout], dtype) for role, shape in shapes_of(config).items()
     ]
@@ -300,7 +331,7 @@ def _planned_marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> Plan
     return PlannedTensor(_T2D, "BOOL", (config.vocab_size,), produce, role=_D2T, part="marks")
 
 
-def require_head(checkpoint: Checkpoint) -> Eagle3Config:
+def _require_head(checkpoint: Checkpoint) -> Eagle3Config:
     """The shape of the head that ``checkpoint`` holds.
 
     Raises:
@@ -324,5 +355,5 @@ def findings_of(directory: Path) -> tuple[Finding, ...]:
     layout = reading.kind_of(path)
     if layout not in LAYOUTS:
         return ()
-    stored = stored_head(directory)
+    stored = _stored_head(directory)
     return lint(layout, reading.read_json(path), {name: tensor.shape for name, (_, tensor) in stored.items()})
