@@ -1,14 +1,15 @@
-"""What a user may write for a remote file, taken apart."""
+"""What a user may write for a remote file, taken apart; and what to call a place where others read it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
 
-__all__ = ["HubAddress", "WebAddress", "origin_of", "parse_address"]
+__all__ = ["HubAddress", "WebAddress", "origin_of", "parse_address", "public_name"]
 
 _MODEL_FILES = (".litertlm", ".tflite", ".task")
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
@@ -135,3 +136,9 @@ def _hub(text: str) -> HubAddress:
 
 def _kind(found: re.Match[str]) -> str:
     return (found["kind"] or "models").removesuffix("s")
+
+
+def public_name(place: str) -> str:
+    """What to call ``place`` where others read it: of a directory its name alone, as its place is its owner's."""
+    path = Path(place)
+    return path.resolve().name if path.is_dir() else place

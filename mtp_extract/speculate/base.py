@@ -84,6 +84,12 @@ class Base:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end a text, by ``generation_config.eos_token_id``."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        return [configured] if isinstance(configured, int) else configured or []
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., width]: the embedding of ``tokens`` [...], times sqrt(width), by Gemma 4's own module."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))

@@ -299,8 +299,7 @@ class _Run:
             self.codec.require("stop strings")
         stops = options.stop_token_ids
         if stops is None:
-            configured = getattr(getattr(self.base.model, "generation_config", None), "eos_token_id", None)
-            stops = [configured] if isinstance(configured, int) else configured or []
+            stops = self.base.stop_token_ids
         # A stop string that is a special token never shows in the text.
         special = [token for token in map(self.codec.special, self.stop) if token is not None]
         self.stop_tokens = frozenset((*stops, *special))

@@ -18,6 +18,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.conversion import ReadDirectory
 from mtp_extract.drafter import Network, network_of
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.io.address import public_name
 from mtp_extract.speculate import Base, SpeculativeGenerator, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
@@ -103,9 +104,8 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Of the base, for the record: of a directory its name alone, for where it lies is nobody else's."""
-        path = Path(self.setting.base)
-        return path.resolve().name if path.is_dir() else self.setting.base
+        """Of the base, for the record."""
+        return public_name(self.setting.base)
 
     @property
     def base(self) -> Base:

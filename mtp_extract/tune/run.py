@@ -202,9 +202,7 @@ def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
     place, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
     config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
     if pair.accelerator.is_main_process:
-        stops = getattr(getattr(base.model, "generation_config", None), "eos_token_id", None)
-        always = [stops] if isinstance(stops, int) else stops or []
-        tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, always)
+        tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
         dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
         sizes = state_sizes(base, config.base_layers, corpus.trained)
         write_head(new_head(base, config, tokens, sizes, dtype, setting.seed), place)

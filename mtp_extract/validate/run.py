@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.io.address import public_name
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 from mtp_extract.validate.extras import require
@@ -192,7 +193,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         checks, comparable = check_identity(directory, source)
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
-        directory="the sample" if plan.directory is None else _public(str(directory)),
+        directory="the sample" if plan.directory is None else public_name(str(directory)),
         source=Path(plan.source).name if plan.source is not None else None,
         base=None,
         settings={"seed": plan.seed},
@@ -327,7 +328,7 @@ def _against_base(
     found = replace(
         result,
         base=BaseFacts(
-            "the sample's base" if plan.directory is None else _public(base),
+            "the sample's base" if plan.directory is None else public_name(base),
             loaded.dtype,
             loaded.devices,
             str(loaded.drafter_dtype).removeprefix("torch."),
@@ -440,11 +441,5 @@ def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
 
 def _names(first: str, beside: Sequence[Path]) -> list[str]:
     """What to call them; where two have one name, by their places too."""
-    names = [first, *(_public(str(place)) for place in beside)]
+    names = [first, *(public_name(str(place)) for place in beside)]
     return [name if name not in names[:index] else f"{name} ({index + 1})" for index, name in enumerate(names)]
-
-
-def _public(place: str) -> str:
-    """Of a directory its name alone: reports are published, and where it lies is nobody else's."""
-    path = Path(place)
-    return path.resolve().name if path.is_dir() else place
