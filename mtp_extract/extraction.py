@@ -19,9 +19,9 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
-from mtp_extract.checkpoint.proof import Proof, Rounding, prove
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
+from mtp_extract.proof.proof import Proof, Rounding, prove
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
 
 __all__ = [

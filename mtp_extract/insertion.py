@@ -23,7 +23,6 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor
-from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import (
     CheckpointError,
@@ -46,6 +45,7 @@ from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bu
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
+from mtp_extract.proof.proof import Proof
 
 __all__ = ["TYPES", "InsertionPlan", "InsertionResult", "check_out", "planned_insertion"]
 

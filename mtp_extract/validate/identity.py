@@ -26,12 +26,12 @@ from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
 from mtp_extract.checkpoint.formats.parts import static_scale
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
-from mtp_extract.checkpoint.proof import prove
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, DrafterError, ProofError, UnsupportedError, escape
 from mtp_extract.extraction import checkpoint_of
+from mtp_extract.proof.proof import prove
 from mtp_extract.validate.report.tables import REPORT_FILES
 
 __all__ = ["NEEDED", "Check", "check_identity", "drafter_for"]

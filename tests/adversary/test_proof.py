@@ -21,13 +21,13 @@ from adversary.mutations import MUTATIONS
 from mtp_extract import extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint import proof
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.graph import flatten
 from mtp_extract.graph.drafter import walk
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.tflite import read_model
+from mtp_extract.proof import proof
 
 FAMILIES = list(dict.fromkeys(case.family for case in MUTATIONS))
 

@@ -31,11 +31,11 @@ from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
 from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.integers import RowCodes, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
-from mtp_extract.checkpoint.proof import Proof
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, verify_against_source
+from mtp_extract.proof.proof import Proof
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 FILE = "drafter.gguf"

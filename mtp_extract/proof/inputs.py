@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.forward import Cache, Step
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.graph.arrays import Coded, Numbers
 from mtp_extract.graph.call import DTYPES, grid_of
@@ -28,6 +27,7 @@ from mtp_extract.graph.evaluate import Samples
 from mtp_extract.graph.fill import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, fill_mask, fill_param, fill_position
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.tflite import Tensor, TensorType
+from mtp_extract.proof.forward import Cache, Step
 
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig

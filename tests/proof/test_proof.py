@@ -15,9 +15,9 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.checkpoint.inputs import Inputs
-from mtp_extract.checkpoint.proof import TOLERANCE, Proof
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError
+from mtp_extract.proof.inputs import Inputs
+from mtp_extract.proof.proof import TOLERANCE, Proof
 
 SOUND = sorted(set(VARIANTS) - REFUSED)
 LAYERS = 4

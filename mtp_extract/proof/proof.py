@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.forward import Read, Step, Written, forward, logits
-from mtp_extract.checkpoint.inputs import Inputs, Reading, draw
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
@@ -23,6 +21,8 @@ from mtp_extract.graph.fill import MASK, MASK_LOCAL
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.proof.forward import Read, Step, Written, forward, logits
+from mtp_extract.proof.inputs import Inputs, Reading, draw
 
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig
