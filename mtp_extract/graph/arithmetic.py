@@ -13,7 +13,7 @@ from mtp_extract.graph.arrays import Array, Coded, Numbers, array_of, gelu
 from mtp_extract.graph.call import Call, Kernel, one
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["ARITHMETIC"]
+__all__ = ["ARITHMETIC", "STRICT"]
 
 
 def _strict(function: Callable[..., Any], *, activation: bool = False) -> Kernel:
@@ -156,3 +156,6 @@ ARITHMETIC: MappingProxyType[str, Kernel] = MappingProxyType(
     }
 )
 """Operators that compute numbers from numbers, except products of matrices."""
+
+STRICT = frozenset({*_ELEMENTWISE, "ADD", "SUB", "DIV", "MUL"})
+"""Those that compute element by element."""

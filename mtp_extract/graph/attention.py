@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.evaluate import inputs_of
-from mtp_extract.graph.fill import INPUT_POS, PARAM_TENSOR, is_mask
-from mtp_extract.graph.flat import Edge, FlatGraph, Node, Value, walk_back
+from mtp_extract.graph.fill import is_mask
+from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Edge, FlatGraph, Node, Value, walk_back
 from mtp_extract.graph.patterns import SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.quantized import NUMBER_TYPES

@@ -11,10 +11,10 @@ import numpy as np
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.arrays import Array, Numbers, array_of
-from mtp_extract.graph.flat import FlatGraph, Node
-from mtp_extract.litertlm.tflite import Tensor, TensorType
+from mtp_extract.graph.flat import Depends, FlatGraph, Node
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
-__all__ = ["DTYPES", "Call", "Kernel", "grid_of", "ints", "one"]
+__all__ = ["DTYPES", "Call", "Kernel", "ends_of", "grid_of", "ints", "one", "rounded"]
 
 
 DTYPES: MappingProxyType[TensorType, type[np.generic]] = MappingProxyType(
@@ -53,6 +53,40 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
     return float(quantization.scale[0]), int(quantization.zero_point[0]) if quantization.zero_point.size else 0
 
 
+def rounded(values: Array, tensor: Tensor) -> Array:
+    """Real numbers as ``tensor`` holds them: FLOAT16 and BFLOAT16 round to nearest, a grid to its steps.
+
+    Raises:
+        UnsupportedError: a grid does not reach as far as the numbers.
+    """
+    if values.dtype.kind != "f":
+        return values
+    if tensor.type is TensorType.FLOAT16:
+        return values.astype(np.float16).astype(np.float32)
+    if tensor.type is TensorType.BFLOAT16:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        return np.where(np.isfinite(values), nearest.astype(np.uint32).view(np.float32), values)
+    grid = grid_of(tensor)
+    if grid is None or tensor.type is None:
+        return values
+    scale, zero_point = grid
+    lowest, highest = ends_of(tensor.type)
+    codes = np.rint(values / np.float32(scale)) + zero_point
+    if codes.size and not (codes.min() >= lowest and codes.max() <= highest):
+        raise UnsupportedError(
+            f"{tensor.label} holds {(lowest - zero_point) * scale:.4g} to {(highest - zero_point) * scale:.4g}, and "
+            f"numbers from {values.min():.4g} to {values.max():.4g} go into it: they are cut off, which no checkpoint does."
+        )
+    return np.asarray((codes - zero_point) * np.float32(scale), np.float32)
+
+
+def ends_of(kind: TensorType) -> tuple[int, int]:
+    """The smallest and the largest code of a type of integers."""
+    bits = ELEMENT_BITS[kind]
+    return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
 @dataclass(frozen=True)
 class Call:
     """The operator at hand: its options, and what its operands' tensors say."""
@@ -72,6 +106,13 @@ class Call:
     def tensor(self, position: int) -> Tensor:
         """The tensor that the operator itself names as input ``position``."""
         return self.graph.model.tensor(self.node.op.subgraph, self.node.op.inputs[position])
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is computed from constants, the position and masks alone: such numbers are rounded as the
+        file's types say. Activations are taken as the real numbers that they stand for.
+        """
+        return not self.node.outputs[0].depends & Depends.DATA
 
     @property
     def result(self) -> Tensor:

@@ -15,7 +15,7 @@ and its reader. Names play no part in this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import Attention, read_attention
 from mtp_extract.graph.blocks import Blocks, FoundRole, SetAside, count_layers, in_order
-from mtp_extract.graph.flat import FlatGraph
+from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.patterns import match_soft_cap, strip
 from mtp_extract.graph.probe import cache_slots, measure_windows
 from mtp_extract.graph.rope import rounding_of
@@ -38,7 +38,10 @@ PROJECTED = "projected_activations"
 
 @dataclass(frozen=True)
 class Layer:
-    """What the graph says of one layer, beyond its weights. Cache names are those of the signature's inputs."""
+    """What the graph says of one layer, beyond its weights. Cache names are those of the signature's inputs.
+
+    ``query`` is the normalized query, ``mixed`` what the o projection reads: between the two lies the attention.
+    """
 
     key: str
     value: str
@@ -49,6 +52,8 @@ class Layer:
     masks: tuple[str, ...]
     inverse_frequencies: np.ndarray
     frequency_rounding: np.ndarray
+    query: Value = field(repr=False)
+    mixed: Value = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ class _Walker(Blocks):
             attention.masks,
             attention.inverse_frequencies,
             rounding_of(attention.inverse_frequencies, self.graph),
+            attention.query,
+            attention.mixed,
         )
 
     def _caches(self) -> MappingProxyType[str, Tensor]:

@@ -7,22 +7,47 @@ as its last reader has run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
-from mtp_extract.graph.call import DTYPES, Call, grid_of
+from mtp_extract.graph.call import DTYPES, Call, grid_of, rounded
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import KERNELS
+from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS, LAYOUT
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor, stored_floats
-from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["Samples", "evaluate", "inputs_of"]
+__all__ = ["Samples", "Stacked", "evaluate", "inputs_of"]
 
-Samples = tuple[Numbers, ...]
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """One array a sample, all in one: ``[samples, *shape]``. Thousands of positions are computed side by side."""
+
+    array: Array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, sample: int) -> Array:
+        made: Array = self.array[sample]
+        return made
+
+    def aligned(self, rank: int) -> Array:
+        """With axes of one element in front of the shape, so that samples of ``rank`` axes broadcast."""
+        count, *shape = self.array.shape
+        return self.array.reshape(count, *(1,) * (rank - len(shape)), *shape)
+
+
+Samples = tuple[Numbers, ...] | Stacked
 """What a value is: one entry a sample, or a single one where all samples share it."""
+
+Results = Sequence[Array] | Array
+"""An array a sample; ``[samples, *shape]`` where they were computed side by side."""
 
 _SMALL = 1 << 16
 """Elements up to which a floating-point constant is read at once."""
@@ -38,7 +63,9 @@ def evaluate(
     inputs: Mapping[str, Samples],
     wanted: Sequence[Value],
     given: Sequence[tuple[Value, Samples]] = (),
-) -> list[list[Array]]:
+    *,
+    rounds: bool = True,
+) -> list[Results]:
     """What ``wanted`` are, for every sample.
 
     Args:
@@ -47,6 +74,7 @@ def evaluate(
             quantized type, a :class:`Coded`.
         wanted: values to compute.
         given: values that are known already, and what they are: what computes them is not run.
+        rounds: whether numbers that depend on no activation and no cache are rounded as the types of the file say.
 
     Returns:
         per wanted value, an array a sample. Floats are float32; of a quantized type, the real numbers.
@@ -57,13 +85,19 @@ def evaluate(
         FormatError: operands that do not fit the operator.
     """
     samples = max((len(numbers) for numbers in (*inputs.values(), *(numbers for _, numbers in given))), default=1)
-    run = _Run(graph, inputs, wanted, given)
+    run = _Run(graph, inputs, wanted, given, rounds)
     with np.errstate(all="ignore"):
         for node in graph.nodes:
             if id(node) in run.needed:
                 run.step(node)
-        results = [[array_of(v) for v in run.read(value)] for value in wanted]
-    return [r if len(r) == samples else r * samples for r in results]
+        return [_read_out(run.read(value), samples) for value in wanted]
+
+
+def _read_out(numbers: Samples, samples: int) -> Results:
+    if isinstance(numbers, Stacked):
+        return numbers.array
+    arrays = [array_of(v) for v in numbers]
+    return arrays if len(arrays) == samples else arrays * samples
 
 
 class _Run:
@@ -73,8 +107,9 @@ class _Run:
         inputs: Mapping[str, Samples],
         wanted: Sequence[Value],
         given: Sequence[tuple[Value, Samples]],
+        rounds: bool,
     ) -> None:
-        self.graph, self.inputs = graph, inputs
+        self.graph, self.inputs, self.rounds = graph, inputs, rounds
         self.known: dict[int, Samples] = {id(value): numbers for value, numbers in given}
         stops = frozenset(self.known)
         reached = {id(v): v for start in wanted for v in ancestors(start, stops)}
@@ -124,11 +159,11 @@ class _Run:
         if None in operands:
             raise FormatError(f"{node.op.label} lacks an operand: the graph is damaged.")
         results = _apply(call, operands)
-        if any(len(made) != len(node.outputs) for made in results):
-            raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results[0])}.")
-        for value, *made in zip(node.outputs, *results, strict=True):
+        if len(results) != len(node.outputs):
+            raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results)}.")
+        for value, made in zip(node.outputs, results, strict=True):
             if self.readers.get(id(value)):
-                self.known[id(value)] = tuple(made)
+                self.known[id(value)] = _rounded(made, value.tensor) if self.rounds and call.exact else made
 
     def _operand(self, call: Call, position: int, value: Value) -> Samples:
         seen, made = call.tensor(position), value.tensor
@@ -137,15 +172,25 @@ class _Run:
         return self.read(value)
 
 
-def _apply(call: Call, operands: list[Samples | None]) -> list[tuple[Numbers, ...]]:
-    """The results of an operator, per sample; one entry where no operand depends on the sample."""
+def _rounded(numbers: Samples, tensor: Tensor) -> Samples:
+    if isinstance(numbers, Stacked):
+        return Stacked(rounded(numbers.array, tensor))
+    return tuple(rounded(n, tensor) if isinstance(n, np.ndarray) else n for n in numbers)
+
+
+def _apply(call: Call, operands: list[Samples | None]) -> list[Samples]:
+    """Each result of an operator: an entry a sample; one entry where no operand depends on the sample."""
     count = max((len(o) for o in operands if o is not None), default=1)
     kernel = KERNELS[call.node.kind]
     try:
+        if any(isinstance(o, Stacked) for o in operands):
+            together = _together(call, operands)
+            if together is not None:
+                return [Stacked(made) for made in together]
         if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
             stacked = _STACKED[call.node.kind](call, operands, count)
             if stacked is not None:
-                return [(made,) for made in stacked]
+                return [tuple(stacked)]
         results = []
         for sample in range(count):
             chosen = [None if o is None else o[sample if len(o) > 1 else 0] for o in operands]
@@ -154,7 +199,67 @@ def _apply(call: Call, operands: list[Samples | None]) -> list[tuple[Numbers, ..
     except (ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
         # NumPy's word for shapes that do not fit; LiteRT refuses such a graph when it is loaded.
         raise FormatError(f"{call.node.op.label} cannot be computed: {error}. The graph is damaged.") from error
-    return results
+    made_by_result = [tuple(column) for column in zip(*results, strict=True)]
+    if count > 1 and any(isinstance(o, Stacked) for o in operands):
+        return [_restacked(column) for column in made_by_result]
+    return list(made_by_result)
+
+
+def _restacked(column: tuple[Numbers, ...]) -> Samples:
+    arrays = [n for n in column if isinstance(n, np.ndarray)]
+    alike = len(arrays) == len(column) and len({a.shape for a in arrays}) == 1
+    return Stacked(np.stack(arrays)) if alike else column
+
+
+def _together(call: Call, operands: list[Samples | None]) -> Sequence[Array] | None:
+    """The results for all samples at once; None where the operator has to be run sample by sample."""
+    kind, kernel = call.node.kind, KERNELS[call.node.kind]
+    if any(o is None for o in operands) or any(not isinstance(o, Stacked) and len(o or ()) > 1 for o in operands):
+        return None
+    given = [o for o in operands if o is not None]
+    single = [o.array[0] if isinstance(o, Stacked) else o[0] for o in given]
+    if kind in ELEMENTWISE:
+        rank = max(len(n.shape) for n in single)
+        if kind == "SELECT" and len(single[0].shape) != rank:
+            return None
+        arrays = [o.aligned(rank) if isinstance(o, Stacked) else n for o, n in zip(given, single, strict=True)]
+        return [np.asarray(kernel(call, *arrays))]
+    if (
+        kind == "FULLY_CONNECTED"
+        and isinstance(given[0], Stacked)
+        and not any(isinstance(o, Stacked) for o in given[1:])
+    ):
+        count = len(given[0])
+        made = kernel(call, given[0].array.reshape(count, -1, given[0].array.shape[-1]), *single[1:])
+        one = kernel(call, np.zeros_like(single[0]), *single[1:])
+        return [np.asarray(made).reshape(count, *one.shape)]
+    if kind in LAYOUT and not any(isinstance(o, Stacked) for i, o in enumerate(given) if i not in LAYOUT[kind]):
+        return _moved(call, given, single)
+    return None
+
+
+def _moved(call: Call, operands: list[Samples], single: list[Numbers]) -> list[Array]:
+    """What an operator does that only moves elements: found once, with the numbers of the elements in their places."""
+    count = max(len(o) for o in operands)
+    moved = LAYOUT[call.node.kind]
+    flats, numbered, total = [], [], 0
+    for position, (samples, one) in enumerate(zip(operands, single, strict=True)):
+        if position not in moved:
+            numbered.append(one)
+            continue
+        size = math.prod(one.shape)
+        array = samples.array if isinstance(samples, Stacked) else np.broadcast_to(array_of(one), (count, *one.shape))
+        flats.append(array.reshape(count, size))
+        numbered.append(np.arange(total, total + size).reshape(one.shape))
+        total += size
+    flat = flats[0] if len(flats) == 1 else np.concatenate(flats, 1)
+    made = KERNELS[call.node.kind](call, *numbered)
+    return [
+        flat.reshape(count, *ids.shape)
+        if ids.size == total and np.array_equal(ids.reshape(-1), np.arange(total))
+        else flat[:, ids.reshape(-1)].reshape(count, *ids.shape)
+        for ids in (made if isinstance(made, tuple) else (made,))
+    ]
 
 
 def _settle(numbers: Numbers) -> Numbers:
@@ -164,7 +269,7 @@ def _settle(numbers: Numbers) -> Numbers:
 def _stack_rows(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:
     """FULLY_CONNECTED: the inputs of all samples as rows of one, so that the weight is read once."""
     first, *rest = operands
-    assert first is not None
+    assert first is not None and not isinstance(first, Stacked)
     arrays = [array_of(v) for v in first]
     if any(len(o) > 1 for o in rest if o is not None) or arrays[0].ndim < 2:
         return None
@@ -175,7 +280,7 @@ def _stack_rows(call: Call, operands: list[Samples | None], count: int) -> list[
 def _stack_queries(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:
     """BATCH_MATMUL: the rows of all samples' left operands as rows of one, so that the right one is read once."""
     left, right = operands
-    assert left is not None and right is not None
+    assert left is not None and right is not None and not isinstance(left, Stacked)
     axis = -1 if call.option(0, "?", False) else -2
     made = KERNELS["BATCH_MATMUL"](call, np.concatenate([array_of(v) for v in left], axis), right[0])
     return np.split(made, count, -2)

@@ -10,15 +10,11 @@ import numpy.typing as npt
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.arrays import Numbers
 from mtp_extract.graph.call import DTYPES
+from mtp_extract.graph.flat import MASK, MASK_LOCAL
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["INPUT_POS", "MASK", "MASK_LOCAL", "PARAM_TENSOR", "fill_mask", "fill_param", "fill_position", "is_mask"]
-
-INPUT_POS = "input_pos"
-MASK = "mask"
-MASK_LOCAL = "mask_local"
-PARAM_TENSOR = "param_tensor"
+__all__ = ["fill_mask", "fill_param", "fill_position", "is_mask"]
 
 # What LiteRT's runtime writes where a float mask hides a slot.
 _HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}

@@ -9,16 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import IntFlag
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
-__all__ = ["Edge", "FlatGraph", "Node", "Value", "ancestors", "flatten", "walk_back"]
+__all__ = [
+    "INPUT_POS",
+    "MASK",
+    "MASK_LOCAL",
+    "PARAM_TENSOR",
+    "Depends",
+    "Edge",
+    "FlatGraph",
+    "Node",
+    "Value",
+    "ancestors",
+    "flatten",
+    "walk_back",
+]
 
 _DEEPEST_COMPOSITE = 8
 _MOST_NODES = 10_000
@@ -37,6 +52,32 @@ _INTEGERS = {
 }
 
 
+class Depends(IntFlag):
+    """What a value is computed from, besides constants."""
+
+    CONSTANT = 0
+    POSITION = 1
+    MASK = 2
+    DATA = 4
+    """Activations, or a cache."""
+
+
+INPUT_POS = "input_pos"
+PARAM_TENSOR = "param_tensor"
+MASK = "mask"
+MASK_LOCAL = "mask_local"
+
+_DEPENDS: MappingProxyType[str, Depends] = MappingProxyType(
+    # The runtime computes what is in param_tensor from the position.
+    {
+        INPUT_POS: Depends.POSITION,
+        PARAM_TENSOR: Depends.POSITION,
+        MASK: Depends.MASK,
+        MASK_LOCAL: Depends.MASK,
+    }
+)
+
+
 @dataclass(eq=False)
 class Value:
     """What flows along an edge. ``tensors`` are all the tensors it is known as, innermost composite first.
@@ -46,6 +87,7 @@ class Value:
         constant: whether its bytes are stored in the model.
         input_name: its name among the signature's inputs; None for anything else.
         consumers: every (node, operand position) that reads it.
+        depends: what it is computed from.
     """
 
     tensors: list[Tensor]
@@ -54,6 +96,7 @@ class Value:
     constant: bool = False
     input_name: str | None = None
     consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)
+    depends: Depends = Depends.CONSTANT
 
     @property
     def tensor(self) -> Tensor:
@@ -215,13 +258,16 @@ class _Builder:
 
     def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         outputs = []
+        depends = Depends.CONSTANT
+        for source in inputs:
+            depends |= source.depends if source is not None else Depends.CONSTANT
         for index in op.outputs:
             if index < 0:
                 continue
             # Execution order makes the graph acyclic: nothing is read before it is computed.
             if index in values:
                 raise RoleError(f"{op.label} computes {values[index].label} after it was read or set.")
-            value = values[index] = Value([self.model.tensor(op.subgraph, index)])
+            value = values[index] = Value([self.model.tensor(op.subgraph, index)], depends=depends)
             outputs.append(value)
         node = Node(op, inputs, tuple(outputs))
         for value in node.outputs:
@@ -236,17 +282,30 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
     """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
 
     Raises:
-        RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice).
+        RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice), or an input
+            of the subgraph is none of the signature: nobody fills it.
     """
     builder = _Builder(model, most_nodes)
     graph = model.subgraphs[signature.subgraph]
     by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
+    if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
+        raise RoleError(
+            f"The signature {escape(signature.key)!r} names one tensor twice, or one that is no input of its graph: a "
+            "runtime cannot fill it so."
+        )
     arguments = {
-        index: Value([graph.tensors[index]], input_name=by_tensor.get(index, graph.tensors[index].name))
+        index: Value([graph.tensors[index]], input_name=name, depends=_DEPENDS.get(name or "", Depends.DATA))
         for index in graph.inputs
         if index >= 0
+        for name in (by_tensor.get(index),)
     }
     values = builder.build(signature.subgraph, arguments)
+    for value in arguments.values():
+        if value.input_name is None and value.consumers:
+            raise RoleError(
+                f"{value.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: "
+                "no runtime fills it."
+            )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
     return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants)

@@ -12,21 +12,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.graph.arithmetic import ARITHMETIC
-from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of, matmul
+from mtp_extract.graph.arithmetic import ARITHMETIC, STRICT
+from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of, matmul
 from mtp_extract.graph.call import DTYPES, Call, Kernel, grid_of, ints, one
-from mtp_extract.graph.flat import ancestors
-from mtp_extract.graph.moving import MOVING
+from mtp_extract.graph.moving import LAYOUT, MOVING
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["KERNELS"]
-
-
-def _of_position(call: Call) -> bool:
-    """Whether the operand is computed from the position alone."""
-    operand = call.node.operand(0)
-    names = {v.input_name for v in ancestors(operand) if v.input_name is not None}
-    return names == {"input_pos"}
+__all__ = ["ELEMENTWISE", "KERNELS", "LAYOUT"]
 
 
 def _cast(call: Call, x: Numbers) -> Numbers:
@@ -34,27 +26,23 @@ def _cast(call: Call, x: Numbers) -> Numbers:
     kind = DTYPES.get(target.type) if target.type is not None else None
     if kind is None:
         raise call.refuse(f"casts to {target.type_name}")
+    grid, made = grid_of(source), grid_of(target)
     if isinstance(x, Weight):
-        if x.source.packing is None:
+        if x.source.packing is not None:
+            return x.source.codes().reshape(x.shape).astype(kind)
+        if target.type is TensorType.FLOAT32:
             return x
-        return x.source.codes().reshape(x.shape).astype(kind)
-    grid = grid_of(source)
-    if grid is None:
-        values: Numbers = x
-    elif isinstance(x, Coded):
+        x = x.floats()
+    if isinstance(x, Coded):
         # The codes themselves, as integers: a cache may be scaled by a MUL instead of a DEQUANTIZE.
-        values = Coded(x.codes, 1.0) if kind is np.float32 else x.codes
-    else:
-        values = array_of(x) / np.float32(grid[0]) + np.float32(grid[1])
-    if not isinstance(values, Lazy):
-        values = _converted(values, kind)
-        if target.type is TensorType.FLOAT16 and _of_position(call):
-            # Activations are taken as the floats they stand for, but an angle in half precision is another angle.
-            values = values.astype(np.float16).astype(np.float32)
-    made = grid_of(target)
+        return Coded(x.codes, 1.0) if kind is np.float32 else _converted(x.codes, kind)
+    values = array_of(x)
+    if grid is not None:
+        values = np.rint(values / np.float32(grid[0]) + np.float32(grid[1]))
+    values = _converted(values, kind)
     if made is None:
         return values
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+    if values.dtype.kind in "iu":
         return Coded(values, *made)
     raise call.refuse("casts to codes")
 
@@ -72,8 +60,10 @@ def _converted(values: Array, kind: type[np.generic]) -> Array:
 
 
 def _dequantize(call: Call, x: Numbers) -> Numbers:
-    """The same real numbers: on the grid of calibrated activations, random inputs would tell nothing about weights."""
+    """The same real numbers. What rounds them is the type of the result, where the evaluator looks at it."""
     if isinstance(x, Weight):
+        if call.result.type is not TensorType.FLOAT32 and grid_of(call.result) is not None:
+            return x.floats()
         return replace(x, through_dequantize=True)
     if isinstance(x, Coded) and call.result.type not in (TensorType.FLOAT32, TensorType.FLOAT16):
         # From one grid to another, as reals.
@@ -181,3 +171,16 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
     }
 )
 """Operator → what it computes. What is not here is refused."""
+
+ELEMENTWISE = STRICT | {
+    "CAST",
+    "DEQUANTIZE",
+    "QUANTIZE",
+    "SELECT",
+    "SELECT_V2",
+    "SOFTMAX",
+    "LOG_SOFTMAX",
+    "GELU",
+    "BATCH_MATMUL",
+}
+"""Those that take axes in front of their operands' as they take batches: element by element, or along the last axes."""

@@ -13,7 +13,7 @@ import numpy as np
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
 from mtp_extract.graph.call import Call, Kernel, grid_of, ints, one
 
-__all__ = ["MOVING"]
+__all__ = ["LAYOUT", "MOVING"]
 
 
 # Operators that move elements. They hand codes on as they are, lazily, and never look at them.
@@ -198,3 +198,35 @@ MOVING: MappingProxyType[str, Kernel] = MappingProxyType(
     }
 )
 """Operators that move, join and choose elements."""
+
+_FIRST = (0,)
+_ALL = tuple(range(256))
+LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "RESHAPE",
+                "TRANSPOSE",
+                "SLICE",
+                "STRIDED_SLICE",
+                "GATHER",
+                "GATHER_ND",
+                "SQUEEZE",
+                "EXPAND_DIMS",
+                "BROADCAST_TO",
+                "TILE",
+                "REVERSE_V2",
+                "SPLIT_V",
+                "UNPACK",
+            ),
+            _FIRST,
+        ),
+        "SPLIT": (1,),
+        "CONCATENATION": _ALL,
+        "PACK": _ALL,
+        "DYNAMIC_UPDATE_SLICE": (0, 1),
+    }
+)
+"""Those whose results are elements of their operands and nothing else, and which operands are moved so; the others say
+where to.
+"""

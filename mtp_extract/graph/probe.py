@@ -16,8 +16,8 @@ from mtp_extract.errors import FormatError, RoleError, UnsupportedError
 from mtp_extract.graph.arrays import Array, Coded, Numbers, gelu
 from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
-from mtp_extract.graph.fill import INPUT_POS, PARAM_TENSOR, fill_mask, fill_param, fill_position, is_mask
-from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.fill import fill_mask, fill_param, fill_position, is_mask
+from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Node, Value
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -29,6 +29,8 @@ _MOST_POSITIONAL = 64
 _LARGEST_TABLE = 1 << 16
 _SPREAD = 1e-3
 _COUNTED = 0.05
+# What adding a number of the size of 1 in float32 leaves of a small one.
+_OF_AN_ANGLE = 2e-7
 
 
 def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> npt.NDArray[np.float64]:
@@ -51,23 +53,25 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     _bound_queries(tensor)
     fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in (0, 1))}
     found: list[npt.NDArray[np.float64]] = []
-    for still, turned in evaluate(graph, fed, candidates):
+    begins: list[float] = []
+    for still, turned in evaluate(graph, fed, candidates, rounds=False):
         if not np.isfinite(turned).all():
             raise FormatError(f"{name}: its RoPE table holds values that are not finite: the file is damaged.")
         at_zero, at_one = (_row(values, head_dim) for values in (still, turned))
-        if at_zero is None or at_one is None or np.any(at_zero):
-            # Of a value that is not an angle or its sine at position 0, such as a cosine, nothing is read.
-            if angles:
-                raise UnsupportedError(f"{name}: it turns at position 0 already; a checkpoint's RoPE does not.")
+        if at_zero is None or at_one is None or (not angles and np.any(at_zero)):
+            # Of a value that is neither an angle nor its sine, such as a cosine, nothing is read.
             continue
-        found.append(at_one if angles else np.arcsin(np.clip(at_one, -1, 1)))
+        found.append(at_one - at_zero if angles else np.arcsin(np.clip(at_one, -1, 1)))
+        begins.append(float(np.abs(at_zero).max(initial=0.0)))
     if not found:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
-    for other in found[1:]:
-        if other.size != found[0].size or not np.allclose(other, found[0], rtol=1e-6, atol=0):
+    # A cosine may be written as the sine of an angle that begins at a quarter turn; one that begins at 0 tells more.
+    first = found[int(np.argmin(begins))]
+    for other in found:
+        if other.size != first.size or not np.allclose(other, first, rtol=1e-6, atol=_OF_AN_ANGLE * max(begins)):
             raise UnsupportedError(f"{name}: its query is turned by more than one RoPE table.")
     table = np.zeros(head_dim // 2)
-    table[: found[0].size] = found[0]
+    table[: first.size] = first
     return table
 
 

@@ -283,6 +283,9 @@ class _ExternalBuffer:
     packing: str
 
 
+# Id in the union of options, of the operators whose options matter here.
+_OPTION_TYPES: dict[str, int] = load_mapping("tflite_schema")["option_types"]
+
 # Slot of `fused_activation_function` in the options of the operators that have one.
 _ACTIVATION_SLOT = MappingProxyType(
     {"FULLY_CONNECTED": 0, "ADD": 0, "MUL": 0, "SUB": 0, "DIV": 0, "CONCATENATION": 1, "L2_NORMALIZATION": 0}
@@ -465,7 +468,8 @@ def _operators(table: Table, subgraph: int, codes: tuple[str, ...], check: _Chec
         if code >= len(codes):
             raise table.buffer.error(f"op {index} of subgraph {subgraph} has operator code {code} of {len(codes)}")
         kind = codes[code]
-        options = entry.table(4) if entry.integer(3, "B") else None
+        # LiteRT takes options of another operator's type for none.
+        options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
         composite = (
             entry.table(12) if kind == "STABLEHLO_COMPOSITE" and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
         )
@@ -531,6 +535,8 @@ def _signature(table: Table, subgraphs: tuple[Subgraph, ...], buffer: FlatBuffer
             name, tensor = entry.string(0) or "", entry.integer(1, "I")
             if tensor >= len(subgraphs[index].tensors):
                 raise buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
+            if name in found:
+                raise buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
             found[name] = tensor
         return MappingProxyType(found)
 

@@ -1,0 +1,349 @@
+"""Which operators may touch what: the rules that make agreement on random inputs an agreement on all of them.
+
+Two functions that are analytic in their inputs and agree on random continuous ones agree everywhere. So an operator that
+chooses or cuts (a comparison, a maximum, a cast to integers) may look at constants, at the position and at masks, whose
+values are tried one by one (:mod:`mtp_extract.proof.tables`, :mod:`mtp_extract.proof.rows`), and at activations and caches
+only where it never binds. Inside an attention even less is allowed: everything but its softmax is linear in the query, in
+K and in V, so that nothing there can tell one input from another. docs/proof.md has the whole argument.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntFlag
+from types import MappingProxyType
+
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.graph.blocks import FoundRole
+from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
+from mtp_extract.graph.call import grid_of
+from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
+from mtp_extract.graph.patterns import PASSES, strip
+from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
+from mtp_extract.litertlm.tflite import TensorType
+
+ANALYTIC = frozenset(
+    {
+        *("ADD", "SUB", "MUL", "DIV", "NEG", "SQUARE", "SQUARED_DIFFERENCE", "MEAN", "SUM", "CUMSUM"),
+        *("FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D", "SOFTMAX", "LOG_SOFTMAX", "GELU", "TANH", "LOGISTIC"),
+        *("RSQRT", "SQRT", "POW", "EXP", "LOG"),
+    }
+)
+"""Operators without a corner, wherever a drafter uses them."""
+
+LINEAR = frozenset({"ADD", "SUB", "NEG", "MEAN", "SUM", "CUMSUM", "CAST", "QUANTIZE", "DEQUANTIZE"})
+PRODUCTS = frozenset({"MUL", "FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
+NORMALIZING = frozenset({"SOFTMAX", "LOG_SOFTMAX", "EXP"})
+
+_INTEGER_CACHES = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT32})
+_LARGEST_EXPONENT = 80.0
+"""What a float32 can be raised to, and summed."""
+
+_KEY_NORM = 16.0
+"""The largest root mean square of a row of K that is reckoned with where its cache is of floats: K is a normalized row
+times a weight, and published weights are below 1.
+"""
+
+
+class Side(IntFlag):
+    """What a value inside an attention is computed from."""
+
+    QUERY = 1
+    KEY = 2
+    VALUE = 4
+    WEIGHTS = 8
+    """The softmax' result, or its exponentials."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One layer's attention, between the normalized query and what the o projection reads.
+
+    Attributes:
+        nodes: its operators that see activations or caches, in the order of execution.
+        sides: ``id`` of a value → what it is computed from.
+        scores: what each exponential or softmax reads; ``weights`` what it gives.
+        largest_score: the largest |q · K| that the norms and the cache's grid allow.
+    """
+
+    layer: Layer
+    nodes: tuple[Node, ...]
+    sides: Mapping[int, Side]
+    scores: Value
+    weights: Value
+    largest_score: float
+
+    @property
+    def hidden_below(self) -> float:
+        """A score that low weighs nothing beside any other, whatever K is."""
+        return -2 * self.largest_score - 104.0
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What was found while the rules were checked.
+
+    Attributes:
+        spans: the attentions, by layer.
+        choosing: what operators choose by: "position" or "mask" → kind → how many.
+        idioms: operators that could cut activations and do not, each with the reason.
+        narrowed: type → how many activations pass through it: a rounding of the runtime's.
+    """
+
+    spans: tuple[Span, ...]
+    choosing: Mapping[str, Mapping[str, int]]
+    idioms: tuple[str, ...]
+    narrowed: Mapping[str, int]
+
+
+def check_operators(graph: FlatGraph, walk: Walk, outputs: list[Value]) -> Allowed:
+    """Hold every operator that ``outputs`` depend on against the rules.
+
+    Raises:
+        UnsupportedError: one is not allowed to look at what it looks at; the message names both.
+    """
+    return _Rules(graph, walk, outputs).check()
+
+
+class _Rules:
+    def __init__(self, graph: FlatGraph, walk: Walk, outputs: list[Value]) -> None:
+        self.graph, self.walk = graph, walk
+        needed = {id(v.producer) for output in outputs for v in ancestors(output)}
+        self.nodes = [node for node in graph.nodes if id(node) in needed]
+        self.bounds = Bounds(graph, dict(_norms(graph, walk)))
+        self.idioms: list[str] = []
+        self.choosing: dict[str, Counter[str]] = {"position": Counter(), "mask": Counter()}
+        self.narrowed: Counter[str] = Counter()
+
+    def check(self) -> Allowed:
+        spans = tuple(self._span(index, layer) for index, layer in enumerate(self.walk.layers))
+        inside = {id(node) for span in spans for node in span.nodes}
+        for node in self.nodes:
+            depends = _depends(node)
+            if depends & Depends.DATA:
+                self._data(node, id(node) in inside)
+            elif depends & Depends.MASK:
+                self._mask(node)
+            elif depends and node.kind not in ANALYTIC | LAYOUT.keys() | {"CAST", "SIN", "COS", "DEQUANTIZE"}:
+                self.choosing["position"][node.kind] += 1
+        for span in spans:
+            self._linear(span)
+        return Allowed(
+            spans,
+            {k: dict(sorted(v.items())) for k, v in self.choosing.items()},
+            tuple(self.idioms),
+            dict(self.narrowed),
+        )
+
+    # What depends on activations or caches.
+
+    def _data(self, node: Node, inside: bool) -> None:
+        kind = node.kind
+        if not inside and any(v.depends and not v.depends & Depends.DATA for v in node.inputs if v is not None):
+            raise _refused(node, "mixes activations with the position or a mask outside of an attention")
+        if node.op.activation and not self._harmless_activation(node):
+            raise _refused(node, "cuts off an activation by its fused function")
+        if kind in LAYOUT:
+            if any(
+                v is not None and v.depends & Depends.DATA for i, v in enumerate(node.inputs) if i not in LAYOUT[kind]
+            ):
+                raise _refused(node, "takes elements that an activation or a cache chooses")
+        elif kind == "CAST":
+            self._cast(node)
+        elif kind in ("QUANTIZE", "DEQUANTIZE"):
+            if kind == "QUANTIZE":
+                self.narrowed[node.outputs[0].tensor.type_name] += 1
+        elif kind in ("SELECT", "SELECT_V2"):
+            if node.operand(0).depends & Depends.DATA:
+                raise _refused(node, "chooses by an activation or a cache")
+            self.choosing["mask" if node.operand(0).depends & Depends.MASK else "position"][kind] += 1
+        elif kind == "EXP":
+            self._exponential(node)
+        elif kind == "POW":
+            if not node.binary or not node.operand(1).constant:
+                raise _refused(node, "has an exponent that is computed")
+        elif kind == "REDUCE_MAX":
+            if not all(_subtracts(reader, node) for reader in _readers(node.outputs[0])):
+                raise _refused(node, "takes the largest of activations, for another end than a softmax")
+            self.idioms.append(f"{node.op.label}: the largest score, which a softmax subtracts")
+        elif kind in ("MAXIMUM", "MINIMUM", "RELU", "RELU6", "RELU_N1_TO_1", "ABS"):
+            if not self.bounds.never_binds(node):
+                raise _refused(node, f"cuts off activations ({_told(self.bounds.of(node.operand(0)))})")
+            self.idioms.append(f"{node.op.label}: a bound that never binds")
+        elif kind not in ANALYTIC:
+            raise _refused(node, "depends on activations or a cache, and is none that a drafter needs there")
+
+    def _harmless_activation(self, node: Node) -> bool:
+        ends = {1: (0.0, NEVER_REACHED)}.get(node.op.activation)
+        if ends is None or node.kind == "CONCATENATION":
+            return False
+        operands = [self.bounds.of(v) for v in node.inputs if v is not None]
+        harmless = node.kind in ("ADD", "MUL") and all(low >= 0 for low, _ in operands)
+        if harmless:
+            self.idioms.append(f"{node.op.label}: a bound that never binds")
+        return harmless
+
+    def _cast(self, node: Node) -> None:
+        source, target = node.operand(0).tensor, node.outputs[0].tensor
+        if target.type not in FLOAT_TYPES and not (source.type in _INTEGER_CACHES and target.type in _INTEGER_CACHES):
+            raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
+        if source.type not in FLOAT_TYPES | _INTEGER_CACHES or (source.type in _INTEGER_CACHES and grid_of(target)):
+            raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
+        if target.type in FLOAT_TYPES and target.type is not TensorType.FLOAT32 and source.type in FLOAT_TYPES:
+            self.narrowed[target.type_name] += 1
+
+    def _exponential(self, node: Node) -> None:
+        producer = strip(node.operand(0)).producer
+        if producer is not None and producer.kind == "SUB" and producer.binary:
+            largest = strip(producer.operand(1)).producer
+            if (
+                largest is not None
+                and largest.kind == "REDUCE_MAX"
+                and strip(largest.operand(0)) is strip(producer.operand(0))
+            ):
+                return
+        if producer is not None and producer.kind == "LOG_SOFTMAX":
+            return
+        if not self.bounds.of(node.operand(0))[1] < _LARGEST_EXPONENT:
+            raise _refused(node, f"raises numbers that may be large ({_told(self.bounds.of(node.operand(0)))})")
+        self.idioms.append(f"{node.op.label}: of numbers that cannot be large")
+
+    # What depends on masks, and not on activations.
+
+    def _mask(self, node: Node) -> None:
+        """A mask acts slot by slot: no operator brings two slots together, or lets one choose another."""
+        kind, masked = node.kind, [bool(v and v.depends & Depends.MASK) for v in node.inputs]
+        whole = kind in LAYOUT and not any(m for i, m in enumerate(masked) if i not in LAYOUT[kind])
+        if not whole and (kind not in ELEMENTWISE or kind in ("SOFTMAX", "LOG_SOFTMAX", "BATCH_MATMUL")):
+            raise _refused(node, "brings slots of a mask together; a drafter's masks act slot by slot")
+        if kind not in LAYOUT:
+            self.choosing["mask"][kind] += 1
+
+    # Attentions.
+
+    def _span(self, index: int, layer: Layer) -> Span:
+        stops = frozenset({id(layer.query)})
+        values = {id(v) for v in ancestors(layer.mixed, stops)}
+        sides: dict[int, Side] = {
+            id(layer.query): Side.QUERY,
+            id(self.graph.inputs[layer.key]): Side.KEY,
+            id(self.graph.inputs[layer.value]): Side.VALUE,
+        }
+        nodes, ends = [], []
+        for node in self.graph.nodes:
+            if not any(id(v) in values for v in node.outputs) or layer.query in node.outputs:
+                continue
+            side = Side(0)
+            for value in node.inputs:
+                side |= sides.get(id(value), Side(0)) if value is not None else Side(0)
+            if not side:
+                continue
+            if node.kind in NORMALIZING and not side & Side.WEIGHTS:
+                ends.append(node)
+                side = Side.WEIGHTS
+            nodes.append(node)
+            sides.update({id(v): side for v in node.outputs})
+        if len(ends) != 1:
+            raise UnsupportedError(f"layers.{index}: expected one softmax in its attention, found {len(ends)}.")
+        scores = ends[0].operand(0)
+        return Span(layer, tuple(nodes), sides, scores, ends[0].outputs[0], self._largest_score(layer))
+
+    def _largest_score(self, layer: Layer) -> float:
+        query = max(map(abs, self.bounds.of(layer.query))) or 1.0
+        key = max(map(abs, self.bounds.of(self.graph.inputs[layer.key])))
+        # |q| ≤ √n · the weight of its norm, which is what bounds each of its elements, too.
+        row = layer.head_dim**0.5 * (key if key < NEVER_REACHED else _KEY_NORM)
+        return min(query * row, NEVER_REACHED)
+
+    def _linear(self, span: Span) -> None:
+        """Everything but the softmax is linear in the query, in K, and in V."""
+        for node in span.nodes:
+            sides = [span.sides.get(id(v), Side(0)) if v is not None else Side(0) for v in node.inputs]
+            several = [side for side in sides if side]
+            if node.kind in LAYOUT:
+                moved = LAYOUT[node.kind]
+                chosen = [v for i, v in enumerate(node.inputs) if i not in moved and v is not None and v.depends]
+                if chosen and span.sides[id(node.outputs[0])] == Side.QUERY:
+                    raise _refused(node, "moves the query's elements by the position")
+            elif node.kind in PRODUCTS:
+                if len(several) > 1 and not _separate(several):
+                    raise _refused(node, "multiplies what depends on the same part of an attention")
+            elif node.kind == "DIV":
+                if len(sides) == 2 and sides[1] and sides[1] != Side.WEIGHTS:
+                    raise _refused(node, "divides by an activation inside of an attention")
+            elif node.kind in ("POW", "LOG", "RSQRT", "SQRT"):
+                if several != [Side.WEIGHTS]:
+                    raise _refused(node, "bends scores inside of an attention")
+            elif node.kind not in LINEAR | NORMALIZING | _ALLOWED_ELSEWHERE:
+                raise _refused(node, "bends numbers inside of an attention, where only its softmax may")
+
+
+_ALLOWED_ELSEWHERE = frozenset({"SELECT", "SELECT_V2", "MAXIMUM", "MINIMUM", "RELU", "REDUCE_MAX", "ABS"})
+"""Operators that the rules for activations have checked already."""
+
+
+def _separate(sides: list[Side]) -> bool:
+    """Whether a product of such factors is linear in each part."""
+    return set(sides) in ({Side.QUERY, Side.KEY}, {Side.WEIGHTS, Side.VALUE}, {Side.WEIGHTS}) or set(sides) == {
+        Side.WEIGHTS,
+        Side.WEIGHTS | Side.VALUE,
+    }
+
+
+def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Interval]]:
+    """What a norm's result is at most: √n times the largest number of its weight."""
+    for role in walk.roles:
+        if role.role.endswith("norm") and role.result is not None:
+            largest = _largest(graph, role) * role.shape[0] ** 0.5 * (1 + 1e-5)
+            yield id(role.result), (-largest, largest)
+
+
+def _largest(graph: FlatGraph, role: FoundRole) -> float:
+    if role.tensor is None:
+        return 1.0
+    return float(abs(read_floats(graph.model, role.tensor)).max()) / abs(role.factor)
+
+
+def _depends(node: Node) -> Depends:
+    made = Depends.CONSTANT
+    for value in node.inputs:
+        made |= value.depends if value is not None else Depends.CONSTANT
+    return made
+
+
+def _readers(value: Value) -> Iterator[Node]:
+    for reader, _ in value.consumers:
+        if reader.kind in PASSES:
+            for made in reader.outputs:
+                yield from _readers(made)
+        else:
+            yield reader
+
+
+def _subtracts(reader: Node, largest: Node) -> bool:
+    """Whether ``reader`` takes ``largest`` from what it is the largest of."""
+    return (
+        reader.kind == "SUB"
+        and reader.binary
+        and strip(reader.operand(1)).producer is largest
+        and strip(reader.operand(0)) is strip(largest.operand(0))
+    )
+
+
+def _told(interval: Interval) -> str:
+    low, high = ("any size" if abs(end) >= NEVER_REACHED else f"{end:.4g}" for end in interval)
+    return "of any size" if "any size" in (low, high) else f"between {low} and {high}"
+
+
+def _refused(node: Node, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{node.op.label} {why}. A checkpoint has no such operator, and random inputs cannot show that it changes "
+        "nothing; nothing is written. Please report the file."
+    )
+
+
+CHOICES: MappingProxyType[str, str] = MappingProxyType({"position": "the position", "mask": "a mask"})
