@@ -16,7 +16,9 @@ from adversary.mutations.inputs import INPUTS
 from adversary.mutations.kinds import KINDS
 from adversary.mutations.loudness import LOUDNESS
 from adversary.mutations.masks import MASKS
+from adversary.mutations.mistakes import MISTAKES
 from adversary.mutations.norms import NORMS
+from adversary.mutations.number_types import NUMBER_TYPES
 from adversary.mutations.operators import OPERATORS, UNKNOWN
 from adversary.mutations.order import ORDER
 from adversary.mutations.outputs import OUTPUTS
@@ -25,6 +27,7 @@ from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
 from adversary.mutations.subtle import SUBTLE
+from adversary.mutations.tables import TABLES
 from adversary.mutations.weights import NOT_SEEN, WEIGHTS
 
 __all__ = ["MUTATIONS"]
@@ -59,4 +62,7 @@ MUTATIONS: tuple[Case, ...] = (
     *POSITIONS,
     *KINDS,
     *LOUDNESS,
+    *NUMBER_TYPES,
+    *TABLES,
+    *MISTAKES,
 )
