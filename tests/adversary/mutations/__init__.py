@@ -13,6 +13,7 @@ from adversary.mutations.gelu import GELU
 from adversary.mutations.grids import GRIDS
 from adversary.mutations.heads import HEADS
 from adversary.mutations.inputs import INPUTS
+from adversary.mutations.interfaces import INTERFACES
 from adversary.mutations.kinds import KINDS
 from adversary.mutations.loudness import LOUDNESS
 from adversary.mutations.masks import MASKS
@@ -65,4 +66,5 @@ MUTATIONS: tuple[Case, ...] = (
     *NUMBER_TYPES,
     *TABLES,
     *MISTAKES,
+    *INTERFACES,
 )

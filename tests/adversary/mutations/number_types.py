@@ -20,9 +20,9 @@ from adversary.edits import (
     with_number,
 )
 from adversary.mutations.heads import cache_edit
+from adversary.mutations.masks import hidden_sum, summed
 from adversary.mutations.rope import angle, position
 from adversary.mutations.weights import real_weight, stored_weight
-from adversary.rewrites.masks import hidden_sum, summed
 
 int16 = np.int16
 

@@ -10,7 +10,7 @@ from helpers.surgery import Graph
 
 from adversary.edits import WINDOW, Case, Change, Sample, parameters
 from adversary.mutations.masks import both, visible
-from adversary.mutations.rope import _table as frequencies
+from adversary.mutations.rope import frequencies
 
 Array = np.ndarray
 Rows = Callable[[Array], Array]
