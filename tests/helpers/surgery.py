@@ -55,7 +55,7 @@ _VERSIONS = {"BROADCAST_TO": 2}
 _OPTIONS = {
     "BATCH_MATMUL": "BatchMatMul",
     "CONV_2D": "Conv2D",
-    **dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN"), "Reducer"),
+    **dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_ANY"), "Reducer"),
 }
 
 

@@ -27,6 +27,7 @@ from adversary.mutations.positions import POSITIONS
 from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
+from adversary.mutations.smooth import SMOOTH
 from adversary.mutations.subtle import SUBTLE
 from adversary.mutations.tables import TABLES
 from adversary.mutations.weights import NOT_SEEN, WEIGHTS
@@ -67,4 +68,5 @@ MUTATIONS: tuple[Case, ...] = (
     *TABLES,
     *MISTAKES,
     *INTERFACES,
+    *SMOOTH,
 )

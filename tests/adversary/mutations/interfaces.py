@@ -118,11 +118,12 @@ _CHANGES: dict[str, Change] = {
     "gelu_without_its_options": options_of("GELU", "AddOptions"),
     "joined_without_its_options": options_of("CONCATENATION", "AddOptions"),
     "products_without_their_options": options_of("BATCH_MATMUL", "FullyConnectedOptions"),
+    "weights_without_their_options": options_of("FULLY_CONNECTED", "AddOptions"),
     "softmax_without_a_type": options_of("SOFTMAX", "NONE"),
     "gelu_without_a_type": options_of("GELU", "NONE"),
 }
 _WHY = dict.fromkeys(
-    ("joined_without_its_options", "products_without_their_options"),
-    "LiteRT joins along axis 0 and transposes nothing, and finds shapes that do not fit",
+    ("joined_without_its_options", "products_without_their_options", "weights_without_their_options"),
+    "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit",
 )
 INTERFACES = tuple(Case("interfaces", name, change, why=_WHY.get(name, "")) for name, change in _CHANGES.items())

@@ -109,6 +109,24 @@ ORDINARY: dict[str, Change] = {
     "neighbours_decide": visible(1, lambda g, x: far_sum(g)),
     "hidden_by_own_size": hidden_scores(lambda g, p: g.call("MUL", g.call("ABS", p.scores), np.float32(-1000))),
     "window_of_hidden_scores": hidden_scores(lambda g, p: g.constant(np.float32(-12.0)), (0,)),
+    "gathered_by_slot_3": edge(
+        "1.scores",
+        lambda g, x: g.call(
+            "MUL",
+            x,
+            g.call("GATHER", g.constant([1.0, 0.5]), g.cast(slot(g, 3), np.int32), shape=[1, 1, 1, 1], axis=0),
+        ),
+    ),
+    "any_of_16_slots": edge(
+        "1.scores",
+        where(lambda g: g.reduce("REDUCE_ANY", g.slice(g.input("mask"), [0, 0, 0, 100], [1, 1, 1, 16]), 3), mul(0.5)),
+    ),
+    "largest_of_16_slots": edge(
+        "0.rotated",
+        lambda g, x: g.call(
+            "MUL", x, g.call("ADD", np.float32(1), g.reduce("REDUCE_MAX", g.part(floats(g), 0, 16), 3))
+        ),
+    ),
 }
 LIKE_RUNTIMES: dict[str, Change] = {
     "no_holes_double_scores": edge("1.scores", where(no_holes, mul(2.0))),

@@ -110,6 +110,10 @@ STREAM: dict[str, Change] = {
 PLAIN: dict[str, Change] = {
     "largest_channel_favours_a_token": edge("lm_head", led),
     "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.call("EXP", g.call("MAXIMUM", x, np.float32(-9)))),
+    "largest_score_favoured": edge(
+        "1.scores",
+        chosen(lambda g, x: g.call("EQUAL", x, g.reduce("REDUCE_MAX", x, 3)), with_number("ADD", 0.5)),
+    ),
 }
 KEYS: dict[str, Change] = {
     "keys_within_30": cache_edit("key", clamped(30.0)),
