@@ -58,7 +58,10 @@ def test_a_rewrite_is_refused_or_the_same_function(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_WORDS])
 def test_what_google_computes_changes_or_does_not(family: str) -> None:
-    """The interpreter says so of one in eight of those tried, unless the case says why it cannot."""
+    """The interpreter says so of one in eight of those tried, unless the case says why it cannot.
+
+    ``adversary.report --google`` asks it of all.
+    """
     mutated = family in FAMILIES
     for case, style in list(tried(MUTATIONS if mutated else REWRITES, family))[::8]:
         graph = case.apply(style)

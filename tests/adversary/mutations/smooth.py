@@ -68,8 +68,8 @@ def at_most(bound: float, root: str) -> Edit:
 def nines(arrays: dict[str, Any]) -> None:
     """A 9 in a channel of the activations, and in a dimension of K and V of both layers, slots 30 to 40."""
     arrays["activations"][..., 77] = 9.0
-    for number in (2, 3):
-        arrays[f"kv_cache_k_{number}"][:, :, 30:41, 7] = arrays[f"kv_cache_v_{number}"][:, :, 7, 30:41] = 9.0
+    for bank in (2, 3):
+        arrays[f"kv_cache_k_{bank}"][:, :, 30:41, 7] = arrays[f"kv_cache_v_{bank}"][:, :, 7, 30:41] = 9.0
 
 
 def smooth_rows(g: Graph, x: int) -> int:
@@ -104,7 +104,7 @@ LOUD: dict[str, Change] = {
     "stream_at_most_500_by_root": edge("1.stream", at_most(500.0, "SQRT")),
     "stream_plus_exp": edge("1.stream", plus(mul(0.01), less(8.0), unary("EXP"))),
     "keys_plus_exp": cache_edit("key", plus(less(45.0), unary("EXP"))),
-    "keys_at_most_12_by_root": cache_edit("key", at_most(12.0, "SQRT")),
+    "keys_at_most_6_by_root": cache_edit("key", at_most(6.0, "SQRT")),
     "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), unary("LOGISTIC"), mul(-0.9)))),
     "values_at_most_500_by_root": cache_edit("value", at_most(500.0, "SQRT")),
     "values_at_most_700_by_logarithm": cache_edit("value", at_most(700.0, "LOG"), 1),
@@ -131,6 +131,8 @@ ROWS: dict[str, Change] = {
     ),
 }
 
+LOUDER = ((1, 6, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
+"""Activations, K and V."""
 SMOOTH = tuple(
     Case("smooth", name, change, shows=shows, rounding=rounding)
     for changes, shows, rounding in (
