@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, sound
 
@@ -22,6 +23,25 @@ LOWEST = np.float32(-1e9)
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Inputs on which a case shows, beside those on which every case is tried.
+
+    Attributes:
+        activations, keys, values: how many times louder than usual they are.
+        mask: the slots it shows: "holes" (some of the past, and the position's own), "past" (all of it, as runtimes
+            make it), "before" (the past without its own), "all" (what is to come, too), "one" (its own alone).
+        change: what else is done to the arrays, by name.
+    """
+
+    position: int
+    activations: float = 1.0
+    keys: float = 1.0
+    values: float = 1.0
+    mask: str = "holes"
+    change: Callable[[dict[str, npt.NDArray[Any]]], object] | None = None
+
+
+@dataclass(frozen=True)
 class Case:
     """One named change to a sound drafter.
 
@@ -30,6 +50,9 @@ class Case:
         layers: of the four of the shipped drafter, those that are kept before the change is made.
         why: of a mutation that the interpreter cannot tell or cannot run, what makes it another function.
         rounds: of a rewrite, that its weights are its own: rounded, or shared by layers.
+        shows: further inputs: those where a mutation that hides elsewhere is another function.
+        rounding: what rounding alone may move of the outputs' range; a rewrite moves no more, a mutation does.
+        exact: QUANTIZE and DEQUANTIZE of activations are executed, not taken away.
     """
 
     family: str
@@ -38,6 +61,9 @@ class Case:
     layers: tuple[int, ...] = (0, 3)
     why: str = ""
     rounds: bool = False
+    shows: tuple[Sample, ...] = ()
+    rounding: float = 0.0
+    exact: bool = False
 
     @property
     def label(self) -> str:
@@ -136,8 +162,29 @@ def each(*changes: Change) -> Change:
     return change
 
 
-def quantized(g: Graph, x: int, scale: float, zero_point: int = 0) -> int:
-    """INT8 codes of ``x``."""
-    codes = g.call("QUANTIZE", x, dtype=np.int8)
+def quantized(g: Graph, x: int, scale: float, zero_point: int = 0, dtype: Any = np.int8) -> int:
+    """Integer codes of ``x``."""
+    codes = g.call("QUANTIZE", x, dtype=dtype)
     g.main.tensors[codes].quantization = parameters(scale, zero_point)
     return codes
+
+
+def chosen(condition: Edit, then: Edit) -> Edit:
+    """``then`` of a value where ``condition`` of it holds, the value elsewhere."""
+    return lambda g, x: g.call("SELECT_V2", condition(g, x), then(g, x), x, shape=g.shape(x))
+
+
+def clamped(bound: float) -> Edit:
+    return chain(with_number("MINIMUM", bound), with_number("MAXIMUM", -bound))
+
+
+def over_int(scale: float, zero_point: int = 0, dtype: Any = np.int8) -> Edit:
+    """QUANTIZE and DEQUANTIZE."""
+    return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point, dtype), dtype=np.float32)
+
+
+def over_bfloat(g: Graph, x: int) -> int:
+    """CAST to BFLOAT16 and back."""
+    narrow = g.cast(x, np.float16)
+    g.main.tensors[narrow].type = schema.TensorType.BFLOAT16
+    return g.cast(narrow, np.float32)

@@ -21,20 +21,20 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import pack
 from helpers.surgery import Graph, sound
 
-from adversary.edits import Case
+from adversary.edits import Case, Sample
 from mtp_extract import extract
 from mtp_extract.drafter import DraftArguments, load_drafter
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["APART", "SAME", "Verdict", "apart", "computed", "inputs_of", "original", "try_case", "written"]
+__all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]
 
 SAME = 2e-5
 """Largest difference, as a share of the range of the outputs, between two that are the same."""
 APART = 5e-5
 """Least difference, likewise, between two that are not."""
 
-SAMPLES = ((3, 1.0), (16, 1.0), (40, 1.0), (201, 1.0), (100, 8.0))
-"""Position, and how loud activations and values are: a bound that is far out shows only where they are."""
+SAMPLES = (Sample(3), Sample(16), Sample(40), Sample(201), Sample(100, activations=8.0, values=8.0))
+"""For every case; a bound that is far out shows only where numbers are loud."""
 _HOLES = 0.25
 _KEY_SPREAD = 3.0
 
@@ -43,41 +43,48 @@ Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Logits and projected state, for every set of inputs."""
 
 
+def _seen(sample: Sample, slots: int, random: np.random.Generator) -> npt.NDArray[np.bool_]:
+    at, drawn = np.arange(slots), random.random(slots)
+    own, past = at == sample.position, at <= sample.position
+    kinds = {"holes": (past & (drawn > _HOLES)) | own, "past": past, "before": past & ~own, "all": at >= 0, "one": own}
+    return kinds[sample.mask]
+
+
 @cache
-def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Arrays, ...]:
+def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...], samples: tuple[Sample, ...]) -> tuple[Arrays, ...]:
     random = np.random.default_rng(2026)
     found = []
-    for position, loudness in SAMPLES:
+    for sample in samples:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, shape in shapes:
             values = random.standard_normal(shape)
             if name == "input_pos":
-                arrays[name] = np.array([position], np.int32)
+                arrays[name] = np.array([sample.position], np.int32)
             elif name == "mask":
-                seen = (np.arange(shape[-1]) <= position) & (random.random(shape[-1]) > _HOLES)
-                seen[position] = True
-                arrays[name] = seen.reshape(shape)
+                arrays[name] = _seen(sample, shape[-1], random).reshape(shape)
             elif name == "param_tensor":
                 arrays[name] = np.zeros(shape, np.int32)
-                arrays[name][..., :3] = position, position + 1, position + 1
+                arrays[name][..., :3] = sample.position, sample.position + 1, sample.position + 1
             elif name == "activations":
-                arrays[name] = (values * loudness).astype(np.float32)
+                arrays[name] = (values * sample.activations).astype(np.float32)
             else:
                 # Heads are told apart by their spread, K and V by their mean.
                 heads = np.linspace(0.7, 1.3, shape[1])[:, None, None]
-                spread = _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else loudness
+                spread = sample.keys * _KEY_SPREAD / shape[3] ** 0.5 if "_k_" in name else sample.values
                 arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
+        if sample.change is not None:
+            sample.change(arrays)
         found.append(arrays)
     return tuple(found)
 
 
-def inputs_of(graph: Graph) -> tuple[Arrays, ...]:
+def inputs_of(graph: Graph, shows: tuple[Sample, ...] = ()) -> tuple[Arrays, ...]:
     """Inputs for the signature of ``graph``, a sound one."""
     names = sorted(entry.name.decode() for entry in graph.model.signatureDefs[0].inputs)
-    return _inputs(tuple((name, tuple(graph.shape(graph.input(name)))) for name in names))
+    return _inputs(tuple((name, tuple(graph.shape(graph.input(name)))) for name in names), SAMPLES + shows)
 
 
-def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
+def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> Outputs:
     """What LiteRT computes of ``graph`` in floats; the graph is changed to that end.
 
     With integer weights LiteRT rounds activations, which hides small differences. So the weights are turned to floats
@@ -88,12 +95,14 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...]) -> Outputs:
     Args:
         graph: packed before.
         inputs: of the sound model; ``graph.adapt`` makes them this one's.
+        exact: that static quantization is executed all the same.
 
     Raises:
         RuntimeError, ValueError: the interpreter cannot run the model.
     """
     _float_weights(graph)
-    _float_activations(graph)
+    if not exact:
+        _float_activations(graph)
     data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
@@ -197,11 +206,23 @@ class Verdict:
 
 
 @cache
-def original(style: str, layers: tuple[int, ...] = (0, 3)) -> tuple[tuple[Arrays, ...], Outputs]:
+def original(
+    style: str, layers: tuple[int, ...] = (0, 3), shows: tuple[Sample, ...] = ()
+) -> tuple[tuple[Arrays, ...], Outputs]:
     """Inputs of the sound drafter of ``style``, and what LiteRT computes of them."""
     graph = sound(style, layers)
-    inputs = inputs_of(graph)
+    inputs = inputs_of(graph, shows)
     return inputs, computed(graph, inputs)
+
+
+def changed(case: Case, style: str, graph: Graph) -> float:
+    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from those of the sound drafter.
+
+    Raises:
+        RuntimeError, ValueError: the interpreter cannot run the model.
+    """
+    inputs, outputs = original(style, case.layers, case.shows)
+    return apart(outputs, computed(graph, inputs, case.exact))
 
 
 def try_case(case: Case, style: str) -> Verdict | None:
@@ -209,7 +230,7 @@ def try_case(case: Case, style: str) -> Verdict | None:
     graph = case.apply(style)
     if graph is None:
         return None
-    inputs, _ = original(style, case.layers)
+    inputs, _ = original(style, case.layers, case.shows)
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "drafter.tflite", Path(folder) / "out"
         file.write_bytes(graph.data())
@@ -224,8 +245,8 @@ def try_case(case: Case, style: str) -> Verdict | None:
         except MtpExtractError as error:
             return Verdict("wrong", f"what was written cannot be loaded: {error}", np.inf)
     try:
-        theirs = computed(graph, inputs)
+        theirs = computed(graph, inputs, case.exact)
     except (RuntimeError, ValueError) as error:
         return Verdict("wrong", case.why or f"LiteRT cannot run the file: {error}", np.inf)
     difference = apart(ours, theirs)
-    return Verdict("same" if difference <= SAME else "wrong", "", difference)
+    return Verdict("same" if difference <= max(SAME, case.rounding) else "wrong", "", difference)

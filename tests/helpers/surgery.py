@@ -52,7 +52,11 @@ _NUMBERS = {name: number for number, name in _NAMES.items()}
 _DTYPES = {number: dtype for dtype, number in _TYPES.items()}
 _COMPARISONS = ("EQUAL", "NOT_EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL")
 _VERSIONS = {"BROADCAST_TO": 2}
-_OPTIONS = {"BATCH_MATMUL": "BatchMatMul", **dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN"), "Reducer")}
+_OPTIONS = {
+    "BATCH_MATMUL": "BatchMatMul",
+    "CONV_2D": "Conv2D",
+    **dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_ANY"), "Reducer"),
+}
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,23 @@ from adversary.mutations.gelu import GELU
 from adversary.mutations.grids import GRIDS
 from adversary.mutations.heads import HEADS
 from adversary.mutations.inputs import INPUTS
+from adversary.mutations.interfaces import INTERFACES
+from adversary.mutations.kinds import KINDS
+from adversary.mutations.loudness import LOUDNESS
 from adversary.mutations.masks import MASKS
+from adversary.mutations.mistakes import MISTAKES
 from adversary.mutations.norms import NORMS
+from adversary.mutations.number_types import NUMBER_TYPES
 from adversary.mutations.operators import OPERATORS, UNKNOWN
 from adversary.mutations.order import ORDER
 from adversary.mutations.outputs import OUTPUTS
+from adversary.mutations.positions import POSITIONS
 from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
+from adversary.mutations.smooth import SMOOTH
 from adversary.mutations.subtle import SUBTLE
+from adversary.mutations.tables import TABLES
 from adversary.mutations.weights import NOT_SEEN, WEIGHTS
 
 __all__ = ["MUTATIONS"]
@@ -47,13 +55,18 @@ _FAMILIES: dict[str, dict[str, Change]] = {
 
 _WHY = {"weights": NOT_SEEN, "names": dict.fromkeys(NAMES, RUNTIME), "operators": UNKNOWN}
 
-MUTATIONS: tuple[Case, ...] = tuple(
-    Case(
-        family,
-        name,
-        change,
-        why=_WHY.get(family, {}).get(name, ""),
-    )
-    for family, changes in _FAMILIES.items()
-    for name, change in changes.items()
+MUTATIONS: tuple[Case, ...] = (
+    *(
+        Case(family, name, change, why=_WHY.get(family, {}).get(name, ""))
+        for family, changes in _FAMILIES.items()
+        for name, change in changes.items()
+    ),
+    *POSITIONS,
+    *KINDS,
+    *LOUDNESS,
+    *NUMBER_TYPES,
+    *TABLES,
+    *MISTAKES,
+    *INTERFACES,
+    *SMOOTH,
 )

@@ -30,6 +30,21 @@ def cache_edit(which: str, edit: Edit, layer: int = 0) -> Change:
     return change
 
 
+def laid_out(name: str, order: Sequence[int]) -> Change:
+    """The cache ``name`` comes with its axes in ``order``, and is brought back."""
+
+    def change(g: Graph) -> None:
+        for number in (2, 3):
+            tensor = g.input(f"kv_cache_{name}_{number}")
+            shape = g.shape(tensor)
+            readers = g.readers(tensor)
+            g.main.tensors[tensor].shape = [shape[i] for i in order]
+            g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
+            g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
+
+    return change
+
+
 def from_other(which: str) -> Change:
     """K in place of V, or V in place of K."""
 

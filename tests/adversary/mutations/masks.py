@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from helpers.surgery import Graph
 
-from adversary.edits import WINDOW, Change, Edit, edge
+from adversary.edits import LOWEST, WINDOW, Change, Edit, edge
 
 
 def slots(g: Graph) -> np.ndarray:
@@ -108,6 +108,22 @@ def masked_sums(build: Callable[[Graph, Any], int]) -> Change:
         g.set_input(layer.softmax, 0, g.call("ADD", layer.scores, build(g, layer)))
 
     return change
+
+
+def summed(build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -> Change:
+    """Scores plus ``build`` of the mask."""
+
+    def change(g: Graph) -> None:
+        for index in layers:
+            layer = g.layer(index)
+            g.set_input(layer.softmax, 0, g.call("ADD", layer.scores, build(g, layer.visible)))
+
+    return change
+
+
+def hidden_sum(g: Graph, mask: int) -> int:
+    """(1 − mask) · (−1e9)."""
+    return g.call("MUL", g.call("SUB", np.float32(1), g.cast(mask, np.float32)), LOWEST)
 
 
 def group_sees_all(axis: int) -> Change:

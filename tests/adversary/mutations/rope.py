@@ -18,13 +18,13 @@ def table(edit: Callable[[np.ndarray], np.ndarray], layer: int = 0) -> Change:
     """Another table, shape kept."""
 
     def change(g: Graph) -> None:
-        found = _table(g, layer)
+        found = frequencies(g, layer)
         g.set_value(found, edit(g.value(found).reshape(-1)))
 
     return change
 
 
-def _table(g: Graph, layer: int) -> int:
+def frequencies(g: Graph, layer: int) -> int:
     operators = [*g.before(g.layer(layer).cos)]
     constants = {int(i) for op in operators for i in op.inputs if g.kind(op) == "MUL" and g.is_constant(int(i))}
     (found,) = constants

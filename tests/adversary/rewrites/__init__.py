@@ -11,9 +11,11 @@ from adversary.rewrites.absorbed import ABSORBED
 from adversary.rewrites.blocks import BLOCKS
 from adversary.rewrites.caches import CACHES
 from adversary.rewrites.detours import DETOURS
+from adversary.rewrites.interfaces import INTERFACES
 from adversary.rewrites.masks import MASKS
 from adversary.rewrites.norms import NORMS
 from adversary.rewrites.scores import SCORES
+from adversary.rewrites.spelled import SPELLED
 from adversary.rewrites.weights import WEIGHTS, layer_twice
 
 __all__ = ["REWRITES"]
@@ -27,6 +29,7 @@ _FAMILIES: dict[str, dict[str, Change]] = {
     "detours": DETOURS,
     "weights": WEIGHTS,
     "absorbed": ABSORBED,
+    "interfaces": INTERFACES,
 }
 _OTHERS = {"fp16_cast", "fp16_dequantized", "fp16_norms", "shared_by_layers"}
 
@@ -37,4 +40,5 @@ REWRITES: tuple[Case, ...] = (
         for name, change in changes.items()
     ),
     Case("same: weights", "layer_twice", layer_twice, layers=(0, 1, 3), rounds=True),
+    *SPELLED,
 )

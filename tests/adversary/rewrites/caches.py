@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import LOWEST, Change, each
-
-
-def laid_out(name: str, order: Sequence[int]) -> Change:
-    """The cache ``name`` comes with its axes in ``order``, and is brought back."""
-
-    def change(g: Graph) -> None:
-        for number in (2, 3):
-            tensor = g.input(f"kv_cache_{name}_{number}")
-            shape = g.shape(tensor)
-            readers = g.readers(tensor)
-            g.main.tensors[tensor].shape = [shape[i] for i in order]
-            g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
-            g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
-
-    return change
+from adversary.mutations.heads import laid_out
 
 
 def flat_caches(g: Graph) -> None:

@@ -9,18 +9,7 @@ import numpy as np
 from helpers.surgery import Graph
 
 from adversary.edits import LOWEST, WINDOW, Change
-from adversary.mutations.masks import both, bounded, compare, slots, visible
-
-
-def summed(build: Callable[[Graph, int], int], layers: Sequence[int] = (0, 1)) -> Change:
-    """Scores plus ``build`` of the mask."""
-
-    def change(g: Graph) -> None:
-        for index in layers:
-            layer = g.layer(index)
-            g.set_input(layer.softmax, 0, g.call("ADD", layer.scores, build(g, layer.visible)))
-
-    return change
+from adversary.mutations.masks import both, bounded, compare, hidden_sum, slots, summed, visible
 
 
 def selected(build: Callable[[Graph, Any], int], layers: Sequence[int] = (0, 1)) -> Change:
@@ -45,11 +34,6 @@ def distance(g: Graph) -> int:
 
 def floats(g: Graph) -> int:
     return g.cast(g.input("input_pos"), np.float32)
-
-
-def hidden_sum(g: Graph, mask: int) -> int:
-    """(1 − mask) · (−1e9)."""
-    return g.call("MUL", g.call("SUB", np.float32(1), g.cast(mask, np.float32)), LOWEST)
 
 
 MASKS: dict[str, Change] = {

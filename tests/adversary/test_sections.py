@@ -1,0 +1,75 @@
+"""Two sections that claim to be the same: which one a runtime reads is not ours to guess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+from helpers.make_bundle import DRAFTER, Part, bundle
+from helpers.surgery import sound
+
+from mtp_extract import extract
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS
+
+ROLE = "layers.0.down_proj"
+SPELLINGS = ("tf_lite_mtp_drafter", "TF_LITE_MTP_DRAFTER", "mtp_drafter", " tf_lite_mtp_drafter ")
+
+
+def divided() -> tuple[bytes, bytes]:
+    """A drafter whose weight ``ROLE`` lies in another section, and that section."""
+    graph = sound("torch")
+    tensor = graph.main.tensors[graph.roles[ROLE]]
+    stored = bytes(graph.model.buffers[tensor.buffer].data)
+    group, entry = schema.ExternalBufferGroupT(), schema.ExternalBufferT()
+    group.name = b"tflite_weights"
+    entry.id, entry.group, entry.offset, entry.length, entry.packing = 7, 0, 0, len(stored), b""
+    graph.model.externalBufferGroups, graph.model.externalBuffers = [group], [entry]
+    tensor.buffer, tensor.externalBuffer = 0, 7
+    return graph.data(), stored
+
+
+def changed(stored: bytes) -> bytes:
+    """The same number of bytes, and other weights."""
+    return np.frombuffer(stored, np.uint8)[::-1].tobytes()
+
+
+def written(folder: Path, parts: list[Part]) -> bytes:
+    (folder / "model.litertlm").write_bytes(bundle(parts))
+    extract(folder / "model.litertlm", folder / "out", dtype="f32")
+    return (folder / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_weights_section_is_read(tmp_path: Path) -> None:
+    model, stored = divided()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    whole = written(tmp_path / "one", [Part(TFLITE_MODEL, sound("torch").data(), DRAFTER)])
+    parts = [Part(TFLITE_MODEL, model, DRAFTER), Part(TFLITE_WEIGHTS, stored, DRAFTER)]
+    assert written(tmp_path / "other", parts) == whole
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("first", [True, False])
+def test_two_weights_sections_are_not_taken_in_order(spelling: str, first: bool, tmp_path: Path) -> None:
+    model, stored = divided()
+    right = Part(TFLITE_WEIGHTS, stored, DRAFTER)
+    other = Part(TFLITE_WEIGHTS, changed(stored), {"model_type": spelling})
+    parts = [Part(TFLITE_MODEL, model, DRAFTER), *([right, other] if first else [other, right])]
+    with pytest.raises(MtpExtractError):
+        written(tmp_path, parts)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_two_drafters_are_not_taken_in_order(spelling: str, tmp_path: Path) -> None:
+    other = sound("torch", (3, 0))
+    parts = [
+        Part(TFLITE_MODEL, sound("torch").data(), DRAFTER),
+        Part(TFLITE_MODEL, other.data(), {"model_type": spelling}),
+    ]
+    with pytest.raises(MtpExtractError, match="more than one drafter"):
+        written(tmp_path, parts)
+    assert not (tmp_path / "out").exists()
