@@ -155,6 +155,13 @@ def matmul(left: Floats, right: Coded | Array, transposed: bool) -> Floats:
     batch = np.broadcast_shapes(left.shape[:-2], codes.shape[:-2])
     lefts = np.broadcast_to(left, (*batch, *left.shape[-2:]))
     rights = np.broadcast_to(codes, (*batch, inner, outer))
+    down, across = codes.strides[-2:]
+    # The same number all along an axis, as caches with one number a slot have.
+    if inner > 1 and not down:
+        return np.asarray(left.sum(-1, keepdims=True) * right.of(codes[..., :1, :]).floats(), np.float32)
+    if outer > 1 and not across:
+        made = np.matmul(left, right.of(codes[..., :1]).floats())
+        return np.broadcast_to(made, (*made.shape[:-1], outer))
     result = np.zeros((*batch, left.shape[-2], outer), np.float32)
     if not left.any():
         return result

@@ -53,18 +53,19 @@ def fill_param(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
 
 
 def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], additive: bool = True) -> Numbers:
-    """A mask that shows the slots ``shown``, bool ``[queries, slots]``.
+    """Masks that show the slots ``shown``, bool ``[…, queries, slots]``: ``[…, *shape]``.
 
-    Of floats, it is 0 and a large negative number if ``additive``, else 1 and 0.
+    Of floats, they are 0 and a large negative number if ``additive``, else 1 and 0.
 
     Raises:
         UnsupportedError: it does not cover the slots.
     """
     kind = DTYPES.get(tensor.type) if tensor.type is not None else None
-    if kind is None or tensor.elements not in (shown.size, shown.shape[-1]):
+    *several, queries, slots = shown.shape
+    if kind is None or tensor.elements not in (queries * slots, slots):
         raise UnsupportedError(f"The mask {tensor.label} does not cover the {shown.shape[-1]} slots of the caches.")
-    rows = shown if tensor.elements == shown.size else shown[:1]
+    rows = (shown if tensor.elements == queries * slots else shown[..., :1, :]).reshape(*several, *tensor.shape)
     if tensor.type in FLOAT_TYPES and additive:
         hidden = np.float32(_HIDDEN.get(tensor.type, _HIDDEN[TensorType.FLOAT32]))
-        return np.asarray(np.where(rows, np.float32(0), hidden).reshape(tensor.shape))
-    return np.asarray(rows.reshape(tensor.shape), kind)
+        return np.asarray(np.where(rows, np.float32(0), hidden))
+    return np.asarray(rows, kind)

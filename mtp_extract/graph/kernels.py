@@ -34,6 +34,9 @@ def _cast(call: Call, x: Numbers) -> Numbers:
             return x
         x = x.floats()
     if isinstance(x, Coded):
+        if grid is None:
+            # A cache of floats, which integers with a scale stand for.
+            return x
         # The codes themselves, as integers: a cache may be scaled by a MUL instead of a DEQUANTIZE.
         return Coded(x.codes, 1.0) if kind is np.float32 else _converted(x.codes, kind)
     values = array_of(x)

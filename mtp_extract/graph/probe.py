@@ -57,12 +57,12 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     for still, turned in evaluate(graph, fed, candidates, rounds=False):
         if not np.isfinite(turned).all():
             raise FormatError(f"{name}: its RoPE table holds values that are not finite: the file is damaged.")
-        at_zero, at_one = (_row(values, head_dim) for values in (still, turned))
-        if at_zero is None or at_one is None or (not angles and np.any(at_zero)):
+        row = _row(np.asarray(turned, np.float64) - still, head_dim)
+        if row is None or (not angles and np.any(still)):
             # Of a value that is neither an angle nor its sine, such as a cosine, nothing is read.
             continue
-        found.append(at_one - at_zero if angles else np.arcsin(np.clip(at_one, -1, 1)))
-        begins.append(float(np.abs(at_zero).max(initial=0.0)))
+        found.append(row if angles else np.arcsin(np.clip(row, -1, 1)))
+        begins.append(float(np.abs(still).max(initial=0.0)))
     if not found:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
     # A cosine may be written as the sine of an angle that begins at a quarter turn; one that begins at 0 tells more.

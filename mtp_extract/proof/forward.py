@@ -20,7 +20,7 @@ from mtp_extract.graph.rope import frequencies
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 
-__all__ = ["Cache", "Step", "Written", "forward", "logits"]
+__all__ = ["Cache", "Step", "Written", "forward", "logits", "rotate"]
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
@@ -34,15 +34,10 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Written:
-    """A config, the tensors by role, and the frequencies of RoPE by layer (``[head_dim / 2]``), if not the config's.
-
-    Frequencies are handed in where another rounding of the same numbers is meant: at position 24 000 the last bit of
-    one turns its pair by a thousandth of a radian.
-    """
+    """A config, and the tensors by role."""
 
     config: DrafterConfig
     read: Read
-    frequencies: tuple[Floats, ...] | None = None
 
     def vector(self, role: str, size: int) -> Floats:
         """A norm's weight or a scalar.
@@ -158,7 +153,8 @@ def _layer(checkpoint: Written, step: Step, index: int, h: Floats) -> Floats:
     x = norm("pre_attention_norm", h)
     q = linear("q_proj", x, config.num_heads * layer.head_dim)
     q = norm("q_norm", q.reshape(*q.shape[:-1], config.num_heads, layer.head_dim))
-    q = _rotate(q, step.positions, _frequencies(checkpoint, index, layer)) * np.float32(config.attention_scale)
+    turning = frequencies(layer.rope, layer.head_dim).astype(np.float32)
+    q = rotate(q, step.positions, turning) * np.float32(config.attention_scale)
     mixed = step.note(f"{name}.attention", _attend(q, layer, *step.caches[index], step.seen[index], step, name))
     h = h + norm("post_attention_norm", linear("o_proj", mixed, config.hidden_size))
     x = norm("pre_ffw_norm", h)
@@ -168,13 +164,7 @@ def _layer(checkpoint: Written, step: Step, index: int, h: Floats) -> Floats:
     return step.note(f"{name}.layer_scalar", h * checkpoint.vector(f"{name}.layer_scalar", 1))
 
 
-def _frequencies(checkpoint: Written, index: int, layer: LayerConfig) -> Floats:
-    if checkpoint.frequencies is not None:
-        return checkpoint.frequencies[index]
-    return frequencies(layer.rope, layer.head_dim).astype(np.float32)
-
-
-def _rotate(x: Floats, positions: npt.NDArray[np.int64], inverse: Floats) -> Floats:
+def rotate(x: Floats, positions: npt.NDArray[np.int64], inverse: Floats) -> Floats:
     """Rotary embedding of ``x`` ``[…, heads, head_dim]``: dimension i turns with dimension i + head_dim / 2."""
     # In float32, as every implementation has it: in float64 the angle at position 24 000 is another one.
     angle = (positions.astype(np.float32)[..., None] * inverse)[..., None, :]

@@ -1,14 +1,15 @@
 """Which operators may touch what: the rules that make agreement on random inputs an agreement on all of them.
 
-Two functions that are analytic in their inputs and agree on random continuous ones agree everywhere. So an operator that
-chooses or cuts (a comparison, a maximum, a cast to integers) may look at constants, at the position and at masks, whose
-values are tried one by one (:mod:`mtp_extract.proof.tables`, :mod:`mtp_extract.proof.rows`), and at activations and caches
-only where it never binds. Inside an attention even less is allowed: everything but its softmax is linear in the query, in
-K and in V, so that nothing there can tell one input from another. docs/proof.md has the whole argument.
+Two functions that are analytic in their inputs and agree on random continuous ones agree everywhere. So an operator
+that chooses or cuts (a comparison, a maximum, a cast to integers) may look at constants, at the position and at masks,
+whose values are tried one by one (:mod:`mtp_extract.proof.tables`, :mod:`mtp_extract.proof.rows`), and at activations
+and caches only where it never binds. Inside an attention even less is allowed: everything but its softmax is linear in
+the query, in K and in V, so that nothing there can tell one input from another. docs/proof.md has the whole argument.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,11 +77,6 @@ class Span:
     scores: Value
     weights: Value
     largest_score: float
-
-    @property
-    def hidden_below(self) -> float:
-        """A score that low weighs nothing beside any other, whatever K is."""
-        return -2 * self.largest_score - 104.0
 
 
 @dataclass(frozen=True)
@@ -256,7 +252,7 @@ class _Rules:
         query = max(map(abs, self.bounds.of(layer.query))) or 1.0
         key = max(map(abs, self.bounds.of(self.graph.inputs[layer.key])))
         # |q| ≤ √n · the weight of its norm, which is what bounds each of its elements, too.
-        row = layer.head_dim**0.5 * (key if key < NEVER_REACHED else _KEY_NORM)
+        row = math.sqrt(layer.head_dim) * (key if key < NEVER_REACHED else _KEY_NORM)
         return min(query * row, NEVER_REACHED)
 
     def _linear(self, span: Span) -> None:

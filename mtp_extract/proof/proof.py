@@ -1,7 +1,10 @@
-"""Proof by execution: what is written computes what the file computes.
+"""Proof by execution: what is written computes what the file computes, for every input.
 
-The graph is evaluated operator by operator, the checkpoint's own forward runs beside it, on the same inputs. Patterns
-propose what a graph is; this decides.
+The graph is split by what its values depend on. What the position decides is held against the config at every position
+(:mod:`mtp_extract.proof.tables`); what masks decide, row by row and slot by slot (:mod:`mtp_extract.proof.rows`); and what
+activations and caches go through has no corner (:mod:`mtp_extract.proof.operators`), so that agreement on random
+continuous numbers is agreement on all. Here the graph is evaluated operator by operator, the checkpoint's own forward runs
+beside it, and the two are compared. Patterns propose what a graph is; this decides. docs/proof.md is the argument in full.
 """
 
 from __future__ import annotations
@@ -13,23 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from mtp_extract._version import __version__
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.errors import ProofError
-from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
-from mtp_extract.graph.evaluate import evaluate, inputs_of
-from mtp_extract.graph.fill import MASK, MASK_LOCAL
-from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.rope import frequencies
-from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.proof.forward import Read, Step, Written, forward, logits
-from mtp_extract.proof.inputs import Inputs, Reading, draw
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk
+from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
+from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph, Value, ancestors
+from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.proof.forward import Cache, Read, Step, Written, forward, logits
+from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, interface_of, reach_of
+from mtp_extract.proof.operators import Allowed, check_operators
+from mtp_extract.proof.rows import Rows, check_rows
+from mtp_extract.proof.tables import Coarse, Tables, check_tables, feed
 
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig
 
-__all__ = ["SEED", "TOLERANCE", "Proof", "Rounding", "prove"]
-
-SEED = 20260101
 TOLERANCE = 1e-5
 """Of the range of an output: what two orders of summation in float32 leave, and no more."""
 
@@ -38,7 +42,16 @@ _SPREAD = 8.0
 
 _TINY = 1e-3
 _FAR_BELOW = 1e-2
+_LOUD = 20.0
 _MOST_EXPLAINED = 4
+_DRAWN_POSITIONS = 3
+_READ = 1 << 20
+# Scores of a standard deviation of about one: every slot of a window has a say. V is small, so that the epsilon of the
+# norm behind the attention shows.
+_QUIET_SCORES = 1.2
+_QUIET_CODE = 10
+_SMALL_VALUES = 0.01
+_COARSE_POSITIONS = 48
 
 Floats = npt.NDArray[np.float32]
 
@@ -61,7 +74,7 @@ class _Perturbed(Written):
     """A checkpoint with every row of every matrix a little larger or smaller, at random, by its role's bound."""
 
     bounds: Mapping[str, float] = field(default_factory=dict)
-    seed: int = SEED
+    seed: int = 0
 
     def linear(self, role: str, x: Floats, size: int) -> Floats:
         # A row that is larger by a share makes a result that is larger by that share.
@@ -72,17 +85,43 @@ class _Perturbed(Written):
 
 
 @dataclass(frozen=True)
+class CoarseTable:
+    """A RoPE table of the file that is coarser than the config's, and what that does.
+
+    Attributes:
+        table: by how much its numbers differ at most.
+        outputs: by how much the outputs differ at most, as a share of their range, and at which position.
+    """
+
+    table: Coarse
+    outputs: float
+    position: int
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        return (
+            f"The file's own RoPE table of layer {self.table.layer} is held in {self.table.kind} and moves the outputs by "
+            f"up to {self.outputs:.2g} of their range (at position {self.position}); written is the exact theta."
+        )
+
+
+@dataclass(frozen=True)
 class Proof:
     """What was tried, and how far graph and checkpoint were apart.
 
     Attributes:
-        seed: of the inputs.
+        seed: of all that was drawn; the file itself gives it.
         positions: per sample, of the (first) query.
         slots: of the caches.
         layouts: cache input → which of its axes are KV heads, slots and head_dim.
         sliding_masked: whether sliding layers see the mask input too; the window alone if not.
         logits, projected: largest difference, per sample, as a share of the output's range.
         tolerance: largest share that is accepted.
+        allowed: what the rules for operators found.
+        tables: values that the position decides, and at how many positions they were held.
+        rows: how many rows of masks were held.
+        coarse: RoPE tables of the file that are coarser than the config's.
         rounded: largest difference of logits or state between what was rounded and the numbers before, as a share of
             the range; None where nothing was.
         rounded_tolerance: what is accepted there: a few times what random rounding of the same size does.
@@ -96,6 +135,10 @@ class Proof:
     logits: tuple[float, ...]
     projected: tuple[float, ...]
     tolerance: float
+    allowed: Allowed = field(compare=False)
+    tables: Tables = field(compare=False)
+    rows: Rows
+    coarse: tuple[CoarseTable, ...] = ()
     rounded: float | None = None
     rounded_tolerance: float | None = None
 
@@ -112,6 +155,27 @@ class Proof:
             "rounding": None
             if self.rounded is None or self.rounded_tolerance is None
             else {"difference_below": _decade([self.rounded]), "tolerance": _decade([self.rounded_tolerance])},
+            "position_tables": {"values": len(self.tables.tables), "positions": self.tables.positions},
+            "mask_rows": {
+                "tried": self.rows.tried,
+                "with_results": self.rows.moved,
+                "of": self.rows.of,
+                "largest_scores": [float(f"{score:.4g}") for score in self.rows.largest_scores],
+            },
+            "choosing": {by: dict(kinds) for by, kinds in self.allowed.choosing.items()},
+            "idioms": list(self.allowed.idioms),
+            "activations_held_in": dict(sorted(self.allowed.narrowed.items())),
+            "coarse_tables": [
+                {
+                    "layer": coarse.table.layer,
+                    "held_in": coarse.table.kind,
+                    "differs_by": float(f"{coarse.table.moved:.2g}"),
+                    "at": coarse.table.position,
+                    "outputs_move_by": float(f"{coarse.outputs:.2g}"),
+                    "outputs_at": coarse.position,
+                }
+                for coarse in self.coarse
+            ],
         }
 
 
@@ -121,14 +185,15 @@ def _decade(shares: Sequence[float]) -> float:
     return float(f"1e{math.ceil(math.log10(largest))}") if largest > 0 else 0.0
 
 
-def prove(
-    graph: FlatGraph,
-    walk: Walk,
-    config: DrafterConfig,
-    read: Read,
-    seed: int = SEED,
-    rounding: Rounding | None = None,
-) -> Proof:
+def seed_of(graph: FlatGraph) -> int:
+    """What is drawn for a graph: the same for the same bytes and the same release, another for any other."""
+    digest, region = xxhash.xxh3_64(__version__.encode()), graph.model.region
+    for at in range(0, region.size, _READ):
+        digest.update(region.read(at, min(_READ, region.size - at)))
+    return digest.intdigest() >> 12
+
+
+def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read, rounding: Rounding | None = None) -> Proof:
     """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
 
     Args:
@@ -136,55 +201,168 @@ def prove(
         walk: what was found in it: which inputs are caches, and where each role's result is.
         config: as written.
         read: role → the tensor as written (before it is rounded to the stored type), in flat chunks of float32.
-        seed: of the inputs.
         rounding: executed too, and held against the checkpoint.
 
     Raises:
         ProofError: they part; the message names the first role at which they do.
-        UnsupportedError: the graph holds an operator or an input that cannot be evaluated.
+        UnsupportedError: the graph holds an operator or an input that cannot be evaluated, or an operator that looks at
+            what it must not look at.
         CheckpointError: a tensor does not have the size that the config says.
     """
-    checkpoint = Written(config, read, _frequencies(walk, config))
-    outputs = [graph.outputs[PROJECTED], graph.outputs[LOGITS]]
-    needed = inputs_of(outputs)
-    tried: list[tuple[float, Inputs, Reading]] = []
-    for inputs in _drawings(graph, walk, checkpoint, needed, seed):
-        projected, found = evaluate(graph, inputs.graph, outputs)
-        for reading in inputs.readings():
-            state, mine = forward(checkpoint, inputs.step(reading))
+    return _Proving(graph, walk, Written(config, read), seed_of(graph)).run(rounding)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One way to read the inputs, and all of them drawn: for the graph by name, for the checkpoint as a step."""
+
+    positions: npt.NDArray[np.int64]
+    fed: Mapping[str, Samples]
+    step: Step
+    layouts: Layouts
+    additive: bool
+
+
+class _Proving:
+    def __init__(self, graph: FlatGraph, walk: Walk, checkpoint: Written, seed: int) -> None:
+        self.graph, self.walk, self.checkpoint, self.seed = graph, walk, checkpoint, seed
+        self.outputs = [graph.outputs[PROJECTED], graph.outputs[LOGITS]]
+        self.interface = interface_of(graph, walk, checkpoint.config, inputs_of(self.outputs))
+
+    def run(self, rounding: Rounding | None) -> Proof:
+        config = self.checkpoint.config
+        allowed = check_operators(self.graph, self.walk, self.outputs)
+        ropes = [layer.rope for layer in config.layers]
+        tables = check_tables(self.graph, allowed.spans, ropes, self.interface.slots, self.interface.queries, self.seed)
+        tried: list[tuple[float, _Sample]] = []
+        for sample in self._samples():
+            given = tables.given(sample.positions)
+            projected, found = evaluate(self.graph, sample.fed, self.outputs, given)
+            state, mine = forward(self.checkpoint, sample.step)
             apart = _apart(projected, mine)
             if max(apart) <= TOLERANCE:
-                mine_too = logits(checkpoint, state)
-                proof = _judge(graph, walk, checkpoint, inputs, reading, (found, mine_too), apart)
-                return _rounded(proof, checkpoint, inputs.step(reading), (mine, mine_too), rounding)
-            tried.append((max(apart), inputs, reading))
-    # Of several ways to read the inputs, the one that goes well the longest is meant.
-    nearest = sorted(tried, key=lambda way: way[0])[:_MOST_EXPLAINED]
-    raise max((_explain(graph, walk, checkpoint, *way[1:]) for way in nearest), key=lambda why: why[0])[1]
+                mine_too = logits(self.checkpoint, state)
+                apart_too = _apart(found, mine_too)
+                if max(apart_too) > TOLERANCE:
+                    raise self._explain(sample, given)[1]
+                rows = check_rows(self.interface, allowed.spans, tables, sample.layouts, sample.additive, self.seed)
+                proof = Proof(
+                    self.seed,
+                    tuple(int(p) for p in sample.positions),
+                    self.interface.slots,
+                    sample.layouts.axes,
+                    self.interface.sliding_masked,
+                    apart_too,
+                    apart,
+                    TOLERANCE,
+                    allowed,
+                    tables,
+                    rows,
+                    tuple(self._coarse(table, sample) for table in tables.coarse),
+                )
+                return _rounded(proof, self.checkpoint, sample.step, (mine, mine_too), rounding)
+            tried.append((max(apart), sample))
+        # Of several ways to read the inputs, the one that agrees for the most roles is meant.
+        nearest = sorted(tried, key=lambda way: way[0])[:_MOST_EXPLAINED]
+        explained = [self._explain(sample, tables.given(sample.positions)) for _, sample in nearest]
+        raise max(explained, key=lambda why: why[0])[1]
 
+    def _samples(self) -> Iterator[_Sample]:
+        """The inputs, once for every way to read caches and to write a mask of floats."""
+        positions = self._positions()
+        names = [name for name in (MASK, MASK_LOCAL) if name in self.interface.needed]
+        floats = any(self.graph.inputs[name].tensor.type in FLOAT_TYPES for name in names)
+        for additive in (True, False) if floats else (True,):
+            for layouts in self.interface.layouts():
+                yield self._sample(positions, layouts, additive, loud=True)
 
-def _judge(
-    graph: FlatGraph,
-    walk: Walk,
-    checkpoint: Written,
-    inputs: Inputs,
-    reading: Reading,
-    heads: tuple[list[Floats], Floats],
-    projected: tuple[float, ...],
-) -> Proof:
-    apart = _apart(*heads)
-    if max(apart) > TOLERANCE:
-        raise _explain(graph, walk, checkpoint, inputs, reading)[1]
-    return Proof(
-        inputs.seed,
-        inputs.positions,
-        inputs.slots,
-        reading.layouts,
-        reading.sliding_masked,
-        apart,
-        projected,
-        TOLERANCE,
-    )
+    def _positions(self) -> npt.NDArray[np.int64]:
+        """At the edges of window and caches, and some drawn anew."""
+        last, window = self.interface.last, self.interface.window or self.interface.slots // 4
+        edges = [p for p in (1, window - 1, window, last) if 0 <= p <= last]
+        drawn = np.random.default_rng(self.seed).integers(0, last + 1, _DRAWN_POSITIONS)
+        return np.unique(np.concatenate([edges, drawn]).astype(np.int64))
+
+    def _sample(self, positions: npt.NDArray[np.int64], layouts: Layouts, additive: bool, *, loud: bool) -> _Sample:
+        random, interface, config = np.random.default_rng(self.seed), self.interface, self.checkpoint.config
+        shown = interface.drawn_masks(positions, random)
+        for name, whole in interface.runtime_masks(positions).items():
+            # Every second mask has no holes, as those of runtimes.
+            shown[name][::2] = whole[::2]
+        shape = (len(positions), interface.queries, 2 * config.backbone_hidden_size)
+        activations = random.standard_normal(shape).astype(np.float32)
+        if loud:
+            activations[0] *= np.float32(_small_activations(self.checkpoint, self.walk.rms_norm_eps))
+            activations[-1] *= np.float32(_LOUD)
+        fed: dict[str, Samples] = {**feed(self.graph, self.outputs, positions, interface.queries)}
+        fed.update(interface.masks(shown, additive))
+        tensor = self.graph.inputs[ACTIVATIONS].tensor
+        # Of a quantized input too: on the grid, most numbers would leave the calibrated range.
+        fed[ACTIVATIONS] = tuple(a.reshape(tensor.shape) for a in activations)
+        caches: dict[str, Cache] = {}
+        for name in sorted({n for layer in self.walk.layers for n in (layer.key, layer.value)}):
+            fed[name], caches[name] = self._cache(name, layouts, random)
+        step = Step(
+            activations,
+            positions[:, None] + np.arange(interface.queries),
+            [(caches[layer.key], caches[layer.value]) for layer in self.walk.layers],
+            [interface.seen(index, positions, shown) for index in range(len(config.layers))],
+        )
+        return _Sample(positions, fed, step, layouts, additive)
+
+    def _cache(self, name: str, layouts: Layouts, random: np.random.Generator) -> tuple[Samples, Cache]:
+        """Quiet numbers; of K, so that scores are."""
+        layers = zip(self.checkpoint.config.layers, self.walk.layers, strict=True)
+        index, layer = next((i, la) for i, (la, found) in enumerate(layers) if name in (found.key, found.value))
+        norms = [
+            float(np.linalg.norm(self.checkpoint.vector(f"layers.{i}.q_norm", layer.head_dim)))
+            for i, found in enumerate(self.walk.layers)
+            if found.key == name
+        ]
+        floats = self.graph.inputs[name].tensor.type in FLOAT_TYPES
+        target = _QUIET_SCORES / max(*norms, 1e-6) if norms else _SMALL_VALUES
+        scale = 2.0 ** round(math.log2(target / _QUIET_CODE)) if floats else self.interface.grid(name)[0]
+        largest = self.interface.largest_code(name)
+        reach = reach_of(target, scale, largest) if norms else largest
+        codes = drawn_codes(layer.num_kv_heads, self.interface.slots, layer.head_dim, reach, random)
+        numbers, cache = self.interface.cache(name, layouts, codes, scale)
+        return (numbers,), cache
+
+    def _coarse(self, table: Coarse, sample: _Sample) -> CoarseTable:
+        """What a file's own table does to the outputs, run as it is."""
+        random = np.random.default_rng(self.seed)
+        drawn = random.integers(0, self.interface.last + 1, _COARSE_POSITIONS)
+        positions = np.unique(np.append(drawn, [table.position, self.interface.last]))
+        mine = self._sample(positions, sample.layouts, sample.additive, loud=False)
+        found = evaluate(self.graph, mine.fed, self.outputs)
+        state, projected = forward(self.checkpoint, mine.step)
+        apart = np.maximum(_apart(found[0], projected), _apart(found[1], logits(self.checkpoint, state)))
+        return CoarseTable(table, float(apart.max()), int(positions[int(apart.argmax())]))
+
+    def _explain(self, sample: _Sample, given: Sequence[tuple[Value, Samples]]) -> tuple[int, ProofError]:
+        """How many places agree, and the error that names the first role at which the two part."""
+        trace: dict[str, Any] = {}
+        state, _ = forward(self.checkpoint, replace(sample.step, trace=trace))
+        trace[LOGITS] = logits(self.checkpoint, state, trace)
+        places = [p for p in _places(self.graph, self.walk) if p.name in trace]
+        results = evaluate(self.graph, sample.fed, [p.value for p in places], given)
+        apart = [
+            _apart([f / np.float32(p.factor) for f in r], trace[p.name]) for p, r in zip(places, results, strict=True)
+        ]
+        # Where none is beyond what is allowed, the largest step is to blame: rounding that grew from role to role.
+        first = next((i for i, a in enumerate(apart) if max(a) > TOLERANCE), int(np.argmax([max(a) for a in apart])))
+        name, at = places[first].name, int(np.argmax(apart[first]))
+        position = int(sample.positions[at])
+        what = _WHAT.get(name.rsplit(".", 1)[-1], "")
+        if name.endswith(".weights"):
+            name = name.removesuffix("weights") + "attention"
+            mine = trace[places[first].name][at]
+            what = _scores(places[first].name.removesuffix(".weights"), results[first][at], mine, position)
+        return first, ProofError(
+            f"{name}: the graph and the checkpoint part here{what and f' ({what})'}, by {apart[first][at]:.2g} of the "
+            f"range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
+            "checkpoint of this kind does; nothing is written. Please report the file."
+        )
 
 
 def _rounded(
@@ -197,11 +375,10 @@ def _rounded(
     """
     if rounding is None:
         return proof
-    config, read, turning = checkpoint.config, checkpoint.read, checkpoint.frequencies
     moved = []
     for other in (
         replace(checkpoint, read=rounding.read),
-        _Perturbed(config, read, turning, rounding.bounds, proof.seed),
+        _Perturbed(checkpoint.config, checkpoint.read, rounding.bounds, proof.seed),
     ):
         state, projected = forward(other, step)
         moved.append(max(_apart([*projected], exact[0]) + _apart([*logits(other, state)], exact[1])))
@@ -212,21 +389,6 @@ def _rounded(
             f"of that size explains {allowed:.2g}. Nothing is written. Please report the file."
         )
     return replace(proof, rounded=found, rounded_tolerance=allowed)
-
-
-def _drawings(graph: FlatGraph, walk: Walk, checkpoint: Written, needed: frozenset[str], seed: int) -> Iterator[Inputs]:
-    """The inputs, once for every way to write a mask of floats."""
-    config = checkpoint.config
-    norms = [
-        float(np.linalg.norm(checkpoint.vector(f"layers.{i}.q_norm", layer.head_dim)))
-        for i, layer in enumerate(config.layers)
-    ]
-    spread = _small_activations(checkpoint, walk.rms_norm_eps)
-    floats = any(
-        graph.inputs[name].tensor.type not in (TensorType.BOOL, None) for name in (MASK, MASK_LOCAL) if name in needed
-    )
-    for additive in (True, False) if floats else (True,):
-        yield draw(graph, walk, config, needed, norms, spread, seed, additive)
 
 
 def _small_activations(checkpoint: Written, epsilon: float) -> float:
@@ -243,17 +405,7 @@ def _small_activations(checkpoint: Written, epsilon: float) -> float:
     return spread if 0 < spread < 1 else _TINY
 
 
-def _frequencies(walk: Walk, config: DrafterConfig) -> tuple[Floats, ...]:
-    """Per layer, the graph's RoPE table where it is the config's in another rounding; else the config's."""
-    made = []
-    for layer, found in zip(config.layers, walk.layers, strict=True):
-        mine, table = frequencies(layer.rope, layer.head_dim), found.inverse_frequencies
-        same = table.shape == mine.shape and bool((np.abs(table - mine) <= found.frequency_rounding).all())
-        made.append((table if same else mine).astype(np.float32))
-    return tuple(made)
-
-
-def _apart(found: Sequence[npt.NDArray[Any]], mine: Floats) -> tuple[float, ...]:
+def _apart(found: Sequence[npt.NDArray[Any]] | npt.NDArray[Any], mine: Floats) -> tuple[float, ...]:
     """Per sample, the largest difference as a share of the range of ``mine``."""
     return tuple(_distance(a, b) for a, b in zip(found, mine, strict=True))
 
@@ -276,22 +428,7 @@ class _Place:
     factor: float = 1.0
 
 
-_LAYER_ORDER = (
-    "pre_attention_norm",
-    "q_proj",
-    "q_norm",
-    "weights",
-    "attention",
-    "o_proj",
-    "post_attention_norm",
-    "pre_ffw_norm",
-    "gate_proj",
-    "up_proj",
-    "gelu",
-    "down_proj",
-    "post_ffw_norm",
-    "layer_scalar",
-)
+_AFTER = {"q_norm": ("weights", "attention"), "up_proj": ("gelu",), "lm_head": (LOGITS,)}
 _WHAT = {
     "attention": "P·V: the order of V's heads or dimensions, or the slots it is read from",
     "gelu": "the activation between gate and up, and their product",
@@ -311,40 +448,16 @@ def _places(graph: FlatGraph, walk: Walk) -> Iterator[_Place]:
         if f"{layer}.attention" in found and (weights := _softmax_before(found[f"{layer}.attention"].value)):
             found[f"{layer}.weights"] = _Place(f"{layer}.weights", weights)
     found[LOGITS] = _Place(LOGITS, graph.outputs[LOGITS])
-    order = ["pre_projection"]
-    order += [f"layers.{index}.{part}" for index in range(len(walk.layers)) for part in _LAYER_ORDER]
-    order += ["final_norm", "lm_head", LOGITS, "post_projection"]
-    return (found[name] for name in order if name in found)
+    # The table of roles is in the order of execution; what has no weight comes after what it is made of.
+    for entry in roles_of(len(walk.layers)):
+        after = _AFTER.get(entry.name.rsplit(".", 1)[-1], ())
+        for place in (entry.name, *(part if part == LOGITS else f"layers.{entry.layer}.{part}" for part in after)):
+            if place in found:
+                yield found[place]
 
 
 def _softmax_before(value: Value) -> Value | None:
     return next((v for v in ancestors(value) if v.producer is not None and v.producer.kind == "SOFTMAX"), None)
-
-
-def _explain(
-    graph: FlatGraph, walk: Walk, checkpoint: Written, inputs: Inputs, reading: Reading
-) -> tuple[int, ProofError]:
-    """How many places agree, and the error that names the first role at which the two part."""
-    trace: dict[str, Any] = {}
-    state, _ = forward(checkpoint, inputs.step(reading, trace))
-    trace[LOGITS] = logits(checkpoint, state, trace)
-    places = [p for p in _places(graph, walk) if p.name in trace]
-    results = evaluate(graph, inputs.graph, [p.value for p in places])
-    apart = [_apart([f / np.float32(p.factor) for f in r], trace[p.name]) for p, r in zip(places, results, strict=True)]
-    # Where none is beyond what is allowed, the largest step is to blame: rounding that grew from one role to the next.
-    first = next((i for i, a in enumerate(apart) if max(a) > TOLERANCE), int(np.argmax([max(a) for a in apart])))
-    name, sample = places[first].name, int(np.argmax(apart[first]))
-    position = inputs.positions[sample]
-    what = _WHAT.get(name.rsplit(".", 1)[-1], "")
-    if name.endswith(".weights"):
-        name = name.removesuffix("weights") + "attention"
-        mine = trace[places[first].name][sample]
-        what = _scores(places[first].name.removesuffix(".weights"), results[first][sample], mine, position)
-    return first, ProofError(
-        f"{name}: the graph and the checkpoint part here{what and f' ({what})'}, by {apart[first][sample]:.2g} of the "
-        f"range at position {position}, where {TOLERANCE:g} is allowed. The graph computes something that no "
-        "checkpoint of this kind does; nothing is written. Please report the file."
-    )
 
 
 def _scores(layer: str, found: npt.NDArray[Any], mine: npt.NDArray[Any], position: int) -> str:

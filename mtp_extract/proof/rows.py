@@ -1,50 +1,69 @@
 """Which slots a query sees: every row of the mask, and both values that a mask input can have at a slot.
 
-An attention is linear in K and V but for its softmax (:mod:`mtp_extract.proof.operators`), so what its masks do shows on
-two sorts of caches: where K is 0 a score is what the mask alone makes of it, and where every slot holds a number of its own
-the weights and the result say which slots they are of. Where there are too many rows to try all, those at the edges are
-tried and others drawn anew, and the record says how many.
+An attention is linear in K and V but for its softmax (:mod:`mtp_extract.proof.operators`), so what its masks do shows
+where every slot holds a number of its own. A score is tried where it would leak: what is hidden is as loud as the norms
+allow, and what is seen as low. Where there are too many rows to try all, those at the edges are tried and others drawn
+anew, and the record says how many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import ProofError
+from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.arrays import Array
-from mtp_extract.graph.evaluate import Samples, Stacked, evaluate, inputs_of
-from mtp_extract.graph.flat import MASK, MASK_LOCAL, Value
+from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
+from mtp_extract.graph.flat import MASK_LOCAL, Depends, Node, Value
+from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.proof.forward import rotate
 from mtp_extract.proof.inputs import Bools, Interface, Layouts
-from mtp_extract.proof.operators import Span
+from mtp_extract.proof.operators import Side, Span
 from mtp_extract.proof.tables import Tables, feed
 
-_MOST_SCORES = 1 << 26
-"""Scores that are looked at in all: every row of a small cache, some of a large one."""
-_AT_ONCE = 1 << 20
+_MOST_SCORES = 1 << 25
+"""Slots that are looked at in all layers and rows: every row of a small cache, some hundreds of a large one."""
+_MOST_RESULTS = 1 << 25
+"""Weights that are, where the position or a mask meets K, V or the weights themselves."""
+_FEW = 6
+"""Rows whose weights and results are held where nothing of the kind does."""
+_AT_ONCE = 1 << 19
 _QUIET = 1.2
 """Standard deviation of scores: every slot that is seen has a say."""
 _QUIET_CODE = 10
-_ALIKE = 2e-4
-"""Of scores and of weights: what float32 leaves."""
+_WEIGHS_NOTHING = 104.0
+"""How far below another a score is nothing beside it in float32."""
+_ALIKE = 1e-3
+"""Of a weight, and of a score's distance from another: what float32 leaves."""
 _SAME = 2e-5
+_LARGEST = 1e6
+"""The largest score that float32 tells from its neighbours well enough."""
 
 Floats = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int64]
+Shown = dict[str, Bools]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows were tried, of how many, each with two masks; the score that counts as hidden, by layer."""
+    """What was tried, every row with two masks.
+
+    Attributes:
+        tried: rows of masks.
+        moved: rows for which also weights and results were held, of layers that read other slots at other positions.
+        of: rows that there are.
+        largest_scores: how large |q · K| was taken to be, by layer.
+    """
 
     tried: int
+    moved: int
     of: int
-    hidden_below: tuple[float, ...]
+    largest_scores: tuple[float, ...]
 
 
 def check_rows(
@@ -62,21 +81,28 @@ def check_rows(
     Raises:
         ProofError: a slot is seen that should not be, or the other way round, or weighed otherwise.
     """
-    config, random = interface.config, np.random.default_rng(seed)
-    row = config.num_heads * interface.slots * interface.queries * len(spans)
-    rows = _chosen(interface, max(64, _MOST_SCORES // row), random)
-    step = max(1, _AT_ONCE // (row // len(spans)))
-    for at in range(0, len(rows), step):
-        positions = np.repeat(rows[at : at + step], 2)
-        shown = interface.drawn_masks(positions, random)
-        for name, mask in shown.items():
-            _turn_over(mask, positions, interface, local=name == MASK_LOCAL)
-        for index, span in enumerate(spans):
-            _Check(interface, span, index, tables, layouts, additive, random).run(positions, shown)
-    return Rows(len(rows), interface.last + 1, tuple(span.hidden_below for span in spans))
+    random = np.random.default_rng(seed)
+    size = interface.slots * interface.queries
+    rows = _chosen(interface, max(64, _MOST_SCORES // (size * len(spans))), random)
+    held = len(rows)
+    for index, span in enumerate(spans):
+        check = _Check(interface, span, index, tables, layouts, additive, random)
+        for at in _pieces(rows, size * check.width):
+            check.scores(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
+        most = _MOST_RESULTS // (size * interface.config.num_heads * len(spans)) if check.meets_caches else 0
+        some = rows[np.unique(np.linspace(0, len(rows) - 1, min(max(most, _FEW), len(rows))).astype(int))]
+        held = min(held, len(some)) if check.meets_caches else held
+        for at in _pieces(some, size * interface.config.num_heads):
+            check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
+    return Rows(len(rows), held, interface.last + 1, tuple(span.largest_score for span in spans))
 
 
-def _chosen(interface: Interface, most: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+def _pieces(rows: Positions, size: int) -> Iterator[Positions]:
+    step = max(1, _AT_ONCE // size)
+    return (rows[at : at + step] for at in range(0, len(rows), step))
+
+
+def _chosen(interface: Interface, most: int, random: np.random.Generator) -> Positions:
     """Positions of first queries: all, or those at edges and others drawn anew."""
     count, window = interface.last + 1, interface.window or 1
     if count <= most:
@@ -86,15 +112,18 @@ def _chosen(interface: Interface, most: int, random: np.random.Generator) -> npt
     return np.unique(np.concatenate([kept, random.integers(0, count, max(most - len(kept), 0))]))
 
 
-def _turn_over(mask: Bools, positions: npt.NDArray[np.int64], interface: Interface, *, local: bool) -> None:
-    """Of every two masks of a row, let the second show what the first hides: each slot has both values."""
+def _shown(interface: Interface, positions: Positions, random: np.random.Generator) -> Shown:
+    """Masks with holes; of every two, the second shows what the first hides, so that each slot has both values."""
+    shown = interface.drawn_masks(positions, random)
     at, slots = (positions[1::2, None] + np.arange(interface.queries))[..., None], np.arange(interface.slots)
-    allowed = slots <= at
-    if local:
-        allowed &= slots > at - (interface.window or interface.slots)
-    mask[1::2] = ~mask[::2] & allowed
-    # A query that sees nothing is none that a runtime asks for. Where its own slot is its only one, it stays.
-    np.put_along_axis(mask[1::2], at, np.take_along_axis(mask[1::2], at, -1) | ~mask[1::2].any(-1, keepdims=True), -1)
+    for name, mask in shown.items():
+        allowed = slots <= at
+        if name == MASK_LOCAL:
+            allowed &= slots > at - (interface.window or interface.slots)
+        mask[1::2] = ~mask[::2] & allowed
+        # A query that sees nothing is none that a runtime asks for: where its own slot is its only one, it stays.
+        np.put_along_axis(mask[1::2], at, ~mask[1::2].any(-1, keepdims=True), -1)
+    return shown
 
 
 @dataclass(frozen=True)
@@ -107,130 +136,148 @@ class _Check:
     additive: bool
     random: np.random.Generator
 
-    def run(self, positions: npt.NDArray[np.int64], shown: dict[str, Bools]) -> None:
-        """Try the rows of ``positions`` with the masks ``shown``."""
-        seen = self.interface.seen(self.index, positions, shown)
-        # Where a window leaves nothing of a mask with holes, engines agree on nothing.
-        asked = seen.any(-1).all(-1)
-        positions, seen = positions[asked], seen[asked]
-        shown = {name: mask[asked] for name, mask in shown.items()}
-        if not len(positions):
-            return
-        layer, span = self.interface.config.layers[self.index], self.span
+    @cached_property
+    def chain(self) -> list[Node]:
+        """The operators that masks meet on the way to the softmax, the last first: they act slot by slot."""
+        found, value = list[Node](), self.span.scores
+        while (node := value.producer) is not None:
+            sides = [v for v in node.inputs if v is not None and self.span.sides.get(id(v), Side(0)) & Side.KEY]
+            still = node.kind in LAYOUT and not any(
+                v.depends for i, v in enumerate(node.inputs) if v is not None and i not in LAYOUT[node.kind]
+            )
+            if len(sides) != 1 or node.kind == "BATCH_MATMUL" or not (node.kind in ELEMENTWISE or still):
+                break
+            found.append(node)
+            value = sides[0]
+        return found
+
+    @property
+    def width(self) -> int:
+        """Scores a slot that are looked at: one, or those of all heads where operators arrange them anew."""
+        return self.interface.config.num_heads if any(node.kind in LAYOUT for node in self.chain) else 1
+
+    @property
+    def meets_caches(self) -> bool:
+        """Whether the position or a mask meets K, V, or the weights: other slots may be read at other positions."""
+        before = {id(node) for node in self.chain}
+        return any(
+            value is not None and value.depends and not value.depends & Depends.DATA
+            for node in self.span.nodes
+            if id(node) not in before and self.span.sides[id(node.outputs[0])] != Side.QUERY
+            for value in node.inputs
+        )
+
+    def scores(self, positions: Positions, shown: Shown) -> None:
+        """From where q and K have met: what is seen is scored as it is, what is hidden far below, however loud it is."""
+        seen, positions, shown = self._asked(positions, shown)
+        slots, largest = self.interface.slots, np.float32(min(self.span.largest_score, _LARGEST))
+        cut = self._cut()
+        shape = cut.tensor.shape
+        if not shape or shape[-1] != slots or self.interface.queries > 1:
+            raise UnsupportedError(
+                f"layers.{self.index}: its scores are no rows of {slots} slots, one query a step, before its softmax; this "
+                "release cannot hold its mask against the config."
+            )
+        drawn = self.random.random((len(positions), slots), np.float32)
+        product = np.where(seen[:, 0], drawn * np.float32(0.1) - 1, np.float32(0.9) + drawn * np.float32(0.1)) * largest
+        lead = shape[:-1] if self.width > 1 else (1,) * (len(shape) - 1)
+        given = np.broadcast_to(product.reshape(-1, *(1,) * len(lead), slots), (len(positions), *lead, slots))
+        found = self._evaluate(self._inputs(positions, shown), [self.span.scores], [(cut, Stacked(given))])[0]
+        scored = found.reshape(len(positions), -1, slots)
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = scored - product[:, None]
+            # A softmax does not see what is added to a whole row.
+            base = np.max(moved, -1, keepdims=True, where=seen, initial=-np.inf)
+            alike = np.abs(moved - base) <= _ALIKE + 4e-6 * (largest + np.abs(base))
+            hidden = scored <= base - largest - _WEIGHS_NOTHING
+            wrong = np.where(seen, ~alike, ~hidden)
+        if wrong.any():
+            sample, head, slot = (int(i) for i in np.argwhere(wrong)[0])
+            if seen[sample, 0, slot]:
+                what = f"slot {slot} is hidden, or scored otherwise than by q · K"
+            else:
+                below = float(base[sample, head, 0] + product[sample, slot] - scored[sample, head, slot])
+                what = (
+                    f"slot {slot} is seen, or its score is lowered by {below:.4g} only, where |q · K| may be "
+                    f"{self.span.largest_score:.4g}"
+                )
+            self._refuse(int(positions[sample]), what)
+
+    def results(self, positions: Positions, shown: Shown) -> None:
+        """All of it, with one number a slot in K and in V: weights, slot by slot, and what is mixed by them."""
+        seen, positions, shown = self._asked(positions, shown)
+        layer, span, heads = self.interface.config.layers[self.index], self.span, self.interface.config.num_heads
         kv, slots = layer.num_kv_heads, self.interface.slots
-        key, value = span.layer.key, span.layer.value
         codes = self.random.integers(-_QUIET_CODE, _QUIET_CODE, (kv, slots), np.int8, endpoint=True)
         marks = self.random.integers(-100, 100, (kv, slots), np.int8, endpoint=True)
-        scale = 1 / _QUIET_CODE
-        quiet = self._caches(codes, marks, scale)
-        turned, query = self._query(positions, quiet[1])
+        fed, numbers = self._inputs(positions, shown), list[Floats]()
+        for name, drawn in ((span.layer.key, codes), (span.layer.value, marks)):
+            wide = np.broadcast_to(drawn[..., None], (kv, slots, layer.head_dim))
+            made, cache = self.interface.cache(name, self.layouts, wide, 1 / _QUIET_CODE)
+            fed[name] = (made,)
+            numbers.append(np.repeat(drawn.astype(np.float32) * np.float32(cache.scale), heads // kv, 0))
+        turned, query = self._query(positions, float(np.abs(numbers[0]).max()) / _QUIET_CODE)
         given = [*self.tables.given(positions), (span.layer.query, Stacked(query))]
-        inputs = self._inputs(positions, shown)
-        hidden = self._evaluate({**inputs, **self._caches(np.zeros_like(codes), marks, scale)[0]}, [span.scores], given)[0]
-        scores, weights, mixed = self._evaluate(
-            {**inputs, **quiet[0]}, [span.scores, span.weights, span.layer.mixed], given
+        weights, mixed = self._evaluate(fed, [span.weights, span.layer.mixed], given)
+        view = np.broadcast_to(seen[:, :, None], (*seen.shape[:2], heads, slots))
+        scores = np.where(view, turned.sum(-1)[..., None] * numbers[0], np.float32(-np.inf))
+        raised = np.exp(scores - scores.max(-1, keepdims=True))
+        softmax = raised / raised.sum(-1, keepdims=True)
+        if weights.size == softmax.size:
+            # Up to a common factor: where a softmax is spelled out, its sum is divided by later.
+            found = weights.reshape(softmax.shape)
+            ratio = np.where(view, found / np.where(view, softmax, 1), 0)
+            wrong = np.where(
+                view, np.abs(ratio - ratio.max(-1, keepdims=True)) > _ALIKE * ratio.max(-1, keepdims=True), found != 0
+            )
+            if wrong.any():
+                sample, _, _, slot = (int(i) for i in np.argwhere(wrong)[0])
+                self._refuse(int(positions[sample]), f"slot {slot} weighs otherwise than the softmax of q · K has it")
+        expected = (softmax * numbers[1]).sum(-1)[..., None]
+        apart = np.abs(mixed.reshape(*expected.shape[:-1], -1) - expected)
+        wrong_rows = ~(apart.max((1, 2, 3)) <= _SAME * np.ptp(expected))
+        if wrong_rows.any():
+            self._refuse(
+                int(positions[int(np.argmax(wrong_rows))]), "V is read from other slots than those that are weighed"
+            )
+
+    def _cut(self) -> Value:
+        """The score before any mask has met it."""
+        if not self.chain:
+            return self.span.scores
+        return next(
+            v for v in self.chain[-1].inputs if v is not None and self.span.sides.get(id(v), Side(0)) & Side.KEY
         )
-        grid = quiet[1][key]
-        groups = np.repeat(codes.astype(np.float32) * grid, self.interface.config.num_heads // kv, 0)
-        expected = turned.sum(-1, dtype=np.float32)[..., None] * groups
-        alone, scored, weighed = (self._by_slot(values) for values in (hidden, scores, weights))
-        self._scores(alone, scored, expected, seen, positions)
-        softmax = _softmax(expected, seen)
-        self._weights(weighed, softmax, seen, positions)
-        kept = np.repeat(marks.astype(np.float32) * quiet[1][value], self.interface.config.num_heads // kv, 0)
-        result = np.repeat((softmax * kept).sum(-1)[..., None], layer.head_dim, -1)
-        apart = np.abs(np.asarray(mixed).reshape(result.shape) - result).max((1, 2, 3))
-        if not (apart <= _SAME * np.ptp(result)).all():
-            self._refuse(int(positions[int(np.argmax(~(apart <= _SAME * np.ptp(result))))]), "mixes other slots of V than it weighs")
 
-    def _caches(self, codes: Array, marks: Array, scale: float) -> tuple[dict[str, Samples], dict[str, float]]:
-        """K and V with one number a slot; and the scales of both."""
-        fed, scales = dict[str, Samples](), dict[str, float]()
-        width = self.interface.config.layers[self.index].head_dim
-        for name, numbers in ((self.span.layer.key, codes), (self.span.layer.value, marks)):
-            wide = np.broadcast_to(numbers[..., None], (*numbers.shape, width))
-            made, cache = self.interface.cache(name, self.layouts, wide, scale)
-            fed[name], scales[name] = (made,), cache.scale
-        return fed, scales
+    def _asked(self, positions: Positions, shown: Shown) -> tuple[Bools, Positions, Shown]:
+        """What is seen by the config, of the queries that see anything: of others engines agree on nothing."""
+        seen = self.interface.seen(self.index, positions, shown)
+        asked = seen.any(-1).all(-1)
+        return seen[asked], positions[asked], {name: mask[asked] for name, mask in shown.items()}
 
-    def _query(self, positions: npt.NDArray[np.int64], scales: dict[str, float]) -> tuple[Floats, Floats]:
-        """The turned query, the same at all positions and of one sign; and what it is before it is turned."""
+    def _query(self, positions: Positions, scale: float) -> tuple[Floats, Floats]:
+        """A query that is the same at all positions once it is turned, and what it is before."""
         config, layer = self.interface.config, self.interface.config.layers[self.index]
-        spread = _QUIET / (_QUIET_CODE * 0.58 * scales[self.span.layer.key] * layer.head_dim)
-        turned = self.random.uniform(0.5, 1.5, (config.num_heads, layer.head_dim)).astype(np.float32) * np.float32(spread)
+        spread = _QUIET / (_QUIET_CODE * 0.58 * max(scale, 1e-12) * layer.head_dim)
+        turned = self.random.uniform(0.5, 1.5, (config.num_heads, layer.head_dim)).astype(np.float32) * np.float32(
+            spread
+        )
         at = positions[:, None] + np.arange(self.interface.queries)
         every = np.broadcast_to(turned, (*at.shape, *turned.shape))
         query = rotate(every, -at, frequencies(layer.rope, layer.head_dim).astype(np.float32))
         return np.asarray(every), query.reshape(len(positions), *self.span.layer.query.tensor.shape)
 
-    def _inputs(self, positions: npt.NDArray[np.int64], shown: dict[str, Bools]) -> dict[str, Samples]:
+    def _inputs(self, positions: Positions, shown: Shown) -> dict[str, Samples]:
         fed = feed(self.interface.graph, [self.span.layer.mixed], positions, self.interface.queries)
         return {**fed, **self.interface.masks(shown, self.additive)}
 
     def _evaluate(
         self, inputs: dict[str, Samples], wanted: list[Value], given: list[tuple[Value, Samples]]
     ) -> list[Array]:
-        needed = inputs_of(wanted)
-        fed = {name: numbers for name, numbers in inputs.items() if name in needed}
-        return [np.asarray(found) for found in evaluate(self.interface.graph, fed, wanted, given)]
+        return [np.asarray(found) for found in evaluate(self.interface.graph, inputs, wanted, given)]
 
-    def _by_slot(self, values: Array) -> Floats:
-        """``[samples, queries, heads, slots]``."""
-        count, queries, slots = len(values), self.interface.queries, self.interface.slots
-        heads = self.interface.config.num_heads
-        if values.size != count * queries * heads * slots:
-            self._refuse(None, f"weighs {values.size // count} slots, and {queries * heads * slots} are there")
-        if queries == 1:
-            return values.reshape(count, 1, heads, slots)
-        return np.swapaxes(values.reshape(count, heads, queries, slots), 1, 2)
-
-    def _scores(self, alone: Floats, scored: Floats, expected: Floats, seen: Bools, positions: Array) -> None:
-        """With K at 0 all slots in view score alike and all others far below; else those in view score q · K."""
-        view = np.broadcast_to(seen[:, :, None], alone.shape)
-        with np.errstate(invalid="ignore"):
-            base = np.max(alone, -1, keepdims=True, where=view, initial=-np.inf)
-            far = alone - base
-            wrong = np.where(view, ~(np.abs(far) <= _ALIKE), ~(far <= self.span.hidden_below))
-            if wrong.any():
-                sample, _, _, slot = np.argwhere(wrong)[0]
-                if view[tuple(np.argwhere(wrong)[0])]:
-                    what = f"hides slot {slot}, or scores it otherwise than the slots beside it"
-                else:
-                    what = (
-                        f"shows slot {slot}: its score is {far[tuple(np.argwhere(wrong)[0])]:.4g} below what is seen, where "
-                        f"{-self.span.hidden_below:.4g} would hide it whatever K is"
-                    )
-                self._refuse(int(positions[sample]), f"the graph {what}; the config and the mask input do not")
-            moved = scored - alone
-            base = np.max(moved - expected, -1, keepdims=True, where=view, initial=-np.inf)
-            slack = _ALIKE * (1 + np.abs(base)) + np.where(view, 0, np.abs(alone) * 2.0**-21)
-            free = np.where(view, 0, np.abs(expected) * 2 + np.abs(base) * 2)
-            wrong = ~(np.abs(moved - expected - base) <= slack + free) & np.isfinite(alone)
-        if wrong.any():
-            sample, _, _, slot = np.argwhere(wrong)[0]
-            self._refuse(int(positions[sample]), f"slot {slot} is scored otherwise than by q · K")
-
-    def _weights(self, weighed: Floats, softmax: Floats, seen: Bools, positions: Array) -> None:
-        """What is hidden weighs nothing at all; what is seen weighs as the softmax has it, up to a common factor."""
-        view = np.broadcast_to(seen[:, :, None], weighed.shape)
-        ratio = np.where(view, weighed / np.where(view, softmax, 1), 1)
-        common = np.max(ratio, -1, keepdims=True, where=view, initial=0)
-        wrong = np.where(view, ~(np.abs(ratio - common) <= _ALIKE * 4 * common), weighed != 0)
-        if wrong.any():
-            sample, _, _, slot = np.argwhere(wrong)[0]
-            self._refuse(int(positions[sample]), f"slot {slot} weighs otherwise than a softmax of the scores has it")
-
-    def _refuse(self, position: int | None, what: str) -> None:
-        where = "" if position is None else f" at position {position}"
+    def _refuse(self, position: int, what: str) -> None:
         raise ProofError(
-            f"layers.{self.index}.attention: the graph and the checkpoint part here{where}: {what}. No checkpoint of this "
-            "kind computes that; nothing is written. Please report the file."
+            f"layers.{self.index}.attention: the graph and the checkpoint part here (the mask at position {position}): "
+            f"{what}. No checkpoint of this kind computes that; nothing is written. Please report the file."
         )
-
-
-def _softmax(scores: Floats, seen: Bools) -> Floats:
-    view = np.broadcast_to(seen[:, :, None], (len(seen), seen.shape[1], *scores.shape[-2:]))
-    kept = np.where(view, scores, np.float32(-np.inf))
-    raised = np.exp(kept - kept.max(-1, keepdims=True))
-    made: Floats = raised / raised.sum(-1, keepdims=True)
-    return made

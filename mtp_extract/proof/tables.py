@@ -247,8 +247,8 @@ def _identify(
             )
     # A factor of 1 or -1 is just that, but for rounding.
     units = np.abs(np.abs(amplitude) - 1) <= share + 1e-5
-    amplitude = np.where(units, np.sign(amplitude), amplitude).astype(np.float32)
-    return Table(value, amplitude, function, queries if several else 1, own, config, share)
+    factors = np.where(units, np.sign(amplitude), amplitude).astype(np.float32)
+    return Table(value, factors, function, queries if several else 1, own, config, share)
 
 
 def _guesses(likely: npt.NDArray[np.int64], half: int) -> Iterator[npt.NDArray[np.int64]]:
