@@ -44,7 +44,7 @@ class Attention:
         q_norm: the RMSNorm over heads; its ``x`` is the output of the q projection, ``query`` its result.
         key, value: names of the signature's cache inputs.
         mixed: its result, which the o projection reads.
-        inverse_frequencies: RoPE, float64 ``[head_dim / 2]``.
+        inverse_frequencies, frequency_rounding: RoPE, float64 ``[head_dim / 2]``, and how far each may be off.
         masks: names of the signature's mask inputs it reads.
     """
 
@@ -54,6 +54,7 @@ class Attention:
     value: Value
     mixed: Value
     inverse_frequencies: npt.NDArray[np.float64]
+    frequency_rounding: npt.NDArray[np.float64]
     masks: tuple[str, ...]
     aside: tuple[Aside, ...]
 
@@ -69,13 +70,15 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
     value = _cache(region.after_leaves, layer, "value")
     key = _cache([v for v in region.before_leaves if v is not value], layer, "key")
     nodes = list({id(node): node for node, _, _ in region.before}.values())
+    frequencies, rounding = measure_frequencies(graph, nodes, region.q_norm.size, layer)
     return Attention(
         q_norm=region.q_norm,
         query=region.query,
         key=key,
         value=value,
         mixed=start,
-        inverse_frequencies=measure_frequencies(graph, nodes, region.q_norm.size, layer),
+        inverse_frequencies=frequencies,
+        frequency_rounding=rounding,
         masks=tuple(sorted({v.input_name for v in region.before_leaves if v.input_name and is_mask(v.input_name)})),
         aside=region.aside("a number of the attention, whose result is checked by execution"),
     )

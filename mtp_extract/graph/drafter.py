@@ -26,7 +26,6 @@ from mtp_extract.graph.blocks import Blocks, FoundRole, SetAside, count_layers, 
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.patterns import match_soft_cap, strip
 from mtp_extract.graph.probe import cache_slots, measure_windows
-from mtp_extract.graph.rope import rounding_of
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 __all__ = ["ACTIVATIONS", "LOGITS", "PROJECTED", "Layer", "Walk", "walk"]
@@ -165,10 +164,16 @@ class _Walker(Blocks):
             window,
             attention.masks,
             attention.inverse_frequencies,
-            rounding_of(attention.inverse_frequencies, self.graph),
+            attention.frequency_rounding,
             attention.query,
-            attention.mixed,
+            self.operand(f"{name}.o_proj"),
         )
+
+    def operand(self, role: str) -> Value:
+        """What the matrix of ``role`` is multiplied with."""
+        result = next(r.result for r in self.roles if r.role == role)
+        assert result is not None and result.producer is not None
+        return result.producer.operand(0)
 
     def _caches(self) -> MappingProxyType[str, Tensor]:
         return MappingProxyType(

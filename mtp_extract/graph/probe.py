@@ -18,6 +18,7 @@ from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_mask, fill_param, fill_position, is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Node, Value
+from mtp_extract.graph.rope import Table, rounding_of
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -31,16 +32,21 @@ _SPREAD = 1e-3
 _COUNTED = 0.05
 # What adding a number of the size of 1 in float32 leaves of a small one.
 _OF_AN_ANGLE = 2e-7
+_ABOUT_ONE = 1e-2
+_MOST_DOUBLINGS = 12
 
 
-def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> npt.NDArray[np.float64]:
-    """By how much a query turns from one position to the next: float64 ``[head_dim / 2]``, 0 where it does not turn.
+def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> tuple[Table, Table]:
+    """By how much a query turns from one position to the next, and how far each number may be off.
 
     Args:
         graph: the operators.
         nodes: those of one layer's attention.
         head_dim: width of a head.
         name: of the layer, for messages.
+
+    Returns:
+        two of float64 ``[head_dim / 2]``; the first is 0 where the query does not turn.
 
     Raises:
         UnsupportedError: nothing in ``nodes`` turns with the position alone, or two things turn differently.
@@ -51,41 +57,67 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
     tensor = graph.inputs[INPUT_POS].tensor
     _bound_queries(tensor)
-    fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in (0, 1))}
-    found: list[npt.NDArray[np.float64]] = []
-    begins: list[float] = []
-    for still, turned in evaluate(graph, fed, candidates, rounds=False):
-        if not np.isfinite(turned).all():
-            raise FormatError(f"{name}: its RoPE table holds values that are not finite: the file is damaged.")
-        row = _row(np.asarray(turned, np.float64) - still, head_dim)
-        if row is None or (not angles and np.any(still)):
-            # Of a value that is neither an angle nor its sine, such as a cosine, nothing is read.
-            continue
-        found.append(row if angles else np.arcsin(np.clip(row, -1, 1)))
-        begins.append(float(np.abs(still).max(initial=0.0)))
+    steps = [0, *(1 << k for k in range(_MOST_DOUBLINGS) if (1 << k) + tensor.elements <= cache_slots(graph) or not k)]
+    positions = steps[:2] if angles else steps
+    fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in positions)}
+    rows = [np.asarray(found, np.float64) for found in evaluate(graph, fed, candidates, rounds=False)]
+    if not all(np.isfinite(row).all() for row in rows):
+        raise FormatError(f"{name}: its RoPE table holds values that are not finite: the file is damaged.")
+    found = list(_of_angles(rows, head_dim)) if angles else list(_of_tables(rows, positions, head_dim))
     if not found:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
-    # A cosine may be written as the sine of an angle that begins at a quarter turn; one that begins at 0 tells more.
-    first = found[int(np.argmin(begins))]
-    for other in found:
-        if other.size != first.size or not np.allclose(other, first, rtol=1e-6, atol=_OF_AN_ANGLE * max(begins)):
+    first, doubt = min(found, key=lambda each: float(each[1].max(initial=0.0)))
+    for other, own in found:
+        if other.size != first.size or not (np.abs(other - first) <= own + doubt + 1e-6 * np.abs(first)).all():
             raise UnsupportedError(f"{name}: its query is turned by more than one RoPE table.")
-    table = np.zeros(head_dim // 2)
+    table, rounding = np.zeros(head_dim // 2), np.zeros(head_dim // 2)
     table[: first.size] = first
-    return table
+    rounding[: first.size] = 0 if angles else doubt
+    return table, np.maximum(rounding, rounding_of(table, graph))
 
 
-def _row(values: Array, head_dim: int) -> npt.NDArray[np.float64] | None:
-    """The angles of the first query, once: exporters write them for half a head, or twice for a whole one."""
-    if not values.ndim or values.shape[-1] > head_dim:
+def _of_angles(rows: Sequence[Array], head_dim: int) -> Iterator[tuple[Table, Table]]:
+    """From what sines and cosines are taken of; a cosine may be the sine of an angle that begins at a quarter turn."""
+    for values in rows:
+        row = _rows(values[1:] - values[0], head_dim)
+        if row is not None:
+            yield row[0], np.full(row[0].shape, _OF_AN_ANGLE * float(np.abs(values[0]).max(initial=0.0)))
+
+
+def _of_tables(rows: Sequence[Array], positions: Sequence[int], head_dim: int) -> Iterator[tuple[Table, Table]]:
+    """From stored cosines and sines: the angle is followed from position to position, each twice as far."""
+    whole = [each for values in rows if (each := _rows(values, head_dim)) is not None]
+    sines = [each for each in whole if not each[0].any()]
+    cosines = [each for each in whole if np.allclose(each[0], 1, atol=_ABOUT_ONE)]
+    for sine in sines:
+        cosine = next((each for each in cosines if each.shape == sine.shape), None)
+        if cosine is None:
+            yield np.arcsin(np.clip(sine[1], -1, 1)), np.zeros(sine.shape[1])
+            continue
+        found = np.zeros(sine.shape[1])
+        for at, position in enumerate(positions):
+            if position:
+                turned = np.arctan2(sine[at], cosine[at])
+                turns = np.rint((found * position - turned) / (2 * np.pi)) if position > 1 else 0
+                found = (turned + 2 * np.pi * turns) / position
+        noise = 2 * float(np.abs(np.hypot(sine, cosine) - 1).max())
+        yield found, np.full(found.shape, (noise + _OF_AN_ANGLE) / positions[-1])
+
+
+def _rows(values: Array, head_dim: int) -> Table | None:
+    """Of ``[positions, …]`` the first query's entries, once: exporters write half a head, or that twice.
+
+    Returns:
+        ``[positions, entries]``, at most half a head of them; None where it is neither.
+    """
+    if values.ndim < 2 or values.shape[-1] > head_dim:
         return None
-    row: npt.NDArray[np.float64] = np.asarray(values, np.float64).reshape(-1, values.shape[-1])[0]
-    half = row.size // 2
-    if row.size > head_dim // 2 or (row.size % 2 == 0 and half and np.array_equal(row[:half], row[half:])):
-        if row.size % 2 or not np.array_equal(row[:half], row[half:]):
-            return None
-        row = row[:half]
-    return row
+    rows: Table = np.asarray(values, np.float64).reshape(len(values), -1, values.shape[-1])[:, 0]
+    half = rows.shape[1] // 2
+    twice = rows.shape[1] % 2 == 0 and half > 0 and np.array_equal(rows[:, :half], rows[:, half:])
+    if rows.shape[1] > head_dim // 2 and not twice:
+        return None
+    return rows[:, :half] if twice else rows
 
 
 def _positional(graph: FlatGraph, nodes: Sequence[Node]) -> list[Value]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig
 
 _LARGEST_CODE = {TensorType.INT8: 127, TensorType.INT16: 32767}
-_HOLES = 0.2
+_HOLES = 51
+"""Of 256 slots, how many are hidden."""
 # Numbers drawn for a head of a cache; its rows overlap.
 _DRAWN = 1 << 18
 _MOST_READINGS = 32
@@ -122,7 +123,9 @@ class Interface:
         near = slots > at[..., None] - (self.window or self.slots)
         made = {}
         for name, whole in ((MASK, shown), (MASK_LOCAL, shown & near)):
-            holed = whole & (random.random(whole.shape, np.float32) >= _HOLES)
+            if name not in self.needed:
+                continue
+            holed = whole & (np.frombuffer(random.bytes(whole.size), np.uint8).reshape(whole.shape) >= _HOLES)
             np.put_along_axis(holed, at[..., None], True, -1)
             made[name] = holed
         return made
@@ -130,7 +133,8 @@ class Interface:
     def runtime_masks(self, positions: npt.NDArray[np.int64]) -> dict[str, Bools]:
         """Masks as runtimes make them."""
         at, slots = (positions[:, None] + np.arange(self.queries))[..., None], np.arange(self.slots)
-        return {MASK: slots <= at, MASK_LOCAL: (slots <= at) & (slots > at - (self.window or self.slots))}
+        shown = {MASK: slots <= at, MASK_LOCAL: (slots <= at) & (slots > at - (self.window or self.slots))}
+        return {name: whole for name, whole in shown.items() if name in self.needed}
 
     def seen(self, layer: int, positions: npt.NDArray[np.int64], shown: Mapping[str, Bools]) -> Bools:
         """The slots that queries of ``layer`` see by the config, ``[samples, queries, slots]``."""
@@ -203,7 +207,8 @@ def interface_of(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: fr
         raise UnsupportedError(f"The caches have different numbers of slots: {sorted(slots)}.")
     sliding = [la for la, shape in zip(walk.layers, config.layers, strict=True) if shape.sliding_window is not None]
     # A graph that is told the range of slots to read, as the published ones are, need not look at the mask too.
-    masked = any(MASK in layer.masks for layer in sliding)
+    told = PARAM_TENSOR in needed or MASK_LOCAL in needed
+    masked = not told or any(MASK in layer.masks for layer in sliding)
     queries = max(1, tensor.elements // (2 * config.backbone_hidden_size))
     return Interface(graph, walk, config, slots.pop(), queries, needed, masked)
 

@@ -14,15 +14,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
-from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.blocks import FoundRole
 from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
-from mtp_extract.graph.call import grid_of
+from mtp_extract.graph.call import Call, grid_of
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
+from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS, LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
 from mtp_extract.litertlm.tflite import TensorType
@@ -87,13 +89,13 @@ class Allowed:
         spans: the attentions, by layer.
         choosing: what operators choose by: "position" or "mask" → kind → how many.
         idioms: operators that could cut activations and do not, each with the reason.
-        narrowed: type → how many activations pass through it: a rounding of the runtime's.
+        narrowed: activations that are held in fewer bits than they are computed in: a rounding of the runtime's.
     """
 
     spans: tuple[Span, ...]
     choosing: Mapping[str, Mapping[str, int]]
     idioms: tuple[str, ...]
-    narrowed: Mapping[str, int]
+    narrowed: tuple[Value, ...]
 
 
 def check_operators(graph: FlatGraph, walk: Walk, outputs: list[Value]) -> Allowed:
@@ -113,7 +115,8 @@ class _Rules:
         self.bounds = Bounds(graph, dict(_norms(graph, walk)))
         self.idioms: list[str] = []
         self.choosing: dict[str, Counter[str]] = {"position": Counter(), "mask": Counter()}
-        self.narrowed: Counter[str] = Counter()
+        self.narrowed: list[Value] = []
+        self.slots: dict[int, npt.NDArray[np.int64]] = {}
 
     def check(self) -> Allowed:
         spans = tuple(self._span(index, layer) for index, layer in enumerate(self.walk.layers))
@@ -132,7 +135,7 @@ class _Rules:
             spans,
             {k: dict(sorted(v.items())) for k, v in self.choosing.items()},
             tuple(self.idioms),
-            dict(self.narrowed),
+            tuple(self.narrowed),
         )
 
     # What depends on activations or caches.
@@ -152,7 +155,7 @@ class _Rules:
             self._cast(node)
         elif kind in ("QUANTIZE", "DEQUANTIZE"):
             if kind == "QUANTIZE":
-                self.narrowed[node.outputs[0].tensor.type_name] += 1
+                self.narrowed.append(node.outputs[0])
         elif kind in ("SELECT", "SELECT_V2"):
             if node.operand(0).depends & Depends.DATA:
                 raise _refused(node, "chooses by an activation or a cache")
@@ -166,6 +169,9 @@ class _Rules:
             if not all(_subtracts(reader, node) for reader in _readers(node.outputs[0])):
                 raise _refused(node, "takes the largest of activations, for another end than a softmax")
             self.idioms.append(f"{node.op.label}: the largest score, which a softmax subtracts")
+        elif kind in ("MAXIMUM", "MINIMUM") and inside and any(map(_masks, node.inputs)):
+            # A mask may bound scores: what it does at both of its values is tried row by row.
+            self.choosing["mask"][kind] += 1
         elif kind in ("MAXIMUM", "MINIMUM", "RELU", "RELU6", "RELU_N1_TO_1", "ABS"):
             if not self.bounds.never_binds(node):
                 raise _refused(node, f"cuts off activations ({_told(self.bounds.of(node.operand(0)))})")
@@ -190,7 +196,7 @@ class _Rules:
         if source.type not in FLOAT_TYPES | _INTEGER_CACHES or (source.type in _INTEGER_CACHES and grid_of(target)):
             raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
         if target.type in FLOAT_TYPES and target.type is not TensorType.FLOAT32 and source.type in FLOAT_TYPES:
-            self.narrowed[target.type_name] += 1
+            self.narrowed.append(node.outputs[0])
 
     def _exponential(self, node: Node) -> None:
         producer = strip(node.operand(0)).producer
@@ -212,12 +218,40 @@ class _Rules:
 
     def _mask(self, node: Node) -> None:
         """A mask acts slot by slot: no operator brings two slots together, or lets one choose another."""
-        kind, masked = node.kind, [bool(v and v.depends & Depends.MASK) for v in node.inputs]
-        whole = kind in LAYOUT and not any(m for i, m in enumerate(masked) if i not in LAYOUT[kind])
-        if not whole and (kind not in ELEMENTWISE or kind in ("SOFTMAX", "LOG_SOFTMAX", "BATCH_MATMUL")):
+        if node.kind in LAYOUT:
+            moved = LAYOUT[node.kind]
+            others = [v for i, v in enumerate(node.inputs) if i not in moved and v is not None]
+            if any(not v.constant for v in others):
+                raise _refused(node, "moves the slots of a mask by what is computed")
+            slots = [
+                self._slots(v) if i in moved else self.graph.integers(v).reshape(v.tensor.shape)
+                for i, v in enumerate(node.inputs)
+                if v is not None
+            ]
+            made = KERNELS[node.kind](Call(self.graph, node), *slots)
+            for value, found in zip(node.outputs, made if isinstance(made, tuple) else (made,), strict=True):
+                self.slots[id(value)] = found
+            return
+        if node.kind not in ELEMENTWISE - {"SOFTMAX", "LOG_SOFTMAX", "BATCH_MATMUL"}:
             raise _refused(node, "brings slots of a mask together; a drafter's masks act slot by slot")
-        if kind not in LAYOUT:
-            self.choosing["mask"][kind] += 1
+        which: npt.NDArray[np.int64] = np.full((), -1)
+        for operand in node.inputs:
+            own = self._slots(operand) if operand is not None else which
+            if ((which >= 0) & (own >= 0) & (which != own)).any():
+                raise _refused(node, "brings two slots of a mask together; a drafter's masks act slot by slot")
+            which = np.maximum(which, own)
+        self.slots[id(node.outputs[0])] = which
+        self.choosing["mask"][node.kind] += 1
+
+    def _slots(self, value: Value) -> npt.NDArray[np.int64]:
+        """Per element, the slot of a mask input that it depends on; -1 for none."""
+        if id(value) in self.slots:
+            return self.slots[id(value)]
+        shape = value.tensor.shape
+        if value.depends & Depends.MASK:
+            # An input: its last axis is that of the slots.
+            return np.arange(value.tensor.elements).reshape(shape)
+        return np.full(shape, -1)
 
     # Attentions.
 
@@ -240,13 +274,20 @@ class _Rules:
                 continue
             if node.kind in NORMALIZING and not side & Side.WEIGHTS:
                 ends.append(node)
+                weights = node.outputs[0]
                 side = Side.WEIGHTS
+            elif node.kind == "EXP":
+                # What LOG_SOFTMAX gives, raised again.
+                weights = node.outputs[0]
             nodes.append(node)
             sides.update({id(v): side for v in node.outputs})
         if len(ends) != 1:
             raise UnsupportedError(f"layers.{index}: expected one softmax in its attention, found {len(ends)}.")
         scores = ends[0].operand(0)
-        return Span(layer, tuple(nodes), sides, scores, ends[0].outputs[0], self._largest_score(layer))
+        if ends[0].kind == "EXP" and (largest := strip(scores).producer) is not None and largest.kind == "SUB":
+            # The maximum that a softmax subtracts is the same for all slots.
+            scores = strip(largest.operand(0))
+        return Span(layer, tuple(nodes), sides, scores, weights, self._largest_score(layer))
 
     def _largest_score(self, layer: Layer) -> float:
         query = max(map(abs, self.bounds.of(layer.query))) or 1.0
@@ -274,6 +315,10 @@ class _Rules:
             elif node.kind in ("POW", "LOG", "RSQRT", "SQRT"):
                 if several != [Side.WEIGHTS]:
                     raise _refused(node, "bends scores inside of an attention")
+            elif node.kind == "QUANTIZE" and several[0] in (Side.KEY, Side.VALUE):
+                name = span.layer.key if several[0] == Side.KEY else span.layer.value
+                if self.graph.inputs[name].tensor.type in FLOAT_TYPES:
+                    raise _refused(node, "holds a cache of floats on a grid: whether it fits is not in the file")
             elif node.kind not in LINEAR | NORMALIZING | _ALLOWED_ELSEWHERE:
                 raise _refused(node, "bends numbers inside of an attention, where only its softmax may")
 
@@ -311,6 +356,11 @@ def _depends(node: Node) -> Depends:
     return made
 
 
+def _masks(value: Value | None) -> bool:
+    """Whether a mask decides ``value``, and no activation does."""
+    return value is not None and Depends.MASK in value.depends and Depends.DATA not in value.depends
+
+
 def _readers(value: Value) -> Iterator[Node]:
     for reader, _ in value.consumers:
         if reader.kind in PASSES:
@@ -340,6 +390,3 @@ def _refused(node: Node, why: str) -> UnsupportedError:
         f"{node.op.label} {why}. A checkpoint has no such operator, and random inputs cannot show that it changes "
         "nothing; nothing is written. Please report the file."
     )
-
-
-CHOICES: MappingProxyType[str, str] = MappingProxyType({"position": "the position", "mask": "a mask"})

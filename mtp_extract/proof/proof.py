@@ -10,6 +10,7 @@ beside it, and the two are compared. Patterns propose what a graph is; this deci
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ import xxhash
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.errors import ProofError
+from mtp_extract.errors import ProofError, UnsupportedError
+from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph, Value, ancestors
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache, Read, Step, Written, forward, logits
 from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, interface_of, reach_of
 from mtp_extract.proof.operators import Allowed, check_operators
@@ -52,6 +55,10 @@ _QUIET_SCORES = 1.2
 _QUIET_CODE = 10
 _SMALL_VALUES = 0.01
 _COARSE_POSITIONS = 48
+_MOST_CUT_OFF = 0.1
+"""Google's own quantizer leaves out up to 0.065 of what random inputs give; its ranges are those of real ones."""
+_HALF_PRECISION = 65504.0 / 64
+"""Beyond 65 504 half precision is infinite: numbers of ordinary size must be far from it."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -121,6 +128,8 @@ class Proof:
         allowed: what the rules for operators found.
         tables: values that the position decides, and at how many positions they were held.
         rows: how many rows of masks were held.
+        cut_off: of activations that a grid of the file holds, the largest share (of a sum of squares) that lies beyond
+            it where inputs are of ordinary size.
         coarse: RoPE tables of the file that are coarser than the config's.
         rounded: largest difference of logits or state between what was rounded and the numbers before, as a share of
             the range; None where nothing was.
@@ -138,6 +147,7 @@ class Proof:
     allowed: Allowed = field(compare=False)
     tables: Tables = field(compare=False)
     rows: Rows
+    cut_off: float = 0.0
     coarse: tuple[CoarseTable, ...] = ()
     rounded: float | None = None
     rounded_tolerance: float | None = None
@@ -164,7 +174,8 @@ class Proof:
             },
             "choosing": {by: dict(kinds) for by, kinds in self.allowed.choosing.items()},
             "idioms": list(self.allowed.idioms),
-            "activations_held_in": dict(sorted(self.allowed.narrowed.items())),
+            "activations_held_in": dict(sorted(Counter(v.tensor.type_name for v in self.allowed.narrowed).items())),
+            "largest_share_cut_off": float(f"{self.cut_off:.1g}"),
             "coarse_tables": [
                 {
                     "layer": coarse.table.layer,
@@ -258,6 +269,7 @@ class _Proving:
                     allowed,
                     tables,
                     rows,
+                    self._cut_off(allowed.narrowed, sample, tables),
                     tuple(self._coarse(table, sample) for table in tables.coarse),
                 )
                 return _rounded(proof, self.checkpoint, sample.step, (mine, mine_too), rounding)
@@ -274,7 +286,7 @@ class _Proving:
         floats = any(self.graph.inputs[name].tensor.type in FLOAT_TYPES for name in names)
         for additive in (True, False) if floats else (True,):
             for layouts in self.interface.layouts():
-                yield self._sample(positions, layouts, additive, loud=True)
+                yield self._sample(positions, layouts, additive)
 
     def _positions(self) -> npt.NDArray[np.int64]:
         """At the edges of window and caches, and some drawn anew."""
@@ -283,7 +295,43 @@ class _Proving:
         drawn = np.random.default_rng(self.seed).integers(0, last + 1, _DRAWN_POSITIONS)
         return np.unique(np.concatenate([edges, drawn]).astype(np.int64))
 
-    def _sample(self, positions: npt.NDArray[np.int64], layouts: Layouts, additive: bool, *, loud: bool) -> _Sample:
+    def _cut_off(self, narrowed: Sequence[Value], sample: _Sample, tables: Tables) -> float:
+        """The largest share of activations of ordinary size that lies beyond the grid that holds them.
+
+        Raises:
+            UnsupportedError: more than calibration leaves out.
+        """
+        if not narrowed:
+            return 0.0
+        mine = self._sample(sample.positions, sample.layouts, sample.additive, ordinary=True)
+        # What goes in is what comes out: activations are evaluated as real numbers.
+        found = evaluate(self.graph, mine.fed, narrowed, tables.given(mine.positions))
+        head = next(role.result for role in self.walk.roles if role.role == "lm_head")
+        scored = {id(v) for v in ancestors(self.outputs[1], frozenset({id(head)}))}
+        largest = 0.0
+        for value, numbers in zip(narrowed, found, strict=True):
+            tensor, flat = value.tensor, np.concatenate([np.asarray(n, np.float64).reshape(-1) for n in numbers])
+            grid = grid_of(tensor)
+            low, high = -_HALF_PRECISION, _HALF_PRECISION
+            if grid is not None and tensor.type is not None:
+                low, high = ((end - grid[1]) * grid[0] for end in ends_of(tensor.type))
+            elif tensor.type is not TensorType.FLOAT16:
+                continue
+            beyond = flat - np.clip(flat, low, high)
+            share = float(np.square(beyond).sum() / max(np.square(flat).sum(), 1e-30))
+            # Of logits the largest is what counts.
+            if not share <= (0 if id(value) in scored else _MOST_CUT_OFF):
+                raise UnsupportedError(
+                    f"{tensor.label} holds {low:.4g} to {high:.4g}, and of numbers of ordinary size {share:.0%} (of the "
+                    "sum of their squares) lie beyond: they are cut off, which no checkpoint does. Nothing is written."
+                )
+            largest = max(largest, share)
+        return largest
+
+    def _sample(
+        self, positions: npt.NDArray[np.int64], layouts: Layouts, additive: bool, *, ordinary: bool = False
+    ) -> _Sample:
+        """Inputs at ``positions``: ordinary ones, or some very quiet, some very loud, and small numbers in V."""
         random, interface, config = np.random.default_rng(self.seed), self.interface, self.checkpoint.config
         shown = interface.drawn_masks(positions, random)
         for name, whole in interface.runtime_masks(positions).items():
@@ -291,7 +339,7 @@ class _Proving:
             shown[name][::2] = whole[::2]
         shape = (len(positions), interface.queries, 2 * config.backbone_hidden_size)
         activations = random.standard_normal(shape).astype(np.float32)
-        if loud:
+        if not ordinary:
             activations[0] *= np.float32(_small_activations(self.checkpoint, self.walk.rms_norm_eps))
             activations[-1] *= np.float32(_LOUD)
         fed: dict[str, Samples] = {**feed(self.graph, self.outputs, positions, interface.queries)}
@@ -301,7 +349,7 @@ class _Proving:
         fed[ACTIVATIONS] = tuple(a.reshape(tensor.shape) for a in activations)
         caches: dict[str, Cache] = {}
         for name in sorted({n for layer in self.walk.layers for n in (layer.key, layer.value)}):
-            fed[name], caches[name] = self._cache(name, layouts, random)
+            fed[name], caches[name] = self._cache(name, layouts, random, ordinary)
         step = Step(
             activations,
             positions[:, None] + np.arange(interface.queries),
@@ -310,7 +358,7 @@ class _Proving:
         )
         return _Sample(positions, fed, step, layouts, additive)
 
-    def _cache(self, name: str, layouts: Layouts, random: np.random.Generator) -> tuple[Samples, Cache]:
+    def _cache(self, name: str, layouts: Layouts, random: np.random.Generator, ordinary: bool) -> tuple[Samples, Cache]:
         """Quiet numbers; of K, so that scores are."""
         layers = zip(self.checkpoint.config.layers, self.walk.layers, strict=True)
         index, layer = next((i, la) for i, (la, found) in enumerate(layers) if name in (found.key, found.value))
@@ -320,8 +368,10 @@ class _Proving:
             if found.key == name
         ]
         floats = self.graph.inputs[name].tensor.type in FLOAT_TYPES
-        target = _QUIET_SCORES / max(*norms, 1e-6) if norms else _SMALL_VALUES
-        scale = 2.0 ** round(math.log2(target / _QUIET_CODE)) if floats else self.interface.grid(name)[0]
+        target = _QUIET_SCORES / max(*norms, 1e-6) if norms else 1.0 if ordinary else _SMALL_VALUES
+        scale = (
+            2.0 ** round(math.log2(target / (_QUIET_CODE if norms else 73))) if floats else self.interface.grid(name)[0]
+        )
         largest = self.interface.largest_code(name)
         reach = reach_of(target, scale, largest) if norms else largest
         codes = drawn_codes(layer.num_kv_heads, self.interface.slots, layer.head_dim, reach, random)
@@ -333,7 +383,7 @@ class _Proving:
         random = np.random.default_rng(self.seed)
         drawn = random.integers(0, self.interface.last + 1, _COARSE_POSITIONS)
         positions = np.unique(np.append(drawn, [table.position, self.interface.last]))
-        mine = self._sample(positions, sample.layouts, sample.additive, loud=False)
+        mine = self._sample(positions, sample.layouts, sample.additive, ordinary=True)
         found = evaluate(self.graph, mine.fed, self.outputs)
         state, projected = forward(self.checkpoint, mine.step)
         apart = np.maximum(_apart(found[0], projected), _apart(found[1], logits(self.checkpoint, state)))

@@ -85,10 +85,12 @@ def check_rows(
     size = interface.slots * interface.queries
     rows = _chosen(interface, max(64, _MOST_SCORES // (size * len(spans))), random)
     held = len(rows)
-    for index, span in enumerate(spans):
-        check = _Check(interface, span, index, tables, layouts, additive, random)
-        for at in _pieces(rows, size * check.width):
-            check.scores(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
+    checks = [_Check(interface, span, index, tables, layouts, additive, random) for index, span in enumerate(spans)]
+    for at in _pieces(rows, size * max(check.width for check in checks)):
+        shown = _shown(interface, np.repeat(at, 2), random)
+        for check in checks:
+            check.scores(np.repeat(at, 2), shown)
+    for check in checks:
         most = _MOST_RESULTS // (size * interface.config.num_heads * len(spans)) if check.meets_caches else 0
         some = rows[np.unique(np.linspace(0, len(rows) - 1, min(max(most, _FEW), len(rows))).astype(int))]
         held = min(held, len(some)) if check.meets_caches else held
@@ -173,24 +175,36 @@ class _Check:
         slots, largest = self.interface.slots, np.float32(min(self.span.largest_score, _LARGEST))
         cut = self._cut()
         shape = cut.tensor.shape
-        if not shape or shape[-1] != slots or self.interface.queries > 1:
+        axes = [axis for axis, size in enumerate(shape) if size == slots]
+        if not axes or self.interface.queries > 1:
             raise UnsupportedError(
                 f"layers.{self.index}: its scores are no rows of {slots} slots, one query a step, before its softmax; this "
                 "release cannot hold its mask against the config."
             )
-        drawn = self.random.random((len(positions), slots), np.float32)
-        product = np.where(seen[:, 0], drawn * np.float32(0.1) - 1, np.float32(0.9) + drawn * np.float32(0.1)) * largest
-        lead = shape[:-1] if self.width > 1 else (1,) * (len(shape) - 1)
-        given = np.broadcast_to(product.reshape(-1, *(1,) * len(lead), slots), (len(positions), *lead, slots))
-        found = self._evaluate(self._inputs(positions, shown), [self.span.scores], [(cut, Stacked(given))])[0]
-        scored = found.reshape(len(positions), -1, slots)
+        drawn = self.random.random(slots, np.float32) * np.float32(0.1)
+        low, high = (drawn - 1) * largest, (np.float32(0.9) + drawn) * largest
+        # Where a mask bounds scores, what is seen must be let through however loud it is, too.
+        bounded = any(node.kind in ("MAXIMUM", "MINIMUM") for node in self.chain)
+        for visible in (low, high) if bounded else (low,):
+            product = np.where(seen[:, 0], visible, high)
+            narrow = [slots if axis == axes[-1] else size if self.width > 1 else 1 for axis, size in enumerate(shape)]
+            along = product.reshape(-1, *(slots if axis == axes[-1] else 1 for axis in range(len(shape))))
+            given = Stacked(np.broadcast_to(along, (len(positions), *narrow)))
+            found = self._evaluate(self._inputs(positions, shown), [self.span.scores], [(cut, given)])[0]
+            self._hold_scores(found.reshape(len(positions), -1, slots), product, seen, positions, visible is low)
+
+    def _hold_scores(self, scored: Floats, product: Floats, seen: Bools, positions: Positions, leaks: bool) -> None:
+        largest = np.float32(min(self.span.largest_score, _LARGEST))
         with np.errstate(invalid="ignore", over="ignore"):
-            moved = scored - product[:, None]
+            factor = _slope(scored, product, seen)
+            moved = scored - factor * product[:, None]
             # A softmax does not see what is added to a whole row.
-            base = np.max(moved, -1, keepdims=True, where=seen, initial=-np.inf)
-            alike = np.abs(moved - base) <= _ALIKE + 4e-6 * (largest + np.abs(base))
-            hidden = scored <= base - largest - _WEIGHS_NOTHING
-            wrong = np.where(seen, ~alike, ~hidden)
+            first = np.broadcast_to(seen.argmax(-1)[..., None], (*moved.shape[:-1], 1))
+            base = np.take_along_axis(moved, first, -1)
+            hidden = scored <= base - factor * (largest + _WEIGHS_NOTHING)
+            moved -= base
+            alike = np.abs(moved, out=moved) <= _ALIKE + 4e-6 * (factor * largest + np.abs(base))
+            wrong = ~np.where(seen, alike, hidden | (not leaks))
         if wrong.any():
             sample, head, slot = (int(i) for i in np.argwhere(wrong)[0])
             if seen[sample, 0, slot]:
@@ -224,12 +238,12 @@ class _Check:
         raised = np.exp(scores - scores.max(-1, keepdims=True))
         softmax = raised / raised.sum(-1, keepdims=True)
         if weights.size == softmax.size:
-            # Up to a common factor: where a softmax is spelled out, its sum is divided by later.
+            # Where a softmax is spelled out, its sum is divided by later; and heads may stand in another order.
             found = weights.reshape(softmax.shape)
-            ratio = np.where(view, found / np.where(view, softmax, 1), 0)
-            wrong = np.where(
-                view, np.abs(ratio - ratio.max(-1, keepdims=True)) > _ALIKE * ratio.max(-1, keepdims=True), found != 0
-            )
+            with np.errstate(all="ignore"):
+                found = np.sort(found / found.sum(-1, keepdims=True), 2)
+            expected = np.sort(softmax, 2)
+            wrong = ~np.where(view, np.abs(found - expected) <= _ALIKE * expected, found == 0)
             if wrong.any():
                 sample, _, _, slot = (int(i) for i in np.argwhere(wrong)[0])
                 self._refuse(int(positions[sample]), f"slot {slot} weighs otherwise than the softmax of q · K has it")
@@ -281,3 +295,15 @@ class _Check:
             f"layers.{self.index}.attention: the graph and the checkpoint part here (the mask at position {position}): "
             f"{what}. No checkpoint of this kind computes that; nothing is written. Please report the file."
         )
+
+
+def _slope(scored: Floats, product: Floats, seen: Bools) -> float:
+    """What a score is multiplied with on the way: the same for all slots in view. Where no row shows two, 1."""
+    sample = int(seen[:, 0].sum(-1).argmax())
+    slots = np.flatnonzero(seen[sample, 0])
+    if slots.size < 2:
+        return 1.0
+    order = slots[np.argsort(product[sample, slots])]
+    low, high = order[0], order[-1]
+    rise = float(product[sample, high]) - float(product[sample, low])
+    return (float(scored[sample, 0, high]) - float(scored[sample, 0, low])) / (rise or 1.0)

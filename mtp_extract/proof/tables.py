@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.errors import ProofError
 from mtp_extract.graph.arrays import Array
+from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_param, fill_position
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Value, ancestors
@@ -130,12 +131,16 @@ def check_tables(
             if id(value) not in tables:
                 tables[id(value)] = _identify(graph, value, f"layers.{index}", own, config, last, queries, seed)
     made = tuple(tables.values())
-    for positions, found in _values(graph, made, last, queries):
-        _hold(made, positions, found)
+    # A table that is stored in few bits is held as the numbers it stores, and how it is computed with is measured; any
+    # other as it is computed.
+    for coarsely in (False, True):
+        some = tuple(table for table in made if bool(_stored_in(table.value)) == coarsely)
+        for positions, found in _values(graph, some, last, queries, rounds=not coarsely):
+            _hold(some, positions, found)
     coarse = []
     for index, (span, values) in enumerate(zip(spans, by_layer, strict=True)):
         mine = [tables[id(v)] for v in values]
-        kinds = _few_bits(values)
+        kinds = _stored_in(*values)
         if kinds or any((np.abs(t.own - t.config) > t.config * _FINE).any() for t in mine):
             coarse.append(Coarse(index, kinds or "FLOAT32", *_furthest(graph, mine, last, queries)))
     return Tables(made, last + 1, tuple(coarse))
@@ -221,14 +226,18 @@ def _identify(
     fed = feed(graph, [value], tried, queries)
     found = np.asarray(evaluate(graph, fed, [value], rounds=False)[0], np.float64).reshape(len(tried), -1)
     shape, half, share = value.tensor.shape, own.size, _share(graph, value)
+    if share:
+        # Of stored cosines the frequencies can be read but roughly: those are held as the config has them.
+        own = config
     several = queries > 1 and queries in shape[:-1] and found.shape[1] % queries == 0
     entries = found.shape[1] // (queries if several else 1)
     functions = _functions(tried, queries if several else 1, own).astype(np.float64)
     angles = np.float32(tried.max() + queries) * own
-    allowed = _allowed(angles).astype(np.float64) * 2 + share
+    allowed = 2 * (_allowed(angles).astype(np.float64) + share)
     width = shape[-1] if shape else 1
     likely = np.arange(entries) % width % half
     amplitude, function = np.zeros(found.shape[1]), np.zeros(found.shape[1], np.int64)
+    reach = np.maximum(np.abs(functions).max(0), 1e-9)
     for query in range(queries if several else 1):
         columns = slice(query * entries, (query + 1) * entries)
         numbers, open_ = found[:, columns], np.arange(entries)
@@ -236,6 +245,9 @@ def _identify(
             chosen = functions[:, query, guess[open_]]
             scale = (chosen * numbers[:, open_]).sum(0) / np.maximum((chosen * chosen).sum(0), 1e-30)
             fits = (np.abs(numbers[:, open_] - chosen * scale) <= np.abs(scale) * allowed[guess[open_]]).all(0)
+            # A factor of 1 or -1 is just that, but for rounding.
+            doubt = (share + 1e-5) / reach[query, guess[open_]]
+            scale = np.where(np.abs(np.abs(scale) - 1) <= doubt, np.sign(scale), scale)
             amplitude[columns][open_[fits]], function[columns][open_[fits]] = scale[fits], guess[open_[fits]]
             open_ = open_[~fits]
             if not open_.size:
@@ -245,17 +257,15 @@ def _identify(
                 f"{layer}.q_norm: {value.label} meets its result, and depends on the position otherwise than a cosine or "
                 "a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the file."
             )
-    # A factor of 1 or -1 is just that, but for rounding.
-    units = np.abs(np.abs(amplitude) - 1) <= share + 1e-5
-    factors = np.where(units, np.sign(amplitude), amplitude).astype(np.float32)
-    return Table(value, factors, function, queries if several else 1, own, config, share)
+    factors = amplitude.astype(np.float32)
+    return Table(value, factors, function, queries if several else 1, own, config, share + _rounded_after(value))
 
 
 def _guesses(likely: npt.NDArray[np.int64], half: int) -> Iterator[npt.NDArray[np.int64]]:
     """Functions that entries may be of, the likeliest first: entry i of a half has frequency i."""
-    yield np.full_like(likely, 2 * half)
     yield likely
     yield likely + half
+    yield np.full_like(likely, 2 * half)
     for index in range(2 * half):
         yield np.full_like(likely, index)
 
@@ -287,15 +297,34 @@ def _half(graph: FlatGraph, value: Value) -> bool:
         return bool(np.array_equal(numbers, numbers.astype(np.float16).astype(np.float32)))
 
 
-def _few_bits(values: Sequence[Value]) -> str:
-    """The types of few bits that tables pass through, joined; empty where there are none."""
+def _stored_in(*values: Value) -> str:
+    """The types of few bits that tables of frequencies are stored in, joined; empty where there are none."""
     kinds = {
         source.tensor.type_name
         for value in values
         for source in ancestors(value)
-        if source.tensor.type in _SHARES or source.tensor.type in CODE_TYPES or source.tensor.type is TensorType.INT16
+        if source.constant and source.tensor.elements > 1 and _narrow(source.tensor.type)
     }
     return " and ".join(sorted(kinds))
+
+
+def _narrow(kind: TensorType | None) -> bool:
+    return kind in _SHARES or kind in CODE_TYPES or kind is TensorType.INT16
+
+
+def _rounded_after(value: Value) -> float:
+    """How far cosines and sines are rounded once they are computed: by the types that they pass through."""
+    stops = frozenset(
+        id(v) for v in ancestors(value) if v.producer is not None and v.producer.kind in ("SIN", "COS", "GATHER")
+    )
+    found = 0.0
+    for source in ancestors(value, stops):
+        grid = grid_of(source.tensor) if not source.constant else None
+        if grid is not None:
+            found += grid[0] * 0.51
+        elif not source.constant:
+            found += _SHARES.get(source.tensor.type or TensorType.FLOAT32, 0.0)
+    return found
 
 
 def _furthest(graph: FlatGraph, tables: Sequence[Table], last: int, queries: int) -> tuple[float, int]:
