@@ -29,6 +29,7 @@ from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph, Value, ancestors
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache, Read, Step, Written, forward, logits
+from mtp_extract.proof.gates import check_gates
 from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, interface_of, reach_of
 from mtp_extract.proof.operators import Allowed, check_operators
 from mtp_extract.proof.rows import Rows, check_rows
@@ -243,6 +244,7 @@ class _Proving:
     def run(self, rounding: Rounding | None) -> Proof:
         config = self.checkpoint.config
         allowed = check_operators(self.graph, self.walk, self.outputs)
+        check_gates(self.graph, self.walk, config.hidden_activation, self.seed)
         ropes = [layer.rope for layer in config.layers]
         tables = check_tables(self.graph, allowed.spans, ropes, self.interface.slots, self.interface.queries, self.seed)
         tried: list[tuple[float, _Sample]] = []
