@@ -191,6 +191,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         opened.prefetch()
         source = drafter_for(opened, require_mtp(config))
         checks, comparable = check_identity(directory, source)
+        opened.source.confirm()
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
         directory="the sample" if plan.directory is None else public_name(str(directory)),
