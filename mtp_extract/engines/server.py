@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from mtp_extract.engines.kinds import Counters, at, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
 from mtp_extract.io.http import FaultError, Faults, hide_queries, http_library
+from mtp_extract.io.watchdog import watched
 from mtp_extract.speculate.result import Generation
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Server", "key_from"]
 
 _CONNECT_TIMEOUT = 10.0
+_PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _MOST_NAMED, _MOST_TOKENS = 8, 1 << 53
@@ -107,7 +108,7 @@ class Server:
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         self._root, login = _parse(url)
         self.name = WebAddress(self._root).name
-        self._timeout, self._late = timeout, f"expected an answer within {timeout:g} seconds"
+        self._timeout, self._ended = timeout, False
         self._secrets = [secret for secret in (key, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
         if key is not None:
@@ -177,7 +178,7 @@ class Server:
         """
         if not self.kind.page:
             return None
-        with self._said(), self._client.stream("GET", f"{self._root}/metrics") as response:
+        with self._said(page=True), self._client.stream("GET", f"{self._root}/metrics") as response:
             if response.status_code != 200:
                 return None
             text = self._body(response).decode("utf-8", "replace")
@@ -224,7 +225,7 @@ class Server:
         tokens: int | None = None
         first = last = 0.0
         first_tokens, reason, told, done = 1, None, None, False
-        for now, data in self._events(response, sent, largest):
+        for now, data in self._events(response, largest):
             if data == b"[DONE]":
                 done = True
                 break
@@ -258,14 +259,12 @@ class Server:
             told=told,
         )
 
-    def _events(self, response: Any, sent: float, largest: int) -> Iterator[tuple[float, bytes]]:
+    def _events(self, response: Any, largest: int) -> Iterator[tuple[float, bytes]]:
         """The data of each event, with the time at which it was here."""
         rest, size = b"", 0
         for piece in response.iter_raw():
             now = time.perf_counter()
             size += len(piece)
-            if now - sent > self._timeout:
-                raise ServerError(self._late, remedies=("timeout",))
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > _LARGEST_EVENT or size > largest:
                 raise ServerError("the answer is too large for one")
@@ -302,7 +301,7 @@ class Server:
 
     def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
         """The ``Server`` header and the JSON of a page."""
-        with self._said(), self._client.stream("GET", self._root + path) as response:
+        with self._said(page=True), self._client.stream("GET", self._root + path) as response:
             if response.status_code == 404:
                 raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
             if response.status_code != 200:
@@ -310,10 +309,10 @@ class Server:
             return response.headers.get("server", ""), _json(self._body(response))
 
     def _body(self, response: Any) -> bytes:
-        body, begun = bytearray(), time.perf_counter()
+        body = bytearray()
         for piece in response.iter_raw():
             body += piece
-            if len(body) > _LARGEST_PAGE or time.perf_counter() - begun > self._timeout:
+            if len(body) > _LARGEST_PAGE:
                 raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
         return bytes(body)
 
@@ -335,19 +334,22 @@ class Server:
         return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
 
     @contextmanager
-    def _said(self) -> Iterator[float]:
-        """The time at which a request begins; errors of what happens inside, with the server's name and an end."""
-        # Of a head that trickles in nobody is told before it is complete; closing ends it.
-        watch = threading.Timer(2 * self._timeout, self._client.close)
-        watch.daemon = True
-        watch.start()
+    def _said(self, page: bool = False) -> Iterator[float]:
+        """The time at which a request begins; errors of what happens inside, with the server's name and an end.
+
+        All of it has to be over in time, head and body. Whatever is under way then ends with it.
+        """
+        seconds = min(self._timeout, _PAGE_TIMEOUT) if page else self._timeout
         begun = time.perf_counter()
         try:
-            with Faults(self.name):
+            with Faults(self.name), watched(seconds, self._end):
                 yield begun
         except FaultError as fault:
-            if time.perf_counter() - begun > 2 * self._timeout:
-                raise ServerError(f"{self.name}: {self._late}.", remedies=("timeout",)) from None
+            if self._ended or time.perf_counter() - begun >= seconds:
+                remedies = ("timeout",) * (seconds == self._timeout)
+                raise ServerError(
+                    f"{self.name}: expected an answer within {seconds:g} seconds.", remedies=remedies
+                ) from None
             advice = "Check that it runs, and its address" if fault.kind else "Its log may say why, if it speaks HTTP"
             raise ServerError(f"{self.name}: {fault}. {advice}.", remedies=("timeout",) * bool(fault.kind)) from None
         except ServerError as error:
@@ -355,8 +357,10 @@ class Server:
             if not text.startswith(self.name):
                 raise ServerError(f"{self.name}: {text.rstrip('.')}.", remedies=error.remedies) from None
             raise
-        finally:
-            watch.cancel()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._client.close()
 
 
 def _parse(url: str) -> tuple[str, tuple[str, ...]]:
