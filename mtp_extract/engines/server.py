@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from mtp_extract.engines.kinds import Counters, at, recognise
+from mtp_extract.engines.kinds import Counters, at, impossible, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
 from mtp_extract.io.http import FaultError, Faults, hide_queries, http_library
@@ -34,7 +34,7 @@ _CONNECT_TIMEOUT = 10.0
 _PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
-_MOST_NAMED, _MOST_TOKENS = 8, 1 << 53
+_MOST_NAMED = 8
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("api_key_env",)),
@@ -57,6 +57,7 @@ class Answer:
         seconds: from the first text to the last event of the text, the one that says why it ended among them.
         finish_reason: as the server says.
         told: counters of this answer; None if the server tells none.
+        impossible: what it told that cannot be of this answer, and so stands in none of the above.
     """
 
     text: str
@@ -66,6 +67,7 @@ class Answer:
     seconds: float
     finish_reason: str | None
     told: Counters | None
+    impossible: tuple[str, ...] = ()
 
 
 def key_from(variable: str) -> str:
@@ -218,14 +220,14 @@ class Server:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
-            return self._read(response, sent, _LARGEST_EVENT + _LARGEST_TOKEN * max_tokens)
+            return self._read(response, sent, max_tokens)
 
-    def _read(self, response: Any, sent: float, largest: int) -> Answer:
+    def _read(self, response: Any, sent: float, asked: int) -> Answer:
         pieces: list[str] = []
         tokens: int | None = None
         first = last = 0.0
         first_tokens, reason, told, done = 1, None, None, False
-        for now, data in self._events(response, largest):
+        for now, data in self._events(response, _LARGEST_EVENT + _LARGEST_TOKEN * asked):
             if data == b"[DONE]":
                 done = True
                 break
@@ -233,7 +235,7 @@ class Server:
             if event.get("error"):
                 raise ServerError(f"the answer ended in an error{self._quoted(event)}")
             count = at(event, "usage", "completion_tokens")
-            if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _MOST_TOKENS:
+            if isinstance(count, int) and not isinstance(count, bool):
                 tokens = count
             told = self.kind.of_answer(event) or told
             for choice in _list(event.get("choices")):
@@ -247,8 +249,15 @@ class Server:
                 reason = escape(given) if isinstance(given, str) else reason
         if not done and reason is None:
             raise ServerError("the answer ended before its end")
+        wrong = impossible(told, asked) if told is not None else ()
+        if wrong:
+            told = None
         if tokens is None and told is not None:
             tokens = told.tokens
+        # A text is at least one token, and no more than asked for.
+        if tokens is not None and not (first_tokens if pieces else 0) <= tokens <= asked:
+            wrong += (f"{escape(tokens, 24)} tokens of an answer of {len(pieces)} pieces and at most {asked} tokens",)
+            tokens, first_tokens = None, 1
         return Answer(
             text="".join(pieces),
             tokens=tokens,
@@ -257,6 +266,7 @@ class Server:
             seconds=last - first if pieces else 0.0,
             finish_reason=reason,
             told=told,
+            impossible=wrong,
         )
 
     def _events(self, response: Any, largest: int) -> Iterator[tuple[float, bytes]]:
