@@ -161,7 +161,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-_RESULTS = {True: "passed", False: "refuted", None: "not run"}
+_RESULTS = {True: "passed", False: "refuted", None: "not checked"}
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
