@@ -48,6 +48,7 @@ def unusable(module: str, *names: str) -> str:
     top = module.partition(".")[0]
     package = _PACKAGES.get(top, top)
     try:
+        import_module(top)
         found = import_module(module)
         lacking = [name for name in names if not hasattr(found, name)]
     except ModuleNotFoundError as error:

@@ -132,7 +132,7 @@ def test_no_interpreter(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
     found = validated(checkpoint)
     assert found.parity is None
-    is_not_checked(found, "interpreter", "cannot be asked: ai-edge-litert ")
+    is_not_checked(found, "interpreter", "cannot be asked: ai-edge-litert is not installed")
     report = {"checks": [dataclasses.asdict(check) for check in found.checks], "parity": None, "agreement": None}
     (table,) = measurements(report | {"generation": None, "controls": None})
     assert [row[2] for row in table.rows if row[0] == "interpreter"] == ["not checked"]
