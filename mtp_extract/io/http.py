@@ -196,7 +196,7 @@ class RangedFile:
         self._address, self._token, self._take_whole = address, token, take_whole
         self._place: tuple[str, dict[str, str]] | None = None
         self._known: dict[str, Any] = {}
-        self._failures, self._answered, self._examined = 0, False, False
+        self._failures, self._answered, self._examined, self._conditional = 0, False, False, True
         self._since = time.monotonic()  # when something came last
 
     @property
@@ -282,7 +282,7 @@ class RangedFile:
 
         url, headers = self.locate()
         headers = {**headers, "Range": f"bytes={begin}-{end - 1}"}
-        if self.validator is not None:
+        if self.validator is not None and self._conditional:
             headers["If-Range"] = self.validator[1]
         timeout = http_library().Timeout(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), connect=_CONNECT_TIMEOUT)
         get = get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True)
@@ -333,8 +333,11 @@ class RangedFile:
         if length and not _NUMBER.fullmatch(length):
             raise FaultError("the server announced a length that is none")
         if status == 200 and self._examined:
-            # Asked for a range if nothing changed, it sends all that there is.
+            # All in place of a range, for another file; or the server knows no If-Range.
             self._identify(headers)
+            if self.validator is not None and self._conditional and not self.whole:
+                self._conditional = False
+                raise FaultError("the server sends all of the file when asked for a range of the same one", 0.0)
         first, stop, size = self._whole(headers, length) if status == 200 else self._range(headers)
         self._same(size=size)
         self._identify(headers)

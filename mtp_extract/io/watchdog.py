@@ -17,6 +17,9 @@ from mtp_extract.errors import MtpExtractError
 __all__ = ["LateError", "Watch", "watched"]
 
 
+_AGAIN = 1.0  # seconds
+
+
 class LateError(Exception):
     """A request did not end in its time. ``str()`` says which."""
 
@@ -43,10 +46,11 @@ class Watch:
         """Wait, and end the request if need be."""
         while not self._done.wait(self._until - time.monotonic()):
             with self._lock:
-                self.late = not self._done.is_set() and time.monotonic() >= self._until
+                self.late |= not self._done.is_set() and time.monotonic() >= self._until
             if self.late:
                 self._end()
-                return
+                # A library that asks again by itself is stopped again.
+                self._until = time.monotonic() + _AGAIN
 
 
 @contextmanager
