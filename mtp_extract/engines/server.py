@@ -123,7 +123,7 @@ class Server:
         hide_queries()
         self._client = library.Client(
             headers=headers,
-            timeout=library.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
+            timeout=_limits(timeout),
             limits=library.Limits(max_connections=None, keepalive_expiry=_KEPT),
         )
         try:
@@ -180,7 +180,7 @@ class Server:
         """
         if not self.kind.page:
             return None
-        with self._said(page=True), self._client.stream("GET", f"{self._root}/metrics") as response:
+        with self._page("/metrics") as response:
             if response.status_code != 200:
                 return None
             text = self._body(response).decode("utf-8", "replace")
@@ -209,7 +209,7 @@ class Server:
         content = json.dumps(body | more).encode()
         headers = {"Content-Type": "application/json"}
         post = self._client.stream("POST", self._root + path, content=content, headers=headers)
-        with self._said() as sent, post as response:
+        with self._said(self._timeout) as sent, post as response:
             if response.status_code == 404:
                 remedies = ("chat_template", "model")
                 raise ServerError(
@@ -311,7 +311,7 @@ class Server:
 
     def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
         """The ``Server`` header and the JSON of a page."""
-        with self._said(page=True), self._client.stream("GET", self._root + path) as response:
+        with self._page(path) as response:
             if response.status_code == 404:
                 raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
             if response.status_code != 200:
@@ -344,12 +344,19 @@ class Server:
         return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
 
     @contextmanager
-    def _said(self, page: bool = False) -> Iterator[float]:
+    def _page(self, path: str) -> Iterator[Any]:
+        """The answer for a page, which takes no computing."""
+        seconds = min(self._timeout, _PAGE_TIMEOUT)
+        get = self._client.stream("GET", self._root + path, timeout=_limits(seconds))
+        with self._said(seconds), get as response:
+            yield response
+
+    @contextmanager
+    def _said(self, seconds: float) -> Iterator[float]:
         """The time at which a request begins; errors of what happens inside, with the server's name and an end.
 
         All of it has to be over in time, head and body. Whatever is under way then ends with it.
         """
-        seconds = min(self._timeout, _PAGE_TIMEOUT) if page else self._timeout
         begun = time.perf_counter()
         try:
             with Faults(self.name), watched(seconds, self._end):
@@ -371,6 +378,11 @@ class Server:
     def _end(self) -> None:
         self._ended = True
         self._client.close()
+
+
+def _limits(seconds: float) -> Any:
+    """Of connecting, and of each read: the whole is the watch's affair."""
+    return http_library().Timeout(seconds, connect=min(seconds, _CONNECT_TIMEOUT))
 
 
 def _parse(url: str) -> tuple[str, tuple[str, ...]]:

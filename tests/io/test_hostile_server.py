@@ -140,12 +140,14 @@ def test_a_hub_that_never_ends(soon: None, patience: Patient, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
-def test_a_server_of_models_that_never_ends(script: Script) -> None:
+def test_a_server_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    """However long an answer may take: a page is no answer."""
+    monkeypatch.setattr("mtp_extract.engines.server._PAGE_TIMEOUT", WINDOW)
     with (
         raw_server(script) as server,
         pytest.raises(MtpExtractError, match=r"expected an answer within|is not HTTP|expected a") as caught,
     ):
-        Server(server.url, timeout=WINDOW)
+        Server(server.url, timeout=300)
     fits(str(caught.value))
 
 
@@ -442,3 +444,24 @@ def test_heads_at_random(
         except SourceError as error:
             fits(str(error))
     assert 10 < right < 110
+
+
+def test_heads_at_random_of_a_server_of_models() -> None:
+    """The model that it names, or one line."""
+    random_ = random.Random(20)
+    body = b'{"data": [{"id": "a"}]}'
+    right = head("200 OK", Content_Type="application/json", Content_Length=len(body), Connection="close") + body
+
+    def script(request: str, say: Say) -> None:
+        say(mutated(random_, right))
+
+    found = []
+    with raw_server(script) as server:
+        for _ in range(60):
+            try:
+                with Server(server.url, timeout=2 * WINDOW) as asked_:
+                    found.append(asked_.model)
+            except MtpExtractError as error:
+                fits(str(error))
+    assert set(found) == {"a"}
+    assert 5 < len(found) < 55
