@@ -154,7 +154,9 @@ def verify_against_source(
     window = read_record(Path(directory))["geometry"].get("sliding_window")
     opened.prefetch()
     drafter = opened.drafter(window if isinstance(window, int) else None)
-    return verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
+    found = verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
+    opened.source.confirm()
+    return found
 
 
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
@@ -249,6 +251,7 @@ def _record(
     drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: _Hashes
 ) -> dict[str, Any]:
     proof = prove_written(drafter, checkpoint, prepared, staged.written)
+    drafter.opened.source.confirm()
     confirmed = set(drafter.names.confirmed)
     found = {role.role: role for role in drafter.walk.roles}
 
@@ -269,7 +272,7 @@ def _record(
 
 
 def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
-    notes = []
+    notes = list(drafter.opened.source.notes)
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]
     if absent:

@@ -1,13 +1,18 @@
-"""Markdown of text that nobody vouches for: names from files, what users typed."""
+"""Markdown of text that nobody vouches for: names from files, what users typed, what servers say of themselves."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 from mtp_extract.errors import escape
 
-__all__ = ["code", "plain", "table", "visible"]
+__all__ = ["code", "listed", "paragraph", "plain", "prose", "table", "visible"]
+
+# An underscore inside a word, as in q_proj, is no markup; a hash at the end closes a heading.
+_MARKUP = re.compile(r"[`*|]|#(?=\s*$)|(?<![^\W_])_|_(?![^\W_])")
+_OPENING = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[#>+=-]))")
 
 
 def visible(text: object) -> str:
@@ -16,9 +21,26 @@ def visible(text: object) -> str:
     return " ".join(escape(word) for word in str(text).split(" "))
 
 
+def prose(text: object) -> str:
+    """Markdown of this package with such names in it: code and emphasis stay, HTML, links and images do not."""
+    # As entities: what a backslash stands before is taken for HTML all the same inside of HTML.
+    shown = re.sub(r"&(?=[#\w])", "&amp;", visible(text)).replace("<", "&lt;")
+    return re.sub(r"[\\\[\]~$]", r"\\\g<0>", shown)
+
+
 def plain(text: object) -> str:
-    """``text`` such that nothing in it ends a table cell or a line."""
-    return visible(text).replace("|", "\\|")
+    """``text`` such that nothing in it is markup, or ends a table cell or a line."""
+    return _MARKUP.sub(r"\\\g<0>", prose(text))
+
+
+def paragraph(text: object) -> str:
+    """The same for a line of its own, which is no heading, quotation or item of a list either."""
+    return _OPENING.sub(r"\1\\", plain(text).strip())
+
+
+def listed(items: Iterable[object]) -> str:
+    """A list, a line each."""
+    return "\n".join(f"- {paragraph(item)}" for item in items)
 
 
 def code(value: object) -> str:

@@ -245,6 +245,8 @@ def _show(report: Mapping[str, Any]) -> None:
         _show_drafter(report["drafter"])
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
+    for note in report["notes"]:
+        say(f"Note: {note}")
 
 
 def _items(items: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from mtp_extract.engines.kinds import Counters, at, recognise
+from mtp_extract.engines.kinds import Counters, at, impossible, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
 from mtp_extract.io.http import FaultError, Faults, hide_queries, http_library
+from mtp_extract.io.watchdog import watched
 from mtp_extract.speculate.result import Generation
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Server", "key_from"]
 
 _CONNECT_TIMEOUT = 10.0
+_PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
-_MOST_NAMED, _MOST_TOKENS = 8, 1 << 53
+_MOST_NAMED = 8
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("api_key_env",)),
@@ -56,6 +57,7 @@ class Answer:
         seconds: from the first text to the last event of the text, the one that says why it ended among them.
         finish_reason: as the server says.
         told: counters of this answer; None if the server tells none.
+        impossible: what it told that cannot be of this answer, and so stands in none of the above.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Answer:
     seconds: float
     finish_reason: str | None
     told: Counters | None
+    impossible: tuple[str, ...] = ()
 
 
 def key_from(variable: str) -> str:
@@ -107,7 +110,7 @@ class Server:
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         self._root, login = _parse(url)
         self.name = WebAddress(self._root).name
-        self._timeout, self._late = timeout, f"expected an answer within {timeout:g} seconds"
+        self._timeout, self._ended = timeout, False
         self._secrets = [secret for secret in (key, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
         if key is not None:
@@ -120,7 +123,7 @@ class Server:
         hide_queries()
         self._client = library.Client(
             headers=headers,
-            timeout=library.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
+            timeout=_limits(timeout),
             limits=library.Limits(max_connections=None, keepalive_expiry=_KEPT),
         )
         try:
@@ -177,7 +180,7 @@ class Server:
         """
         if not self.kind.page:
             return None
-        with self._said(), self._client.stream("GET", f"{self._root}/metrics") as response:
+        with self._page("/metrics") as response:
             if response.status_code != 200:
                 return None
             text = self._body(response).decode("utf-8", "replace")
@@ -206,7 +209,7 @@ class Server:
         content = json.dumps(body | more).encode()
         headers = {"Content-Type": "application/json"}
         post = self._client.stream("POST", self._root + path, content=content, headers=headers)
-        with self._said() as sent, post as response:
+        with self._said(self._timeout) as sent, post as response:
             if response.status_code == 404:
                 remedies = ("chat_template", "model")
                 raise ServerError(
@@ -217,14 +220,14 @@ class Server:
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
-            return self._read(response, sent, _LARGEST_EVENT + _LARGEST_TOKEN * max_tokens)
+            return self._read(response, sent, max_tokens)
 
-    def _read(self, response: Any, sent: float, largest: int) -> Answer:
+    def _read(self, response: Any, sent: float, asked: int) -> Answer:
         pieces: list[str] = []
         tokens: int | None = None
         first = last = 0.0
         first_tokens, reason, told, done = 1, None, None, False
-        for now, data in self._events(response, sent, largest):
+        for now, data in self._events(response, _LARGEST_EVENT + _LARGEST_TOKEN * asked):
             if data == b"[DONE]":
                 done = True
                 break
@@ -232,7 +235,7 @@ class Server:
             if event.get("error"):
                 raise ServerError(f"the answer ended in an error{self._quoted(event)}")
             count = at(event, "usage", "completion_tokens")
-            if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _MOST_TOKENS:
+            if isinstance(count, int) and not isinstance(count, bool):
                 tokens = count
             told = self.kind.of_answer(event) or told
             for choice in _list(event.get("choices")):
@@ -246,8 +249,15 @@ class Server:
                 reason = escape(given) if isinstance(given, str) else reason
         if not done and reason is None:
             raise ServerError("the answer ended before its end")
+        wrong = impossible(told, asked) if told is not None else ()
+        if wrong:
+            told = None
         if tokens is None and told is not None:
             tokens = told.tokens
+        # A text is at least one token, and no more than asked for.
+        if tokens is not None and not (first_tokens if pieces else 0) <= tokens <= asked:
+            wrong += (f"{escape(tokens, 24)} tokens of an answer of {len(pieces)} pieces and at most {asked} tokens",)
+            tokens, first_tokens = None, 1
         return Answer(
             text="".join(pieces),
             tokens=tokens,
@@ -256,16 +266,15 @@ class Server:
             seconds=last - first if pieces else 0.0,
             finish_reason=reason,
             told=told,
+            impossible=wrong,
         )
 
-    def _events(self, response: Any, sent: float, largest: int) -> Iterator[tuple[float, bytes]]:
+    def _events(self, response: Any, largest: int) -> Iterator[tuple[float, bytes]]:
         """The data of each event, with the time at which it was here."""
         rest, size = b"", 0
         for piece in response.iter_raw():
             now = time.perf_counter()
             size += len(piece)
-            if now - sent > self._timeout:
-                raise ServerError(self._late, remedies=("timeout",))
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > _LARGEST_EVENT or size > largest:
                 raise ServerError("the answer is too large for one")
@@ -302,7 +311,7 @@ class Server:
 
     def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
         """The ``Server`` header and the JSON of a page."""
-        with self._said(), self._client.stream("GET", self._root + path) as response:
+        with self._page(path) as response:
             if response.status_code == 404:
                 raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
             if response.status_code != 200:
@@ -310,10 +319,10 @@ class Server:
             return response.headers.get("server", ""), _json(self._body(response))
 
     def _body(self, response: Any) -> bytes:
-        body, begun = bytearray(), time.perf_counter()
+        body = bytearray()
         for piece in response.iter_raw():
             body += piece
-            if len(body) > _LARGEST_PAGE or time.perf_counter() - begun > self._timeout:
+            if len(body) > _LARGEST_PAGE:
                 raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
         return bytes(body)
 
@@ -335,19 +344,29 @@ class Server:
         return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
 
     @contextmanager
-    def _said(self) -> Iterator[float]:
-        """The time at which a request begins; errors of what happens inside, with the server's name and an end."""
-        # Of a head that trickles in nobody is told before it is complete; closing ends it.
-        watch = threading.Timer(2 * self._timeout, self._client.close)
-        watch.daemon = True
-        watch.start()
+    def _page(self, path: str) -> Iterator[Any]:
+        """The answer for a page, which takes no computing."""
+        seconds = min(self._timeout, _PAGE_TIMEOUT)
+        get = self._client.stream("GET", self._root + path, timeout=_limits(seconds))
+        with self._said(seconds), get as response:
+            yield response
+
+    @contextmanager
+    def _said(self, seconds: float) -> Iterator[float]:
+        """The time at which a request begins; errors of what happens inside, with the server's name and an end.
+
+        All of it has to be over in time, head and body. Whatever is under way then ends with it.
+        """
         begun = time.perf_counter()
         try:
-            with Faults(self.name):
+            with Faults(self.name), watched(seconds, self._end):
                 yield begun
         except FaultError as fault:
-            if time.perf_counter() - begun > 2 * self._timeout:
-                raise ServerError(f"{self.name}: {self._late}.", remedies=("timeout",)) from None
+            if self._ended or time.perf_counter() - begun >= seconds:
+                remedies = ("timeout",) * (seconds == self._timeout)
+                raise ServerError(
+                    f"{self.name}: expected an answer within {seconds:g} seconds.", remedies=remedies
+                ) from None
             advice = "Check that it runs, and its address" if fault.kind else "Its log may say why, if it speaks HTTP"
             raise ServerError(f"{self.name}: {fault}. {advice}.", remedies=("timeout",) * bool(fault.kind)) from None
         except ServerError as error:
@@ -355,8 +374,15 @@ class Server:
             if not text.startswith(self.name):
                 raise ServerError(f"{self.name}: {text.rstrip('.')}.", remedies=error.remedies) from None
             raise
-        finally:
-            watch.cancel()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._client.close()
+
+
+def _limits(seconds: float) -> Any:
+    """Of connecting, and of each read: the whole is the watch's affair."""
+    return http_library().Timeout(seconds, connect=min(seconds, _CONNECT_TIMEOUT))
 
 
 def _parse(url: str) -> tuple[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
 from mtp_extract.checkpoint.formats import ENGINES, EVERY
 from mtp_extract.errors import escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
-from mtp_extract.markdown import code, plain, table
+from mtp_extract.markdown import code, listed, paragraph, plain, table
 from mtp_extract.validate.report.tables import measurements
 
 __all__ = ["CARD", "card_metadata", "model_card"]
@@ -88,31 +88,30 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "heading": _heading(known_as, _is_head(extraction)),
             "target": f"[{escape(base)}](https://huggingface.co/{escape(base)})" if base else "its base model",
             "file": code(extraction["source"]["name"]),
-            "version": escape(extraction["tool"]["version"]),
+            "version": plain(extraction["tool"]["version"]),
             "provenance": table(("", ""), _provenance(extraction)),
             "bundle": bundle,
             "origin": "bundle" if bundle else "checkpoint",
             "again": f"mtp-extract {_source_argument(extraction)}" if bundle else "mtp-convert DRAFTER",
             "source": _source_argument(extraction),
-            "before": ", ".join(sorted({escape(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
+            "before": ", ".join(sorted({plain(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
             "made": _made(list(tensors.values())),
             "ordered": any(entry.get("role", "") in HEAD_ROLES for entry in tensors.values()),
-            "layout": escape(extraction["layout"]),
+            "layout": code(extraction["layout"]),
             "engines": engines,
             **{engine: engine in engines for engine in ENGINES},
             "converts_to_gguf": not any(extraction["geometry"].get(flag) for flag in ("fc_norm", "norm_output")),
             "compressed": extraction["layout"].startswith("compressed-tensors"),
-            "notes": "\n".join(f"- {plain(note)}" for note in extraction.get("notes", [])),
-            "weights": next((name for name in extraction["files"] if name.endswith(".gguf")), ""),
+            "notes": listed(extraction.get("notes", [])),
+            "weights": next((_word(name) for name in extraction["files"] if name.endswith(".gguf")), ""),
             "known_base": base,
             "base": _word(base or "BASE_MODEL"),
-            "dtype": extraction["dtype"],
-            "dtype_name": escape(extraction["dtype"]).upper(),
+            "dtype_name": plain(extraction["dtype"]).upper(),
             "geometry": table(("", ""), [(code(key), code(value)) for key, value in extraction["geometry"].items()]),
             "tensor_count": len(tensors),
             "keeps_codes": kept,
             "kept_count": len(kept),
-            "rounded": " and ".join(sorted({escape(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
+            "rounded": " and ".join(sorted({plain(entry["rounded_to"]) for entry in kept if entry.get("rounded_to")})),
             "aside": len(aside),
             "tensors": table(
                 ("tensor", "role", "stored as", "quantization") if bundle else ("tensor", "role", "written as"),
@@ -124,7 +123,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
                 ],
             ),
             "validated": report is not None,
-            "verdict": plain(report["verdict"]) if report is not None else "",
+            "verdict": paragraph(report["verdict"]) if report is not None else "",
             "measurements": "\n\n".join(
                 part.markdown(3) for part in (measurements(report) if report is not None else ()) if not part.detail
             ),
@@ -223,7 +222,7 @@ def _is_head(extraction: Mapping[str, Any]) -> bool:
 def _heading(known_as: str | None, head: bool) -> str:
     if head:
         return "EAGLE-3 head"
-    return f"{escape(known_as)}: multi-token prediction drafter" if known_as else "MTP drafter"
+    return f"{plain(known_as)}: multi-token prediction drafter" if known_as else "MTP drafter"
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:
@@ -258,7 +257,7 @@ def _provenance(extraction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in (source.get("provenance") or {}).items():
         yield key.replace("_", " "), code(value)
     if section:
-        yield "section", f"{section.get('index', '–')} ({code(section.get('model_type') or 'mtp_drafter')})"
+        yield "section", f"{plain(section.get('index', '–'))} ({code(section.get('model_type') or 'mtp_drafter')})"
         if "begin" in section:
             yield "bytes of the section", f"{int(section['begin']):,} to {int(section['end']):,}"
         yield "SHA-256 of the section", code(section.get("sha256", ""))

@@ -24,6 +24,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.errors import CheckpointError, HubError, escape
 from mtp_extract.hub.card import CARD, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
+from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
 
 __all__ = ["HubFile", "UploadResult", "plan_upload", "upload"]
@@ -32,6 +33,7 @@ _HUB_OWN = frozenset({".gitattributes"})
 """What the Hub puts into a new repository by itself."""
 
 _CHUNK = 1 << 20
+_PATIENCE = 45.0  # seconds for what the Hub is asked before and after files are sent
 
 
 @dataclass(frozen=True)
@@ -193,26 +195,28 @@ def upload(
         return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files)
     secret = _token(token)
     with _quiet(progress), _explained(repo_id, secret):
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd, HfApi, close_session
 
         from mtp_extract.io.http import hide_queries
 
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
-        _ask_about_card(_card_text(files), secret)
-        held = _held(api, repo_id)
-        sent = _to_send(repo_id, files, held or {}, force)
-        if held is None:
-            api.create_repo(repo_id, private=private)
+        with watched(_PATIENCE, close_session):
+            _ask_about_card(_card_text(files), secret)
+            held = _held(api, repo_id)
+            sent = _to_send(repo_id, files, held or {}, force)
+            if held is None:
+                api.create_repo(repo_id, private=private)
+        commit: str | None = None
         if sent:
             operations = [
                 CommitOperationAdd(file.path, str(file.content) if isinstance(file.content, Path) else file.content)
                 for file in files
             ]
             commit = api.create_commit(repo_id, operations, commit_message="Upload MTP drafter with mtp-extract").oid
-        else:
-            commit = str(api.repo_info(repo_id).sha)
-        _verify(api, repo_id, commit, files)
+        with watched(_PATIENCE, close_session):
+            commit = commit or str(api.repo_info(repo_id).sha)
+            _verify(api, repo_id, commit, files)
     return UploadResult(repo_id, url, commit, private, False, held is None, sent, files)
 
 
@@ -350,6 +354,8 @@ def _reason(error: BaseException, token: str) -> str:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
+    if isinstance(error, LateError):
+        return f"the Hub is too slow: {error}. {_AGAIN}."
     for cause in causes:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:

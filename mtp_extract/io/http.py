@@ -1,5 +1,9 @@
 """Byte ranges of one file over HTTP: retried, resumed, checked.
 
+What makes two answers one file's is one rule: a strong ETag, else Last-Modified, and the length. The first answer's is
+sent with every later request (``If-Range``), and must stand in every later answer. A server that gives neither is told
+of by ``RangedFile.validator``: who reads from it has to look twice.
+
 huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
 a client that an application installed apply here as they do there. Its back-off cannot be used: it asks again for all
 of a range and waits as long as a server likes. Nor can its file system: it holds a whole range in memory and looks at
@@ -12,16 +16,17 @@ import importlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from itertools import pairwise
 from types import MappingProxyType, ModuleType
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.address import HubAddress, WebAddress, origin_of
+from mtp_extract.io.watchdog import LateError, watched
 
 __all__ = ["HUB_STATUSES", "FaultError", "Faults", "NoRangesError", "RangedFile", "hide_queries", "http_library"]
 
@@ -43,15 +48,20 @@ _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # may go away by themsel
 
 # Times in seconds.
 _CONNECT_TIMEOUT = 10.0
-_FAILURES, _FEW_FAILURES = 5, 2
+_FAILURES, _FEW_FAILURES, _SLOW_FAILURES = 5, 2, 1
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 8.0
-_LONGEST_WAIT = 120.0  # the most that a Retry-After is obeyed
-_SLOW_WINDOW, _SLOW_BYTES = 15.0, 32 << 10  # an answer that brings fewer bytes in a window has failed
+_PATIENCE = 45.0  # no attempt begins so long after something came, nor is a longer Retry-After obeyed
+_SLOW_WINDOW, _SLOW_BYTES = 15.0, 32 << 10  # an answer that brings no head or fewer bytes in a window has failed
 _FORGIVEN = 1 << 20  # whoever brought so many bytes starts counting failures again
 
 _BY_HAND = "Download it yourself and give its path."
 _OFFLINE = "Unset it, or give the path of a local copy"
 _CONTENT_RANGE = re.compile(r"\s*bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)\s*")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_SECONDS = re.compile(r"[0-9]{1,9}")
+_STRONG = re.compile(r'"[\x21\x23-\x7e]+"')
+"""An ETag that stands for the same bytes; a weak one (W/) stands for the same meaning."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class NoRangesError(SourceError):
@@ -109,27 +119,58 @@ def _known_error(name: str, error: Exception) -> Exception | None:
         (errors.RepositoryNotFoundError, f"there is no such repository, or it is private: check the name, or {_LOGIN}"),
         (errors.HfHubHTTPError, HUB_STATUSES.get(status, f"the Hub answered {status}")),
         (http.InvalidURL, "this is not an address that can be requested"),
-        (http.UnsupportedProtocol, "this is not an address that can be requested"),
+        (http.UnsupportedProtocol, "the address, or where the server redirects to, is none of http:// or https://"),
         (http.TooManyRedirects, "the server redirects in circles"),
     )
     for kind, text in final:
         if isinstance(error, kind):
             return SourceError(f"{name}: {text}.")
+    if isinstance(error, UnicodeError):
+        return SourceError(f"{name}: the address, or where the server redirects to, names no host.")
+    if isinstance(error, LateError):
+        return FaultError(f"the server is too slow: {error}", kind="slow")
     if isinstance(error, http.TimeoutException):
         return FaultError("the server does not answer in time", kind="unreachable")
     if isinstance(error, (http.ConnectError, http.ProxyError)):
         return FaultError(f"the server cannot be reached: {escape(error)}", kind="unreachable")
-    return FaultError("the connection was lost") if isinstance(error, http.TransportError) else None
+    if isinstance(error, http.RemoteProtocolError):
+        return FaultError("the connection was lost, or what came over it is not HTTP")
+    # Another thread's request may have ended the client: see `watched`.
+    closed = isinstance(error, RuntimeError) and "client has been closed" in str(error)
+    return FaultError("the connection was lost") if closed or isinstance(error, http.TransportError) else None
 
 
 def _busy(response: Any) -> FaultError:
-    status, asked = int(response.status_code), response.headers.get("retry-after", "").strip()
+    status = int(response.status_code)
     what = "limits the rate of requests" if status == 429 else "is not available"
-    wait = float(asked) if asked.isdecimal() else None
-    with suppress(ValueError):  # neither a number nor a date: it asks for nothing that can be understood
-        date = parsedate_to_datetime(asked)
-        wait = max(0.0, (date.replace(tzinfo=date.tzinfo or timezone.utc) - datetime.now(timezone.utc)).total_seconds())
-    return FaultError(f"the server {what} ({status})", wait)
+    return FaultError(f"the server {what} ({status})", _asked_wait(response.headers.get("retry-after", "").strip()))
+
+
+def _asked_wait(text: str) -> float | None:
+    """Seconds that a Retry-After asks for; None for what is neither a number nor a date that there can be."""
+    if _SECONDS.fullmatch(text):
+        return float(text)
+    date = _date(text)
+    return None if date is None else max(0.0, date.timestamp() - datetime.now(timezone.utc).timestamp())
+
+
+def _date(text: str) -> datetime | None:
+    """The time that a header names, if it does."""
+    try:
+        date = parsedate_to_datetime(text)
+        date = date.replace(tzinfo=date.tzinfo or timezone.utc)
+        date.timestamp()
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # years, days and zones that there are none of
+        return None
+    return date
+
+
+def _validator_of(headers: Mapping[str, str]) -> tuple[str, str] | None:
+    """Header and value that tell this content from any other of its length; None where the answer has none."""
+    etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
+    if _STRONG.fullmatch(etag):
+        return "ETag", etag
+    return ("Last-Modified", modified) if _date(modified) is not None else None
 
 
 class RangedFile:
@@ -143,16 +184,20 @@ class RangedFile:
     Attributes:
         name: the address, safe to show.
         whole: the server has no ranges and sends all of the file.
+        validator: the header that tells this file from another, and its value; None where the server gives none. Known
+            once a range was fetched.
     """
 
     def __init__(
         self, address: HubAddress | WebAddress, token: str | bool | None = False, take_whole: bool = False
     ) -> None:
         self.name, self.whole = address.name, False
+        self.validator: tuple[str, str] | None = None
         self._address, self._token, self._take_whole = address, token, take_whole
         self._place: tuple[str, dict[str, str]] | None = None
         self._known: dict[str, Any] = {}
-        self._failures, self._answered = 0, False
+        self._failures, self._answered, self._examined, self._conditional = 0, False, False, True
+        self._since = time.monotonic()  # when something came last
 
     @property
     def size(self) -> int:
@@ -160,14 +205,18 @@ class RangedFile:
         return int(self._known["size"])
 
     @property
+    def sure(self) -> bool:
+        """Whether all answers are known to be of one file: there was one alone, or a validator stood in each."""
+        return self.whole or self.validator is not None or not self._examined
+
+    @property
     def provenance(self) -> dict[str, str]:
         """What identifies the file, for the record. Known once a range was fetched; on the Hub, once located."""
+        doubt = {} if self.sure else {"validator": "none"}
         if isinstance(self._address, HubAddress):
-            return self._address.record(self._known["commit"], self._known.get("etag"))
-        return {
-            "url": self.name,
-            **{key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)},
-        }
+            return self._address.record(self._known["commit"], self._known.get("etag")) | doubt
+        told = {key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)}
+        return {"url": self.name, **told, **doubt}
 
     def locate(self) -> tuple[str, dict[str, str]]:
         """Where the file is served, and the headers to send there. Neither may be shown."""
@@ -187,6 +236,7 @@ class RangedFile:
             SourceError: refused, gone, changed, or not to be had with patience.
         """
         at = reached = begin
+        self._since = time.monotonic()
         while at < (self.size if self.whole else min(end, self._known.get("size", end))):
             try:
                 for offset, piece in self._request(at, end):
@@ -205,46 +255,64 @@ class RangedFile:
         address = self._address
         if isinstance(address, WebAddress):
             return address.url, _headers(False)
-        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+        from huggingface_hub import close_session, constants, get_hf_file_metadata, hf_hub_url
 
         hub, revision = constants.ENDPOINT, self._known.get("commit", address.revision)
         url = hf_hub_url(address.repository, address.path, repo_type=address.kind, revision=revision, endpoint=hub)
-        found = get_hf_file_metadata(url, token=self._token, timeout=_CONNECT_TIMEOUT, endpoint=hub)
-        if found.commit_hash is None:
+        try:
+            with watched(_SLOW_WINDOW, close_session):
+                found = get_hf_file_metadata(url, token=self._token, timeout=_CONNECT_TIMEOUT, endpoint=hub)
+            origin = origin_of(location := urljoin(url, found.location))
+        except ValueError:
+            raise SourceError(f"{self.name}: the Hub redirects to what is no address.") from None
+        if not _COMMIT.fullmatch(found.commit_hash or ""):
             raise SourceError(
-                f"{self.name}: expected the Hub to name the file's commit, found none. Check HF_ENDPOINT, "
-                "or a proxy that drops headers."
+                f"{self.name}: expected the Hub to name the file's commit, found "
+                f"{escape(found.commit_hash or 'none', 60)}. Check HF_ENDPOINT, or a proxy that drops headers."
             )
         self._answered = True
         # The ETag that the Hub sends before it redirects: of the file itself, not of the CDN's copy.
-        self._same(commit=found.commit_hash, etag=found.etag, size=found.size)
-        location = urljoin(url, found.location)
-        return location, _headers(self._token if origin_of(location) == origin_of(url) else False)
+        size = found.size if found.size is not None and found.size >= 0 else None
+        self._same(commit=found.commit_hash, etag=found.etag, size=size)
+        self._check_way([url, location])
+        return location, _headers(self._token if origin == origin_of(url) else False)
 
     def _request(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        from huggingface_hub import constants, get_session
+        from huggingface_hub import close_session, constants, get_session
 
         url, headers = self.locate()
         headers = {**headers, "Range": f"bytes={begin}-{end - 1}"}
+        if self.validator is not None and self._conditional:
+            headers["If-Range"] = self.validator[1]
         timeout = http_library().Timeout(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), connect=_CONNECT_TIMEOUT)
         get = get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True)
-        with Faults(self.name), get as response:
+        with Faults(self.name), watched(_SLOW_WINDOW, close_session) as watch, get as response:
             self._answered = True
+            self._check_way([*(str(hop.url) for hop in response.history), str(response.url)])
             at, stop = self._examine(response, begin, end)
-            before, since = at, time.monotonic()
+            before = at
+            watch.fed()
             # Pieces as they come: collecting them into larger ones would hide a trickle and lose more when it breaks.
             for piece in response.iter_raw() if at < stop else ():
                 if at + len(piece) > stop:
                     raise FaultError("the server sent more bytes than it announced")
                 yield at, piece
-                at, now = at + len(piece), time.monotonic()
-                if now - since >= _SLOW_WINDOW:
-                    if at - before < _SLOW_BYTES and at < stop:
-                        what = f"the server is too slow: {at - before} bytes in {now - since:.0f} seconds"
-                        raise FaultError(what, kind="slow")
-                    before, since = at, now
+                at += len(piece)
+                if at - before >= _SLOW_BYTES:
+                    watch.fed()
+                    before, self._since = at, time.monotonic()
             if at < stop:
                 raise FaultError(f"the answer ended {stop - at} bytes early")
+
+    def _check_way(self, urls: Sequence[str]) -> None:
+        """Refuse redirects to what is less safe than the address asked for, or no web address at all."""
+        schemes = [urlsplit(url).scheme for url in urls]
+        for before, after in pairwise(schemes):
+            if after not in ("https", "http") or (before == "https" and after != "https"):
+                raise SourceError(
+                    f"{self.name}: expected a redirect to https://, found one to {escape(after, 20)}://. Give the "
+                    "address of the file itself."
+                )
 
     def _examine(self, response: Any, begin: int, end: int) -> tuple[int, int]:
         """Check status and headers of an answer; which bytes follow."""
@@ -259,45 +327,72 @@ class RangedFile:
             raise SourceError(f"{self.name}: {what}. Fetch it again.")
         if status not in (200, 206):
             raise SourceError(f"{self.name}: the server {_WEB_STATUSES.get(status, 'answered')} ({status}).")
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
             raise SourceError(f"{self.name}: the server compresses what it sends, which makes offsets meaningless.")
         length = headers.get("content-length", "")
-        if status == 200:
-            self._accept_whole(headers.get("content-type", ""), length)
-            asked, found = (0, int(length)), (0, int(length), int(length))
-        else:
-            match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-            if match is None:
-                raise FaultError("the server sent a range without saying which")
-            size = self._known.get("size") if match[3] == "*" else int(match[3])
-            if size is None:
-                raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
-            asked, found = (begin, min(end, size)), (int(match[1]), int(match[2]) + 1, size)
-        first, stop, size = found
-        etag = headers.get("etag")
-        self._same(size=size, ETag=etag and etag.removeprefix("W/"))
-        self._known = {"etag": etag, "last_modified": headers.get("last-modified"), **self._known}
-        if (first, stop) != asked:
-            raise FaultError(f"the server sent bytes {first} to {stop - 1} when asked for {begin} to {end - 1}")
+        if length and not _NUMBER.fullmatch(length):
+            raise FaultError("the server announced a length that is none")
+        if status == 200 and self._examined:
+            # All in place of a range, for another file; or the server knows no If-Range.
+            self._identify(headers)
+            if self.validator is not None and self._conditional and not self.whole:
+                self._conditional = False
+                raise FaultError("the server sends all of the file when asked for a range of the same one", 0.0)
+        first, stop, size = self._whole(headers, length) if status == 200 else self._range(headers)
+        self._same(size=size)
+        self._identify(headers)
+        if (first, stop) != (asked := (0, size) if status == 200 else (begin, min(end, size))):
+            raise FaultError(f"the server sent bytes {first} to {stop - 1} when asked for {asked[0]} to {asked[1] - 1}")
         if length and int(length) != stop - first:
             raise FaultError(f"the server announced {length} bytes for a range of {stop - first}")
         return first, stop
 
-    def _accept_whole(self, kind: str, length: str) -> None:
-        """Take all of the file from a server without ranges, if that is wanted and can be checked."""
-        if kind.startswith("text/html"):
+    def _range(self, headers: Mapping[str, str]) -> tuple[int, int, int]:
+        """Begin and end of the range that follows, and the size of the file."""
+        match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+        if match is None:
+            raise FaultError("the server sent a range without saying which")
+        size = self._known.get("size") if match[3] == "*" else int(match[3])
+        if size is None:
+            raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
+        return int(match[1]), int(match[2]) + 1, size
+
+    def _identify(self, headers: Mapping[str, str]) -> None:
+        """Hold an answer against the first one: is it of the same file?
+
+        Raises:
+            SourceError: it is not, or does not say so where the first did.
+        """
+        etag, modified = headers.get("etag"), headers.get("last-modified")
+        if not self._examined:
+            self._examined, self.validator = True, _validator_of(headers)
+            self._known = {"etag": etag, "last_modified": modified, **self._known}
+        if self.validator is not None:
+            name, expected = self.validator
+            found = headers.get(name)
+            if found != expected:
+                what = f"another {name}" if found else f"the server no longer gives its {name}"
+                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
+        if self.validator is None or self.validator[0] != "ETag":
+            # A weak ETag proves nothing by staying, and a change by moving.
+            self._same(**{"weak ETag": etag and etag.removeprefix("W/"), "Last-Modified": modified})
+
+    def _whole(self, headers: Mapping[str, str], length: str) -> tuple[int, int, int]:
+        """The same of a server without ranges, if all of the file is wanted and can be checked."""
+        if headers.get("content-type", "").startswith("text/html"):
             raise SourceError(f"{self.name}: expected a file, found an HTML page. Give the address of the file itself.")
         if not self._take_whole:
-            much = f" of {int(length) / 1e9:.1f} GB" if length.isdecimal() else ""
+            much = f" of {int(length) / 1e9:.1f} GB" if length else ""
             raise NoRangesError(
                 f"{self.name}: expected a server of byte ranges, found one that sends whole files. Allow the download "
                 f"of the whole file{much}, or give the path of a copy.",
                 remedies=("download",),
             )
-        if not length.isdecimal():
+        if not length:
             # A lost connection could not be told from the end of the file.
             raise SourceError(f"{self.name}: the server does not say how large the file is. {_BY_HAND}")
         self.whole = True
+        return 0, int(length), int(length)
 
     def _same(self, **facts: Any) -> None:
         for key, value in facts.items():
@@ -310,12 +405,14 @@ class RangedFile:
         """Wait before the next attempt, unless there have been too many or the server asks for too long a wait."""
         self._failures += 1
         # Who has no network learns it soon.
-        few = fault.kind == "slow" or (fault.kind == "unreachable" and not self._answered)
-        if self._failures > (_FEW_FAILURES if few else _FAILURES):
-            raise SourceError(f"{self.name}: {fault} (attempt {self._failures}, the last). Try again later.") from fault
+        few = fault.kind == "unreachable" and not self._answered
+        most = _SLOW_FAILURES if fault.kind == "slow" else _FEW_FAILURES if few else _FAILURES
         wait = min(_LONGEST_BACKOFF, _BACKOFF * 2.0 ** (self._failures - 1)) if fault.wait is None else fault.wait
-        if wait > _LONGEST_WAIT:
-            raise SourceError(f"{self.name}: {fault}. Try again in {wait:.0f} seconds, as it asks.") from fault
+        if self._failures > most or time.monotonic() + wait > self._since + _PATIENCE:
+            again = "later" if fault.wait is None else f"in {fault.wait:.0f} seconds, as it asks"
+            raise SourceError(
+                f"{self.name}: {fault} (attempt {self._failures}, the last). Try again {again}."
+            ) from fault
         time.sleep(wait)
 
 

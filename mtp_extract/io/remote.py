@@ -25,6 +25,9 @@ class RemoteSource(FileSource):
     A read fetches the blocks of 64 KiB around it, unless they are here: all that was fetched stays at its own offset of
     a sparse, nameless temporary file, which takes disk space for what was written and no memory, and vanishes with the
     process however that ends. Threads may read at the same time; they wait while one of them fetches.
+
+    Where the server gives nothing that tells one file from another of the same length, both ends of every range that
+    was fetched are kept in mind, and :meth:`confirm` fetches them once more.
     """
 
     def __init__(self, ranges: RangedFile, progress: Progress | None = None) -> None:
@@ -34,6 +37,7 @@ class RemoteSource(FileSource):
         # Where what is here begins and ends, in order; no two spans touch.
         self._begins: list[int] = []
         self._ends: list[int] = []
+        self._again: set[tuple[int, int]] = set()
         try:
             self._file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - closed by close()
         except OSError as error:
@@ -45,6 +49,11 @@ class RemoteSource(FileSource):
             self.close()
             raise
         self.size, self.provenance = ranges.size, ranges.provenance
+        if not ranges.sure:
+            self.notes = (
+                "The server gives no validator (a strong ETag or Last-Modified): that all of this is of one file was "
+                "checked by fetching headers and both ends of what was read twice, and by nothing else.",
+            )
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
@@ -64,11 +73,24 @@ class RemoteSource(FileSource):
                 # What is here in between is a few blocks, cheaper to fetch again than to ask around.
                 self._fetch(gaps[0][0], gaps[-1][1], (offset, offset + length))
 
+    def confirm(self) -> None:
+        with self._lock:
+            # What is small is looked at whole: headers, and the tables of flatbuffers.
+            for begin, end in sorted(self._again) if self.notes else ():
+                kept = super().read(begin, end - begin)
+                found = b"".join(piece for _, piece in self._ranges.fetch(begin, end))
+                if found != kept:
+                    raise SourceError(
+                        f"{self.name}: the file changed while it was being read (bytes {begin} to {end - 1} are others "
+                        "when fetched again). Start again."
+                    )
+
     def close(self) -> None:
         self._file.close()
 
     def _fetch(self, begin: int, end: int, shown: tuple[int, int] | None = None) -> None:
         """Fetch ``[begin, end)`` and keep it; ``shown`` is the range whose progress is told."""
+        self._again |= {(begin, min(begin + _BLOCK, end)), (max(begin, end - _BLOCK), end)}
         for at, piece in self._ranges.fetch(begin, end):
             try:
                 self._file.seek(at)

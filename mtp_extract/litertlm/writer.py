@@ -202,6 +202,8 @@ def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> N
         try:
             reserve(fd, laid.size)
             sums = [_write(fd, piece, progress) for piece in laid.pieces]
+            for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
+                source.confirm()
         finally:
             os.close(fd)
         same = _reads_back(path, laid, sums)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
 
-__all__ = ["quiet_transformers", "require"]
+__all__ = ["TRANSFORMERS", "quiet_transformers", "require", "unusable"]
+
+TRANSFORMERS = ">=5.16.1,<5.23"
+"""The releases of transformers that construct an assistant and were tried, as ``pyproject.toml`` asks for them."""
 
 _PACKAGES = {"ai_edge_litert": "ai-edge-litert", "jinja2": "jinja2"}
 
@@ -33,6 +36,28 @@ def _require(module: str) -> None:
             f"expected the package {package}, but {found}. Validation and tuning need more packages than extraction: "
             "pip install 'mtp-extract[validate]'"
         ) from error
+
+
+def unusable(module: str, *names: str) -> str:
+    """Why ``module`` cannot be used, for a check that is left out then; empty where it can.
+
+    Args:
+        module: imported here.
+        names: what it has to hold.
+    """
+    top = module.partition(".")[0]
+    package = _PACKAGES.get(top, top)
+    try:
+        import_module(top)
+        found = import_module(module)
+        lacking = [name for name in names if not hasattr(found, name)]
+    except ModuleNotFoundError as error:
+        if error.name == top:
+            return f"{package} is not installed"
+        return f"{package} cannot be imported: {escape(error)}"
+    except Exception as error:  # noqa: BLE001 - a broken installation raises whatever it likes
+        return f"{package} cannot be imported: {escape(' '.join(str(error).split()))}"
+    return f"{package} is of a release that has no {', '.join(lacking)}" if lacking else ""
 
 
 @contextmanager

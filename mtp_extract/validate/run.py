@@ -129,8 +129,6 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
             remedies=("base",),
         )
     require("torch", "safetensors")
-    if plan.source is not None:
-        require("ai_edge_litert")
     if plan.base is not None:
         require("transformers")
     if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
@@ -184,13 +182,15 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     config = format_of(directory).read_config(directory)
     source: SourceDrafter | None = None
     checks: tuple[Check, ...] = ()
-    comparable = True
+    comparable, remarks = True, tuple[str, ...]()
     if plan.source is not None:
         say("deriving every tensor from the file again, and executing both")
         opened = stack.enter_context(open_bundle(plan.source))
         opened.prefetch()
         source = drafter_for(opened, require_mtp(config))
         checks, comparable = check_identity(directory, source)
+        opened.source.confirm()
+        remarks = opened.source.notes
     steps = tuple(sorted(set(plan.draft_steps)))
     result = Validation(
         directory="the sample" if plan.directory is None else public_name(str(directory)),
@@ -205,11 +205,11 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         controls=(),
         generation=None,
         drafters=(),
-        notes=(),
+        notes=remarks,
     )
     if not comparable or any(check.passed is False for check in checks):
         # What is refuted needs no second opinion, and may hold numbers that nothing can run.
-        return replace(result, notes=("It is refuted already, so nothing was measured.",))
+        return replace(result, notes=(*remarks, "It is refuted already, so nothing was measured."))
     with memory_guard("loading the drafter"):
         drafter = load_any(directory, dtype=torch.float32)
     cases = None
@@ -221,7 +221,9 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         say("running the drafter section in Google's interpreter")
         with memory_guard("comparing with Google's interpreter"):
             parity, interpreted = check_interpreter(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
-        result = replace(result, parity=parity, checks=(*checks, loaded, interpreted))
+        asked = (loaded, interpreted)
+        unasked = [f"{check.name} was not checked: {check.evidence}" for check in asked if check.passed is None]
+        result = replace(result, parity=parity, checks=(*checks, *asked), notes=(*result.notes, *unasked))
     return result
 
 

@@ -6,7 +6,7 @@ first. *Throughput* is all tokens over the time in which requests were under way
 run at a time are sent to server and baseline in turn, either first every other time, so that drift meets both.
 
 What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
-other than what was asked here, they are left out: nothing is estimated.
+other than what was asked here, they are left out: nothing is estimated. So is what cannot be of what was asked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.kinds import Counters, impossible
 from mtp_extract.engines.server import Answer, Server
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.arithmetic import Interval, ratio_interval, share_interval
@@ -82,6 +82,7 @@ class Group:
         wall: seconds in which they were under way.
         page: by how much the server's counters moved; None if it has none, or if others moved them.
         disturbed: whether others did.
+        impossible: by how much the counters moved, where that cannot be of what was asked.
     """
 
     workload: str
@@ -91,6 +92,7 @@ class Group:
     wall: float
     page: Counters | None
     disturbed: bool
+    impossible: tuple[str, ...] = ()
 
     def by_text(self, name: str) -> list[tuple[int, Counters]]:
         """Counters of what is independent here: each text, or the group, if only its page tells ``name``."""
@@ -261,9 +263,12 @@ def _group(server: Server, prompts: Sequence[Prompt], chosen: tuple[int, ...], t
     answers = together([lambda index=index: _ask(server, prompts[index], plan) for index in chosen])  # type: ignore[misc]
     wall = time.perf_counter() - begun
     page = _moved(server, before, ours := _counted(answers)) if before is not None else None
-    disturbed = page is not None and not _equal(page, ours)
-    kept = None if disturbed else page
-    return Group(prompts[chosen[0]].workload, chosen, turn, tuple(answers), wall, kept, disturbed)
+    same = page is not None and _equal(page, ours)
+    wrong = impossible(page, plan.max_tokens, len(answers)) if page is not None and same else ()
+    # Answers whose tokens cannot be cannot be told apart from others' either.
+    disturbed = page is not None and not same and not any(answer.impossible for answer in answers)
+    kept = page if same and not wrong else None
+    return Group(prompts[chosen[0]].workload, chosen, turn, tuple(answers), wall, kept, disturbed, wrong)
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:

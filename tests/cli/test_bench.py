@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,6 +182,75 @@ def test_counters_that_move_as_none_can(
     assert all(group.disturbed for group in found.groups["server"])
     assert found.total.server.drafted is None
     checked(found)
+
+
+@pytest.mark.parametrize(
+    ("moves", "said"),
+    [
+        ({"drafted": 1 << 40, "accepted": 800}, "drafts where at most 8192 can be"),
+        ({"drafted": 900, "accepted": 800}, "accepted drafts where at most 72 can be"),
+        ({"rounds": 1 << 40}, "rounds where at most 9 can be"),
+        ({"tokens": 1 << 40}, "tokens where at most 8 can be"),
+    ],
+)
+def test_counters_that_cannot_be_of_what_was_asked(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, moves: dict[str, int], said: str
+) -> None:
+    """As many requests as were asked, and no drafts that these could have: a finding, and no figure."""
+    server, baseline = pair
+    own = server.answer
+
+    def twisted(prompt: str, most: int) -> list[str]:
+        server.moved.update(moves)
+        return own(prompt, most)
+
+    server.answer = twisted
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
+    report = checked(found)
+    assert drafts_of(found.total.server) == (0, None, None, None)
+    assert report["findings"][0].startswith(f"{server.url} tells what cannot be, ")
+    assert said in report["findings"][0]
+    assert "drafts are not told" in report["verdict"]
+    assert not any("somebody else used it" in note for note in report["notes"])
+    # Their own count is right, and is used.
+    assert found.total.server.tokens == summed("tokens")
+
+
+def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    """2^52 tokens of 8, of one text in five: no speed of that text, and none of all of them."""
+    server, baseline = pair
+    server.lies = {"import os": 1 << 52}
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
+    report = checked(found)
+    assert found.total.server.tokens is None
+    assert found.total.server.throughput is None
+    rates = [figures.server.tokens_per_s for figures in (found.total, *found.workloads.values())]
+    assert all(rate is not None and rate < 1e6 for rate in rates)
+    assert "4503599627370496 tokens of an answer" in report["findings"][0]
+    assert "1 times" in report["findings"][0]
+
+
+HOSTILE = ("<img src=x onerror=alert(1)>", "[a](javascript:b)", "a|b", "`c`", "# d", "</summary><script>")
+
+
+def test_names_stay_names_in_the_pages(prompts: Path, tmp_path: Path) -> None:
+    """Of workloads, models, versions and ends of texts: none of it is markup in either page."""
+    prompts.write_text(json.dumps({name: ["one", "two"] for name in HOSTILE}))
+    with model_server("vLLM") as server, model_server("vLLM", drafts=False) as baseline:
+        server.models[0]["id"] = baseline.models[0]["id"] = "".join(HOSTILE)
+        server.overrides["/version"] = lambda handler: handler.json({"version": HOSTILE[0]})
+        baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1]
+        found = run_benchmark(plan(prompts, server, baseline))
+    write_bench(found, tmp_path / "out")
+    page = (tmp_path / "out" / "bench.md").read_text()
+    assert "<" not in page
+    assert "&lt;img src=x onerror=alert(1)>" in page
+    assert re.search(r"(?<!\\)[\[`]", page) is None
+    assert {line for line in page.splitlines() if line.startswith("#")} == {
+        line for line in page.splitlines() if re.match(r"# Benchmark of http|## (Setting|Speed|Drafts|Notes)$", line)
+    }
+    names = {tag for tag, _ in Page((tmp_path / "out" / "bench.html").read_text()).elements}
+    assert not names & {"img", "script", "a"}
 
 
 def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:

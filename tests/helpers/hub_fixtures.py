@@ -68,6 +68,7 @@ class Patient:
 
     def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
+        self.now += seconds
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ class Fault:
         length: added to the Content-Length.
         etag, modified: sent instead of the real ETag.
         ranges: False: the Range header is ignored.
-        step: bytes a piece of the body, each in its own packet; ``server.tick`` is called between them.
+        step: bytes a piece of the body.
+        pause: seconds after each of them.
         shift: added to the begin and end of the range that is answered.
         skip: so many requests go well first.
     """
@@ -94,6 +95,7 @@ class Fault:
     etag: str | None = None
     ranges: bool = True
     step: int = 1 << 16
+    pause: float = 0.0
     shift: int = 0
     total: int = 0
     drop: bool = False
@@ -125,12 +127,15 @@ class HubServer:
         self.ours = {"org"}
         self.plain: dict[str, Content] = {}
         """Path -> content of ``hub`` outside any repository."""
+        self.linked: dict[str, str] = {}
+        """Headers that are sent with the redirect to a large file, in place of the right ones."""
         self.bad_card = False
         self.keep = True
         """False: an uploaded file is stored with one bit flipped."""
         self.errors: list[BaseException | None] = []
         """What went wrong in here."""
         self.lock = threading.Lock()
+        self.resting = threading.Event()  # never set: tests may have stopped `time.sleep`
         self._servers = {name: self._start(name) for name in ("hub", "storage")}
 
     def _start(self, name: str) -> ThreadingHTTPServer:
@@ -264,6 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.count(len(piece))
             try:
                 self.wfile.write(piece)
+                self.state.resting.wait(fault.pause)
             except (BrokenPipeError, ConnectionResetError):
                 self.count(-len(piece))
                 self.close_connection = True
@@ -363,13 +369,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.content(content, fault, ETag=f'"{content.git}"', **headers)
                 return
             etag = fault.etag if fault and fault.etag else content.sha256
-            self.answer(
-                302,
-                Location=f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
-                X_Linked_Etag=f'"{etag}"',
-                X_Linked_Size=str(content.size + (fault.length if fault else 0)),
-                **headers,
-            )
+            headers |= {
+                "Location": f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
+                "X-Linked-Etag": f'"{etag}"',
+                "X-Linked-Size": str(content.size + (fault.length if fault else 0)),
+            }
+            self.answer(302, **headers | self.state.linked)
 
     def batch(self, asked: dict[str, Any]) -> None:
         objects = []

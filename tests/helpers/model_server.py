@@ -110,6 +110,7 @@ class ModelServer:
         told: whether vLLM tells counters in its answers, as it does when it is started so.
         burst: tokens of the first event.
         others: requests of somebody else that are counted with each of ours.
+        lies: prompt → how many tokens its answer is said to have.
         overrides: path → what answers instead, with the handler at hand.
         asked: path and body of every request for text.
         seen: every path, with the authorization that was sent.
@@ -119,6 +120,7 @@ class ModelServer:
         self.kind, self.manner, self.drafts = kind, MANNERS[kind], drafts
         self.key: str | None = None
         self.told, self.burst, self.others = False, 1, 0
+        self.lies: dict[str, int] = {}
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
         self.overrides: dict[str, Callable[[Any], None]] = {}
@@ -274,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
             }
             yield {"choices": [], "sglext": {"spec_tokens_details": details}}
         if options.get("include_usage") and state.kind != "unknown":
-            yield {"choices": [], **usage(count), **self.counters(counted)}
+            yield {"choices": [], **usage(state.lies.get(prompt, count)), **self.counters(counted)}
         yield "[DONE]"
 
     def counters(self, counted: dict[str, int]) -> dict[str, Any]:

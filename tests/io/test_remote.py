@@ -236,21 +236,26 @@ def test_a_server_that_always_sends_the_wrong_length(bundle: HubServer, patience
 
 
 def test_a_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    # However the pieces are packed on the way: none brings enough for the time that passes with it.
-    patience.per_look = 20.0
-    monkeypatch.setattr("mtp_extract.io.http._SLOW_BYTES", 1 << 20)
-    bundle.fault("storage", step=100, skip=1, times=99)
-    message = fails(URL, patience)
-    assert "too slow" in message
-    assert patience.waits[-2:] == [0.5, 1.0]
+    monkeypatch.setattr("mtp_extract.io.http._SLOW_WINDOW", 0.2)
+    bundle.fault("storage", step=100, pause=0.01, skip=1, times=99)
+    assert "too slow: it took more than 0.2 seconds (attempt 2, the last)" in fails(URL, patience)
+    assert patience.waits == [0.5]
 
 
-def test_slow_but_steady_is_no_trickle(hub: HubServer, patience: Patient) -> None:
+def test_slow_but_steady_is_no_trickle(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than a window, and brings enough in each."""
+    monkeypatch.setattr("mtp_extract.io.http._SLOW_WINDOW", 0.5)
+    monkeypatch.setattr("mtp_extract.io.http._SLOW_BYTES", 4 * KIB)
     hub.add("org/small", "a.tflite", DATA[: 256 * KIB])
-    patience.per_look = 0.5
-    hub.fault("storage", step=4 * KIB, times=99)
+    hub.fault("storage", step=4 * KIB, pause=0.01, times=99)
     assert whole("hf://org/small/a.tflite", patience) == DATA[: 256 * KIB]
-    assert patience.waits == []
+
+
+def test_patience_ends(bundle: HubServer, patience: Patient) -> None:
+    """However few failures there were."""
+    bundle.fault("storage", status=503, headers={"Retry-After": "20"}, skip=1, times=99)
+    assert "Try again in 20 seconds, as it asks" in fails(URL, patience)
+    assert patience.waits == [20.0, 20.0]
 
 
 def test_another_etag_between_ranges(bundle: HubServer, patience: Patient) -> None:

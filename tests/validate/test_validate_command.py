@@ -137,9 +137,7 @@ def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], messa
     assert message in errors[0]
 
 
-@pytest.mark.parametrize(
-    ("module", "package"), [("torch", "torch"), ("transformers", "transformers"), ("ai_edge_litert", "ai-edge-litert")]
-)
+@pytest.mark.parametrize(("module", "package"), [("torch", "torch"), ("transformers", "transformers")])
 def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
     block = f"import sys; sys.modules[{module!r}] = None"
     result = run(checkpoint, "--base", first_base(), "--source", first_bundle(), before=block)
@@ -148,6 +146,16 @@ def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
         f"error: expected the package {package}, but it is not installed. Validation and tuning need more "
         "packages than extraction: pip install 'mtp-extract[validate]'\n"
     )
+
+
+@pytest.mark.parametrize(("module", "check"), [("ai_edge_litert", "interpreter"), ("transformers", "transformers")])
+def test_a_check_without_its_tool(checkpoint: Path, module: str, check: str) -> None:
+    block = f"import sys; sys.modules[{module!r}] = None"
+    result = run(checkpoint, "--source", first_bundle(), before=block)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm")
+    notes = [line for line in result.stdout.splitlines() if line.startswith("Note: ")]
+    assert [note for note in notes if f"{check} was not checked: " in note and " is not installed" in note]
 
 
 def test_help_needs_no_extra() -> None:

@@ -25,6 +25,7 @@ from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
+from mtp_extract.validate.parity.control import known_good
 from mtp_extract.validate.parity.emulation import (
     Emulation,
     Followed,
@@ -213,7 +214,10 @@ def measure_parity(
 
 
 def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> tuple[Parity | None, Check]:
-    """:func:`measure_parity`, and what it says of the checkpoint; nothing where the interpreter cannot run the file."""
+    """:func:`measure_parity`, and what it says of the checkpoint.
+
+    Nothing where the interpreter cannot run the file, or calls a drafter wrong that is known to be right.
+    """
     what = "Google's interpreter computes the same, but for its rounding"
     try:
         parity = measure_parity(drafter, source, **options)
@@ -225,8 +229,20 @@ def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any
         f"{emulated.max_of_range:.1e} once ties are rounded as it rounds them, the same top token in "
         f"{round(emulated.top1 * emulated.n)} of {emulated.n} samples"
     )
+    if not parity.agrees and (why := _broken()):
+        return parity, Check("interpreter", what, None, f"{why}; {figures}")
     where = f"; first apart at {parity.first_apart}" if parity.first_apart else ""
     return parity, Check("interpreter", what, parity.agrees, figures + where)
+
+
+def _broken() -> str:
+    """Why Google's interpreter is no judge here; empty where it is one."""
+    with known_good() as (_, drafter, source):
+        try:
+            agrees = measure_parity(drafter, source, samples=2).agrees
+        except UnsupportedError as error:
+            return str(error)
+    return "" if agrees else "Google's interpreter computes another thing of a drafter that is known to be right, too"
 
 
 def _guide(run: OracleRun, plan: Mapping[str, Scheme]) -> Guide:

@@ -32,6 +32,7 @@ from mtp_extract.graph.flat import Node, Value
 from mtp_extract.graph.patterns import constant_under
 from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.tflite import Tensor
+from mtp_extract.validate.extras import unusable
 from mtp_extract.validate.parity.interface import codes_of
 
 __all__ = ["Kernels", "Oracle", "OracleRun", "Reading", "attention_products", "readings", "with_outputs"]
@@ -187,13 +188,15 @@ class Oracle:
         threads: of the interpreter.
 
     Raises:
-        UnsupportedError: its weights lie in another section, or the interpreter refuses the graph.
+        UnsupportedError: its weights lie in another section, or the interpreter refuses the graph, or is not there.
     """
 
     def __init__(self, source: SourceDrafter, kernels: Kernels = Kernels.XNNPACK, threads: int = 1) -> None:
+        name = source.model.region.source.name
+        if why := unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
+            raise UnsupportedError(f"{name}: Google's interpreter cannot be asked: {why}.")
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
-        name = source.model.region.source.name
         if source.model.weights is not None:
             raise UnsupportedError(
                 f"{name}: the drafter's weights lie in a section of their own, which the interpreter cannot be given. "
@@ -226,7 +229,7 @@ class Oracle:
                 )
                 self._interpreter.allocate_tensors()
                 self._run = self._interpreter.get_signature_runner(source.signature.key)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # What a tool of another release raises has no class of its own.
             raise UnsupportedError(f"{name}: Google's interpreter refuses the drafter: {escape(error)}.") from error
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> OracleRun:
@@ -238,7 +241,7 @@ class Oracle:
         try:
             with _quiet():
                 self._run(**inputs)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             raise UnsupportedError(
                 f"{self._source.model.region.source.name}: Google's interpreter fails: {escape(error)}."
             ) from error

@@ -1,20 +1,27 @@
-"""The checkpoint in transformers: it must load without a key too few or too many, and compute as the reference does."""
+"""The checkpoint in transformers: it must load without a key too few or too many, and compute as the reference does.
+
+A release that cannot construct an assistant says nothing of a checkpoint: what fails here refutes it only where the
+release is one that was tried, and the same is well with a drafter that is known to be right.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import DrafterError, escape
-from mtp_extract.validate.extras import quiet_transformers
+from mtp_extract.validate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.validate.identity import Check
+from mtp_extract.validate.parity.control import known_good
 
 __all__ = ["check_transformers"]
 
@@ -30,26 +37,44 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
     """Load ``directory`` with transformers and hold it against ``drafter``, float32, on random inputs."""
     if format_of(directory).name != "transformers":
         return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
-    try:
-        from transformers import Gemma4AssistantForCausalLM  # noqa: F401 - a release that knows it
-    except ImportError:
-        return Check("transformers", _WHAT, None, "transformers is not installed, or too old for this model")
+    if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
+        return Check("transformers", _WHAT, None, f"{why}; {TRANSFORMERS} works")
+    passed, evidence = _examined(directory, drafter, seed)
+    if not passed and (why := _broken(seed)):
+        return Check("transformers", _WHAT, None, f"{why}, so it cannot be asked; {TRANSFORMERS} works")
+    return Check("transformers", _WHAT, passed, evidence)
+
+
+def _broken(seed: int) -> str:
+    """Why transformers is no judge here; empty where it is one."""
+    version = str(sys.modules["transformers"].__version__)
+    with known_good() as (directory, drafter, _):
+        passed, evidence = _examined(directory, drafter, seed)
+    if not passed:
+        return f"transformers {escape(version)} fails with a drafter that is known to be right, too: {evidence}"
+    if not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
+        return f"transformers {escape(version)} fails, and is of no release that was tried"
+    return ""
+
+
+def _examined(directory: Path, drafter: MtpDrafter, seed: int) -> tuple[bool, str]:
+    """Whether it loads and computes as ``drafter`` does, and the evidence."""
     try:
         model, info = _load(directory)
     except DrafterError as error:
-        return Check("transformers", _WHAT, False, str(error))
+        return False, str(error)
     odd = [f"{name.replace('_', ' ')} {escape(', '.join(map(str, info[name])))}" for name in _KEYS if info.get(name)]
     if odd:
-        return Check("transformers", _WHAT, False, "; ".join(odd))
+        return False, "; ".join(odd)
     try:
         apart = _compare(model, drafter, seed)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return Check("transformers", _WHAT, False, f"it does not run: {escape(' '.join(str(error).split()))}")
+    except Exception as error:  # noqa: BLE001 - so does what it raises when it runs
+        return False, f"it does not run: {escape(' '.join(str(error).split()))}"
     worst = max(apart, key=lambda name: apart[name])
     figures = (
         f"{worst} {apart[worst]:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
     )
-    return Check("transformers", _WHAT, apart[worst] <= TOLERANCE, figures)
+    return apart[worst] <= TOLERANCE, figures
 
 
 def _load(directory: Path) -> tuple[Any, dict[str, Any]]:

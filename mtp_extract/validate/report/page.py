@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mtp_extract.markdown import plain
+from mtp_extract.markdown import listed, plain
 from mtp_extract.validate.report.tables import FIGURES, Table
 
 __all__ = ["page", "plain_json"]
@@ -27,15 +27,11 @@ def page(title: str, report: Mapping[str, Any], tables: Iterable[Table], figures
     """A report in Markdown: verdict and findings first, then ``tables``, with those of their ``figures`` there are."""
     parts = [f"# {plain(title)}", f"**{plain(report['verdict'])}**"]
     if report["findings"]:
-        parts += ["Findings:", _listed(report["findings"])]
+        parts += ["Findings:", listed(report["findings"])]
     for table in tables:
         parts.append(table.markdown())
         if shown := [f"![{FIGURES[name]}]({name}.png)" for name in table.figures if name in figures]:
             parts.append(" ".join(shown))
     if report["notes"]:
-        parts += ["## Notes", _listed(report["notes"])]
+        parts += ["## Notes", listed(report["notes"])]
     return "\n\n".join(parts) + "\n"
-
-
-def _listed(items: Iterable[str]) -> str:
-    return "\n".join(f"- {plain(item)}" for item in items)

@@ -98,6 +98,11 @@ def _findings(found: Benchmark) -> list[str]:
         listed.append("the server drafted nothing: it was started without a drafter, or does not use it")
     if baseline is not None and baseline.drafted:
         listed.append(f"the baseline drafts too ({baseline.drafted} drafts): it is none")
+    for side, asked in found.servers.items():
+        groups = found.groups[side]
+        said = [what for g in groups for what in (*g.impossible, *(what for a in g.answers for what in a.impossible))]
+        if said:
+            listed.append(f"{asked.name} tells what cannot be, {len(said)} times, left out of all figures: {said[0]}")
     for name in found.workloads:
         places = dict.fromkeys(f"{index + 1} at character {at + 1}" for of, index, at in found.parted if of == name)
         if places:
@@ -118,7 +123,7 @@ def _notes(found: Benchmark) -> Iterator[str]:
         uncounted = sum(not group.by_text("drafted") for group in groups)
         if uncounted:
             yield f"{server.name} ({server.kind.name}): drafts are not told for {uncounted} of {len(groups)} groups."
-        untold = sum(answer.tokens is None for answer in answers)
+        untold = sum(answer.tokens is None and not answer.impossible for answer in answers)
         if untold:
             yield f"{server.name}: how many tokens an answer has is not told for {untold} of {len(answers)}."
         whole = sum(bool(answer.text) and answer.seconds == 0 for answer in answers)

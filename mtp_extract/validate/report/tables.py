@@ -80,14 +80,17 @@ class Table:
 
     def markdown(self, level: int = 2) -> str:
         """As a section with a heading of ``level``; a detail is folded away."""
-        cells = markdown.table(self.columns, ([markdown.plain(cell) for cell in row] for row in self.rows))
+        cells = markdown.table(
+            [markdown.plain(column) for column in self.columns],
+            ([markdown.plain(cell) for cell in row] for row in self.rows),
+        )
         if self.detail:
             return f"<details><summary>{markdown.plain(self.title)}</summary>\n\n{cells}\n\n</details>"
         parts = (
             f"{'#' * level} {markdown.plain(self.title)}",
-            markdown.plain(self.about),
+            markdown.prose(self.about),
             cells,
-            markdown.plain(self.after),
+            markdown.paragraph(self.after),
         )
         return "\n\n".join(part for part in parts if part)
 
@@ -158,7 +161,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-_RESULTS = {True: "passed", False: "refuted", None: "not run"}
+_RESULTS = {True: "passed", False: "refuted", None: "not checked"}
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:

@@ -272,7 +272,7 @@ def test_a_step_takes_its_share_of_the_rounds_that_drafted_it() -> None:
 
 def test_names_cannot_break_the_page(validation: Validation) -> None:
     page = markdown(dataclasses.replace(validation, directory="a|b\n# c\x1b[31m"))
-    assert "# Validation of a\\|b\\n# c\\x1b[31m" in page.splitlines()[0]
+    assert page.splitlines()[0] == r"# Validation of a\|b\\n# c\\x1b\[31m"
 
 
 def test_there_whole_or_not_at_all(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

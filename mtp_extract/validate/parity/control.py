@@ -1,0 +1,28 @@
+"""A drafter that is known to be right, for when a tool calls one wrong: does it call every one so?"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.formats import format_named
+from mtp_extract.checkpoint.staging import write_file
+from mtp_extract.data import sample_bundle
+from mtp_extract.drafter import MtpDrafter, load_drafter
+from mtp_extract.extraction import checkpoint_of
+
+__all__ = ["known_good"]
+
+
+@contextmanager
+def known_good() -> Iterator[tuple[Path, MtpDrafter, SourceDrafter]]:
+    """The drafter of the packaged sample: its directory in the transformers format, F32; loaded; and in its file."""
+    with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
+        place, source = Path(folder), opened.drafter()
+        for file in format_named("transformers").plan(checkpoint_of(source), "f32"):
+            write_file(place, file, lambda count: None)
+        yield place, load_drafter(place), source

@@ -1,0 +1,467 @@
+"""Servers that mean no good: whatever they send ends in one clear line, in time, or in the bytes of one file."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from itertools import repeat
+
+import huggingface_hub
+import pytest
+from helpers.hub_fixtures import Patient, text_of
+from helpers.hub_server import SIGNATURE, TOKEN, HubServer
+from helpers.raw_server import RawServer, Say, drip, raw_server
+
+from mtp_extract.engines.server import Server
+from mtp_extract.errors import MtpExtractError, SourceError
+from mtp_extract.io import http
+from mtp_extract.io.remote import RemoteSource, open_remote
+
+DATA = random.Random(7).randbytes(1 << 18)
+SIZE = len(DATA)
+WINDOW = 0.15
+"""Seconds that an answer gets here: many of the pauses of `drip`, and few of a test."""
+
+Script = Callable[[str, Say], None] | bytes
+
+
+@pytest.fixture
+def soon(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines of the real clock, short ones."""
+    monkeypatch.setattr(http, "_SLOW_WINDOW", WINDOW)
+    monkeypatch.setattr(http, "_CONNECT_TIMEOUT", 2 * WINDOW)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2 * WINDOW)
+
+
+def head(status: str = "206 Partial Content", **headers: object) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def asked(request: str) -> tuple[int, int]:
+    """The range that a request asks for, as far as the file goes."""
+    found = re.search(r"(?im)^range: bytes=(\d+)-(\d+)", request)
+    assert found is not None
+    return int(found[1]), min(SIZE, int(found[2]) + 1)
+
+
+def part(request: str, data: bytes = DATA, **headers: object) -> bytes:
+    """The right answer, but for ``headers``."""
+    begin, end = asked(request)
+    right = {"Content_Range": f"bytes {begin}-{end - 1}/{SIZE}", "Content_Length": end - begin, "Connection": "close"}
+    return head(**right | headers) + data[begin:end]  # type: ignore[arg-type]
+
+
+def wrong(**headers: object) -> Callable[[str, Say], None]:
+    """Right, but for ``headers``."""
+    return lambda request, say: say(part(request, **headers))
+
+
+def dripping(*pieces: bytes, then: bytes = b"") -> Callable[[str, Say], None]:
+    """``pieces`` at once, and then one ``then`` after the other, for ever."""
+
+    def script(request: str, say: Say) -> None:
+        for piece in pieces:
+            say(piece)
+        drip(say, repeat(then))
+
+    return script
+
+
+def trickle(request: str, say: Say) -> None:
+    answer = part(request, ETag='"a"') if "bytes=" in request else head("200 OK", Content_Length=SIZE) + DATA
+    begin = answer.index(b"\r\n\r\n") + 4
+    say(answer[:begin])
+    drip(say, (answer[at : at + 1] for at in range(begin, len(answer))))
+
+
+def silent(request: str, say: Say) -> None:
+    threading.Event().wait(20 * WINDOW)
+
+
+def fits(message: str) -> None:
+    """Whether it is one line that a terminal can show, and tells no secret."""
+    assert message.isprintable()
+    assert len(message) < 700
+    assert message.endswith(".")
+    for secret in (TOKEN, SIGNATURE):
+        assert secret not in message
+
+
+def read_all(url: str, **options: bool) -> bytes:
+    with open_remote(url, **options) as source:
+        source.prefetch(0, source.size)
+        found = source.read(0, source.size)
+        source.confirm()
+        return found
+
+
+def redirect(to: str) -> bytes:
+    return head("302 Found", Location=to, Content_Length=0, Connection="close")
+
+
+NEVER = {
+    "a head that trickles": dripping(b"HTTP/1.1 206 Partial Content\r\n", then=b"X: y\r\n"),
+    "a line that trickles": dripping(b"HTTP/1.1 206 Partial Content\r\nX: ", then=b"y"),
+    "a status that trickles": dripping(then=b"H"),
+    "100 Continue": dripping(then=b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "103 Early Hints": dripping(then=b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"),
+    "a body that trickles": trickle,
+    "a chunk's length that trickles": dripping(
+        head(Content_Range=f"bytes 0-65535/{SIZE}", Transfer_Encoding="chunked", ETag='"a"'), then=b"0"
+    ),
+    "silence": silent,
+}
+
+
+@pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
+def test_what_never_ends_is_ended(soon: None, patience: Patient, script: Script) -> None:
+    with (
+        raw_server(script) as server,
+        pytest.raises(SourceError, match=r"too slow|does not answer in time|is not HTTP") as caught,
+    ):
+        open_remote(server.url + "/a.litertlm")
+    fits(str(caught.value))
+    assert len(patience.waits) <= 5
+
+
+@pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
+def test_a_hub_that_never_ends(soon: None, patience: Patient, monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    """The head that names commit and place is asked for by huggingface_hub itself."""
+    with raw_server(script) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        with pytest.raises(SourceError) as caught:
+            open_remote("hf://org/repo/a.litertlm")
+    fits(str(caught.value))
+
+
+@pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
+def test_a_server_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    """However long an answer may take: a page is no answer."""
+    monkeypatch.setattr("mtp_extract.engines.server._PAGE_TIMEOUT", WINDOW)
+    with (
+        raw_server(script) as server,
+        pytest.raises(MtpExtractError, match=r"expected an answer within|is not HTTP|expected a") as caught,
+    ):
+        Server(server.url, timeout=300)
+    fits(str(caught.value))
+
+
+LIES = {
+    "a negative length": (wrong(Content_Length=-5), "is not HTTP"),
+    "a length in words": (wrong(Content_Length="many"), "is not HTTP"),
+    "two lengths": (wrong(Content_Length="5, 6"), "is not HTTP"),
+    "a length of 5000 digits": (wrong(Content_Length="9" * 5000), "is not HTTP"),
+    "a short length": (wrong(Content_Length=5), "announced 5 bytes for a range of 65536"),
+    "a long length": (wrong(Content_Length=1 << 40), "announced 1099511627776 bytes"),
+    "an early end": (lambda request, say: say(part(request)[:-9]), "connection was lost"),
+    "no range": (wrong(Content_Range=""), "without saying which"),
+    "a range in other units": (wrong(Content_Range="lines 0-65535/9"), "without saying which"),
+    "a range backwards": (wrong(Content_Range="bytes 65535-0/262144"), "when asked for 0 to 65535"),
+    "another range": (wrong(Content_Range=f"bytes 1-65536/{SIZE}"), "sent bytes 1 to 65536"),
+    "a range beyond the file": (wrong(Content_Range="bytes 0-65535/10"), "sent bytes 0 to 65535"),
+    "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "does not say how large"),
+    "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying which"),
+    "gzip": (wrong(Content_Encoding="gzip"), "compresses"),
+    "GZip, and more": (wrong(Content_Encoding=" GZip, br"), "compresses"),
+    "several ranges": (wrong(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
+    "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", "found an HTML page"),
+    "a whole file": (head("200 OK", Content_Length=3) + b"abc", "sends whole files"),
+    "nothing": (b"", "connection was lost"),
+    "a banner": (b"SSH-2.0-OpenSSH_9.6\r\n", "is not HTTP"),
+    "noise": (random.Random(3).randbytes(5000) + b"\r\n\r\n", "is not HTTP"),
+    "a head of a megabyte": (head(X="y" * (1 << 20)), "connection was lost|is not HTTP"),
+    "no head at all": (b"\r\n\r\n", "is not HTTP"),
+    "a status of no kind": (head("999 What", Content_Length=0), r"answered \(999\)|is not HTTP"),
+    "nothing modified": (head("304 Not Modified"), r"answered \(304\)"),
+    "no content": (head("204 No Content"), r"answered \(204\)"),
+    "other protocols": (head("101 Switching Protocols", Upgrade="x", Connection="upgrade"), r"\(101\)|is not HTTP"),
+    "redirects to itself": (redirect("/a.litertlm"), "redirects in circles"),
+    "a redirect to a file": (redirect("file:///etc/passwd"), "is none of http:// or https://|expected a redirect"),
+    "a redirect to ftp": (redirect("ftp://localhost/a"), "is none of http:// or https://|expected a redirect"),
+    "a redirect to no host": (redirect("http://"), "none of http|not an address|reached"),
+    "a redirect to no port": (redirect("http://localhost:99999/"), "is not HTTP|not an address|lost|reached"),
+    "a redirect to half an address": (redirect("http://[::1"), "is not HTTP|not an address|lost"),
+    "a redirect to a long host": (
+        redirect(f"http://{'a' * 300}.invalid/"),
+        "names no host|reached|not an address|lost|is not HTTP",
+    ),
+    "a redirect to nowhere": (head("302 Found", Content_Length=0), r"answered \(302\)"),
+}
+
+
+@pytest.mark.parametrize(("script", "message"), LIES.values(), ids=LIES)
+def test_what_makes_no_sense_is_one_line(soon: None, patience: Patient, script: Script, message: str) -> None:
+    with raw_server(script) as server, pytest.raises(SourceError, match=message) as caught:
+        open_remote(server.url + "/a.litertlm?sig=" + SIGNATURE)
+    fits(str(caught.value))
+    assert len(patience.waits) <= 5
+
+
+ABSURD = [
+    "9" * 5000,
+    "99999999999",
+    "-7",
+    "1e400",
+    "nan",
+    "Fri, 31 Dec 99999 23:59:59 GMT",
+    "Thu, 01 Jan 0001 00:00:00 +2359",
+    "Fri, 31 Dec 9999 23:59:59 -2359",
+    "Thu, 32 Foo 2026 25:61:61 GMT",
+    "Thu, 01 Jan 1970 00:00:00 +9999999999",
+    "\x85\xff",
+    ",,,",
+    "31",
+]
+
+
+@pytest.mark.parametrize("wait", ABSURD)
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+def test_a_retry_after_of_any_kind(soon: None, patience: Patient, status: str, wait: str) -> None:
+    """Obeyed where it is sensible, and never for long."""
+    answer = head(status, Retry_After=wait, Content_Length=0, Connection="close")
+    with raw_server(answer) as server, pytest.raises(SourceError, match=r"Try again") as caught:
+        open_remote(server.url + "/a.litertlm")
+    fits(str(caught.value))
+    assert sum(patience.waits) <= http._PATIENCE
+
+
+def test_dates_that_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert http._asked_wait("30") == 30.0
+    assert http._asked_wait("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
+    far = http._asked_wait("Fri, 31 Dec 9998 23:59:59 GMT")
+    assert far is not None
+    assert far > 1e11
+    told = {text: http._asked_wait(text) for text in ABSURD}
+    assert {text for text, wait in told.items() if wait is not None} == {*ABSURD[6:8], ABSURD[-1]}
+
+
+# --- one file
+
+
+class Versions:
+    """A file that is another one from the second range on, as a server tells it by ``before`` and ``after``."""
+
+    def __init__(self, before: dict[str, object], after: dict[str, object], data: bytes) -> None:
+        self.told, self.data, self.count = (before, after), data, 0
+
+    def __call__(self, request: str, say: Say) -> None:
+        self.count += 1
+        later = self.count > 1
+        say(part(request, self.data if later else DATA, **self.told[later]))
+
+
+OTHER = DATA[:-100] + bytes(100)
+TIME = "Sat, 21 Nov 2026 10:00:00 GMT"
+LATER = "Sat, 21 Nov 2026 10:00:01 GMT"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"ETag": '"a"'}, {"ETag": '"b"'}, "another ETag"),
+        ({"ETag": '"a"'}, {}, "no longer gives its ETag"),
+        ({"ETag": '"a"'}, {"ETag": 'W/"a"'}, "another ETag"),
+        ({"ETag": '"a"', "Last_Modified": TIME}, {"Last_Modified": TIME}, "no longer gives its ETag"),
+        ({"Last_Modified": TIME}, {"Last_Modified": LATER}, "another Last-Modified"),
+        ({"Last_Modified": TIME}, {}, "no longer gives its Last-Modified"),
+        ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"a"', "Last_Modified": LATER}, "another Last-Modified"),
+        ({"ETag": 'W/"a"', "Last_Modified": TIME}, {"ETag": 'W/"b"', "Last_Modified": TIME}, "another weak ETag"),
+        ({"ETag": 'W/"a"'}, {"ETag": 'W/"b"'}, "another weak ETag"),
+        ({"ETag": 'W/"a"'}, {"ETag": 'W/"a"'}, "are others when fetched again"),
+        ({"ETag": "unquoted"}, {"ETag": "unquoted"}, "are others when fetched again"),
+        ({"Last_Modified": "today"}, {"Last_Modified": "today"}, "are others when fetched again"),
+        ({}, {}, "are others when fetched again"),
+        ({"ETag": '"a"'}, {"ETag": '"a"', "Content_Range": "bytes 65536-262143/262145"}, "262144 bytes by one answer"),
+    ],
+)
+def test_a_file_that_changes_between_ranges(
+    soon: None, before: dict[str, object], after: dict[str, object], message: str
+) -> None:
+    # The first block changes too, or its end does: what is fetched twice has to show it.
+    versions = Versions(before, after, DATA[:9] + bytes(9) + OTHER[18:])
+    with raw_server(versions) as server, pytest.raises(SourceError, match=message) as caught:
+        read_all(server.url + "/a.litertlm")
+    assert "changed while it was being read" in str(caught.value)
+    fits(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("told", "sent"),
+    [
+        ({"ETag": '"a"', "Last_Modified": TIME}, '"a"'),
+        ({"Last_Modified": TIME}, TIME),
+        ({"ETag": 'W/"a"', "Last_Modified": TIME}, TIME),
+        ({"ETag": 'W/"a"'}, None),
+        ({"ETag": '""'}, None),
+        ({}, None),
+    ],
+)
+def test_the_validator_is_sent(soon: None, told: dict[str, object], sent: str | None) -> None:
+    """With every range but the first, and weak ETags never; without one, what is read is read twice, and told."""
+    with raw_server(wrong(**told)) as server, open_remote(server.url + "/a.litertlm") as source:
+        source.prefetch(0, SIZE)
+        assert source.read(0, SIZE) == DATA
+        before = len(server.heads)
+        source.confirm()
+        again, doubted = len(server.heads) - before, sent is None
+        assert (again > 0, bool(source.notes), source.provenance.get("validator")) == (
+            (True, True, "none") if doubted else (False, False, None)
+        )
+    found = [re.search(r"(?im)^if-range: (.*)\r$", request) for request in server.heads]
+    assert [match and match[1] for match in found] == [None] + [sent] * (len(found) - 1)
+
+
+def test_what_is_fetched_twice(soon: None) -> None:
+    """The first block, what was read in small, and both ends of what was prefetched."""
+    with raw_server(wrong()) as server, open_remote(server.url + "/a.litertlm") as source:
+        assert isinstance(source, RemoteSource)
+        source.prefetch(65536, SIZE - 65536)
+        server.heads.clear()
+        source.confirm()
+    assert [asked(request) for request in server.heads] == [(0, 65536), (65536, 131072), (SIZE - 65536, SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("etag", "message"), [('"b"', "another ETag"), (None, "no longer gives its ETag"), ('"a"', "")]
+)
+def test_all_of_the_file_in_place_of_a_range(soon: None, etag: str | None, message: str) -> None:
+    """What a server answers to If-Range once the file is another."""
+
+    def script(request: str, say: Say) -> None:
+        if "if-range" not in request.lower():
+            say(part(request, ETag='"a"'))
+        else:
+            say(head("200 OK", Content_Length=SIZE, **{"ETag": etag} if etag else {}) + OTHER)
+
+    with raw_server(script) as server:
+        if not message:
+            # The same file, of a server that knows no If-Range: it is asked without.
+            assert read_all(server.url + "/a.litertlm") == DATA
+            return
+        with pytest.raises(SourceError, match=message):
+            read_all(server.url + "/a.litertlm")
+
+
+def test_a_redirect_to_less_safety() -> None:
+    from mtp_extract.io.address import WebAddress
+
+    ranges = http.RangedFile(WebAddress("https://localhost/a"))
+    ranges._check_way(["https://localhost/a", "https://elsewhere/b"])
+    ranges._check_way(["http://localhost/a", "https://elsewhere/b", "https://third/c"])
+    for way in (
+        ["https://localhost/a", "http://elsewhere/b"],
+        ["http://a/", "https://a/", "http://a/"],
+        ["http://a/", "file:///a"],
+    ):
+        with pytest.raises(SourceError, match="expected a redirect to https://, found one to"):
+            ranges._check_way(way)
+
+
+# --- what the Hub says
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"X-Repo-Commit": "../../../../etc"}, "to name the file's commit, found"),
+        ({"X-Repo-Commit": "c" * 39 + "\u00e9"}, "to name the file's commit, found"),
+        ({"Location": "file:///etc/passwd"}, "expected a redirect to https://, found one to file://"),
+        ({"Location": "http://[::1"}, "redirects to what is no address"),
+        ({"Location": "http://localhost:99999/"}, "redirects to what is no address"),
+        ({"Location": f"http://{'a' * 300}/"}, "names no host|cannot be reached|not an address"),
+        ({"X-Linked-Size": "-5"}, None),
+        ({"X-Linked-Size": "many"}, None),
+        ({"X-Linked-Size": "7"}, "7 bytes by one answer"),
+    ],
+)
+def test_a_hub_that_lies(hub: HubServer, patience: Patient, headers: dict[str, str], message: str | None) -> None:
+    hub.add("org/repo", "a.litertlm", DATA)
+    hub.linked = headers
+    if message is None:
+        assert read_all("hf://org/repo/a.litertlm") == DATA
+        return
+    with pytest.raises(SourceError, match=message) as caught:
+        read_all("hf://org/repo/a.litertlm")
+    fits(str(caught.value))
+    assert SIGNATURE not in text_of(caught.value)
+
+
+# --- heads at random
+
+
+def mutated(random_: random.Random, answer: bytes) -> bytes:
+    """``answer`` with a few bytes of its head changed, doubled, lost or moved."""
+    found, _, body = answer.partition(b"\r\n\r\n")
+    head_ = bytearray(found)
+    for _ in range(random_.randint(1, 4)):
+        at, size = random_.randrange(len(head_)), random_.randint(1, 12)
+        kind = random_.randrange(5)
+        if kind == 0:
+            head_[at] = random_.randrange(256)
+        elif kind == 1:
+            del head_[at : at + size]
+        elif kind == 2:
+            head_[at:at] = head_[at : at + size] * random_.randint(1, 50)
+        elif kind == 3:
+            head_[at:at] = random_.choice([b"\r\n", b"\0", b"-", b"9" * 30, b"\xff", b": ", b"W/", b"\r\n\r\n"])
+        else:
+            lines = bytes(head_).split(b"\r\n")
+            random_.shuffle(lines)
+            head_ = bytearray(b"\r\n".join(lines))
+        head_ = head_ or bytearray(b"x")
+    return bytes(head_) + b"\r\n\r\n" + body
+
+
+@pytest.fixture
+def fuzzed() -> Iterator[tuple[random.Random, list[bytes], RawServer]]:
+    random_, sent = random.Random(19), list[bytes]()
+
+    def script(request: str, say: Say) -> None:
+        right = part(request, ETag='"a"', Last_Modified=TIME, Content_Type="application/octet-stream")
+        sent.append(mutated(random_, right) if random_.random() < 0.7 else right)
+        say(sent[-1])
+
+    with raw_server(script) as server:
+        yield random_, sent, server
+
+
+def test_heads_at_random(
+    soon: None, patience: Patient, fuzzed: tuple[random.Random, list[bytes], RawServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right bytes, or one line."""
+    random_, sent, server = fuzzed
+    right = 0
+    for _ in range(120):
+        sent.clear()
+        try:
+            assert read_all(server.url + "/a.litertlm", download=random_.random() < 0.5) == DATA, sent
+            right += 1
+        except SourceError as error:
+            fits(str(error))
+    assert 10 < right < 110
+
+
+def test_heads_at_random_of_a_server_of_models() -> None:
+    """The model that it names, or one line."""
+    random_ = random.Random(20)
+    body = b'{"data": [{"id": "a"}]}'
+    right = head("200 OK", Content_Type="application/json", Content_Length=len(body), Connection="close") + body
+
+    def script(request: str, say: Say) -> None:
+        say(mutated(random_, right))
+
+    found = []
+    with raw_server(script) as server:
+        for _ in range(60):
+            try:
+                with Server(server.url, timeout=2 * WINDOW) as asked_:
+                    found.append(asked_.model)
+            except MtpExtractError as error:  # noqa: PERF203 - a server call a turn
+                fits(str(error))
+    assert set(found) == {"a"}
+    assert 5 < len(found) < 55
