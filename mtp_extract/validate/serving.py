@@ -11,13 +11,14 @@ other than what was asked here, they are left out: nothing is estimated.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.server import Answer, Server
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate.arithmetic import Interval, ratio_interval, share_interval
+from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.validate.prompts import Prompt, read_prompts, shipped_prompts
 
 __all__ = ["BenchPlan", "Benchmark", "Figures", "Group", "Side", "run_benchmark"]
@@ -186,6 +187,7 @@ class Benchmark:
         workloads: figures of each.
         total: of all.
         parted: workload, number of the prompt and first character of each answer that is not the baseline's.
+        repeats: prompts that repeat one before them, and were not asked.
     """
 
     servers: Mapping[str, Server]
@@ -194,6 +196,7 @@ class Benchmark:
     workloads: Mapping[str, Figures]
     total: Figures
     parted: tuple[tuple[str, int, int], ...]
+    repeats: int = 0
 
 
 def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
@@ -204,9 +207,14 @@ def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
     """
     if min(plan.max_tokens, plan.concurrency, plan.repeat) < 1 or plan.warm_up < 0 or not plan.timeout > 0:
         raise MtpExtractError("expected at least 1 token, 1 request at a time, 1 repeat and some time to answer")
-    prompts = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    # A prompt that repeats another says nothing new, however often it is asked.
+    firsts: dict[str, Prompt] = {}
+    for prompt in given:
+        firsts.setdefault(prompt.text, prompt)
+    prompts = list(firsts.values())
     with ExitStack() as stack:
-        return _measure(plan, prompts, say, stack)
+        return replace(_measure(plan, prompts, say, stack), repeats=len(given) - len(prompts))
 
 
 def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitStack) -> Benchmark:
@@ -346,7 +354,7 @@ def _figures(
         server=_side(chosen["server"]),
         baseline=_side(chosen["baseline"]) if "baseline" in chosen else None,
         speedup=sum(would_take) / sum(takes) if both else None,
-        speedup_ci95=_interval(would_take, takes),
+        speedup_ci95=ratio_interval(would_take, takes),
         identical=sum(compared) if compared else None,
         compared=len(compared),
     )
@@ -387,27 +395,32 @@ def _side(groups: Sequence[Group]) -> Side:
         tokens=tokens,
         seconds=sum(answer.seconds for answer in answers),
         tokens_per_s=rate,
-        tokens_per_s_ci95=_interval(after, seconds),
+        tokens_per_s_ci95=ratio_interval(after, seconds),
         throughput=tokens / sum(group.wall for group in groups) if tokens is not None else None,
         first_token_ms=sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
-        first_token_ms_ci95=_interval(*firsts),
+        first_token_ms_ci95=ratio_interval(*firsts),
         inter_token_ms=1e3 / rate if rate else None,
         server_tokens_per_s=1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
         counted=counted,
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted and accepted is not None else None,
-        acceptance_ci95=share_interval(drafts[1], drafts[0]) if drafted else None,
+        acceptance_ci95=share_interval(drafts[1], drafts[0]),
         rounds=rounds,
         mean_accepted_length=sum(emitted) / rounds if rounds else None,
-        mean_accepted_length_ci95=_interval(emitted, lengths[0], least=1.0) if rounds else None,
+        mean_accepted_length_ci95=_length_interval(groups),
     )
 
 
-def _interval(sums: Sequence[float], sizes: Sequence[float], least: float = 0.0) -> Interval | None:
-    """Of a ratio over texts that cannot be less than ``least``, whatever few of them say."""
-    found = ratio_interval(sums, sizes)
-    return found and Interval(max(least, found.low), max(least, found.high))
+def _length_interval(groups: Sequence[Group]) -> Interval | None:
+    """Of 1 + accepted / rounds; a round accepts no more than the most that rounds of a text drafted."""
+    drafted, rounds = _clusters(groups, "drafted", "rounds")
+    lengths = _clusters(groups, "rounds", "accepted")
+    most = max((math.ceil(d / r) for d, r in zip(drafted, rounds, strict=True) if r), default=0)
+    if not most:
+        return None
+    found = share_interval([accepted / most for accepted in lengths[1]], lengths[0])
+    return found and found.scaled(most, 1.0)
 
 
 def _clusters(groups: Iterable[Group], first: str, second: str) -> tuple[list[int], list[int]]:

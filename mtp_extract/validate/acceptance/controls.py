@@ -22,7 +22,7 @@ from mtp_extract.validate.acceptance.agreement import (
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import mean_over_texts
+from mtp_extract.validate.acceptance.measured import difference_over_texts
 
 __all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
 
@@ -203,7 +203,7 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
     aimed = real.targets[:, 0] >= 0
     ours, theirs = ((a.drafts[:, 0] == a.targets[:, 0])[aimed] for a in (real, broken))
     gap = ours.double() - theirs.double()
-    interval = mean_over_texts(real.text[aimed], gap, LEVEL)
+    interval = difference_over_texts(real.text[aimed], gap, LEVEL)
     return ControlResult(
         control,
         figures=figures(broken),
