@@ -61,9 +61,9 @@ class Interval(NamedTuple):
         """Of ``offset + factor · value``, for a positive ``factor``."""
         return Interval(offset + factor * self.low, offset + factor * self.high)
 
-    def rounded(self, digits: int) -> Interval:
-        """For a record."""
-        return Interval(round(self.low, digits), round(self.high, digits))
+    def rounded(self, digits: int) -> list[float]:
+        """As a record has it."""
+        return [round(self.low, digits), round(self.high, digits)]
 
 
 def undecided(texts: int) -> str:

@@ -18,8 +18,8 @@ from mtp_extract.validate.prompts import shipped_prompts
 
 __all__ = ["Corpus"]
 
-_LEAST = LEAST_TEXTS
-"""Texts of each side; with fewer there is no interval."""
+_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
+"""Texts of each side; of fewer that are held out there is no interval."""
 
 _MOST_WATCHED = 32
 """Texts that are measured again and again, on the way."""
@@ -143,10 +143,11 @@ def _divided(are_shipped: bool, items: Sequence[Item]) -> tuple[dict[str, list[I
         for item in (() if are_shipped else of_prompts(shipped_prompts()))
         if item.key not in learned | held
     ]
-    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST]
+    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
     if few:
+        wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
         raise MtpExtractError(
-            f"expected enough prompts for at least {_LEAST} to be {' and '.join(few)}, found {len(items)} prompts from "
+            f"expected enough prompts for at least {wanted}, found {len(items)} prompts from "
             f"{len({item.source for item in items})} sources, divided by a hash of where they come from; give more",
             remedies=("prompts",),
         )
@@ -166,7 +167,7 @@ def _has_a_round(text: Text, steps: int) -> bool:
 def _long_enough(side: str, pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
     """Those with a place to draft from, and a target for every step."""
     found = [pair for pair in pairs if _has_a_round(pair[1], steps)]
-    if len(found) < _LEAST:
+    if len(found) < _LEAST[side]:
         raise MtpExtractError(
             f"expected texts of more than {steps} tokens, found {len(found)} that are {side}: the base ends the others "
             "at once; give other prompts",

@@ -249,7 +249,8 @@ def _refused(kept: Kept, comparisons: Comparisons) -> tuple[str, ...]:
             "wanted"
         )
     overall = comparisons.overall.change
-    if overall.interval is None or overall.interval.low < -MOST_LOST:
+    # Of texts of which none loses a draft an interval says what one that was not seen might lose: the worst.
+    if overall.interval is None or (overall.interval.low < -MOST_LOST and comparisons.overall.loses):
         reasons.append(
             f"it may lose more than {MOST_LOST} of mean accepted length on held-out text ({signed(overall)})"
         )

@@ -28,6 +28,11 @@ class Comparison:
     change: Change
     own: bool
 
+    @property
+    def loses(self) -> bool:
+        """Whether any draft that stood before stands less after."""
+        return bool((self.after.stands < self.before.stands).any())
+
     def as_json(self) -> dict[str, Any]:
         """For the record."""
 

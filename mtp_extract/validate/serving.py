@@ -405,7 +405,7 @@ def _side(groups: Sequence[Group]) -> Side:
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted and accepted is not None else None,
-        acceptance_ci95=share_interval(drafts[1], drafts[0]),
+        acceptance_ci95=_share(drafts[1], drafts[0], groups),
         rounds=rounds,
         mean_accepted_length=sum(emitted) / rounds if rounds else None,
         mean_accepted_length_ci95=_length_interval(groups),
@@ -413,14 +413,27 @@ def _side(groups: Sequence[Group]) -> Side:
 
 
 def _length_interval(groups: Sequence[Group]) -> Interval | None:
-    """Of 1 + accepted / rounds; a round accepts no more than the most that rounds of a text drafted."""
-    drafted, rounds = _clusters(groups, "drafted", "rounds")
-    lengths = _clusters(groups, "rounds", "accepted")
-    most = max((math.ceil(d / r) for d, r in zip(drafted, rounds, strict=True) if r), default=0)
+    """Of 1 + accepted / rounds, where no round accepts more than rounds drafted on the mean of any group."""
+    rounds, accepted = _clusters(groups, "rounds", "accepted")
+    most = max(map(_most_drafts, groups), default=0)
     if not most:
         return None
-    found = share_interval([accepted / most for accepted in lengths[1]], lengths[0])
+    found = _share([count / most for count in accepted], rounds, groups)
     return found and found.scaled(most, 1.0)
+
+
+def _most_drafts(group: Group) -> int:
+    """Drafts a round of it, rounded up."""
+    drafted, rounds = (
+        sum(getattr(counters, name) for _, counters in group.by_text(name)) for name in ("drafted", "rounds")
+    )
+    return math.ceil(drafted / rounds) if rounds else 0
+
+
+def _share(hits: Sequence[float], sizes: Sequence[float], groups: Sequence[Group]) -> Interval | None:
+    """The interval of a share; asking the same again draws no more."""
+    turns = len({group.turn for group in groups})
+    return share_interval([hit / turns for hit in hits], [size / turns for size in sizes])
 
 
 def _clusters(groups: Iterable[Group], first: str, second: str) -> tuple[list[int], list[int]]:

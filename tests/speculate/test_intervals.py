@@ -106,7 +106,7 @@ def test_a_text_counts_once() -> None:
 
 def test_scaled() -> None:
     assert Interval(0.25, 0.5).scaled(4, 1) == (2, 3)
-    assert Interval(0.12345, 0.5).rounded(2) == (0.12, 0.5)
+    assert Interval(0.12345, 0.5).rounded(2) == [0.12, 0.5]
 
 
 def test_student_against_printed_values() -> None:

@@ -117,8 +117,8 @@ def _pointed(found: Validation) -> str:
     above = [result for result in ran if result.standing == "above"]
     if not ran:
         return "no control could be run"
-    if all(result.interval is None for result in ran):
-        return f"what the controls say is {undecided(max(r.figures.texts for r in ran if r.figures))}"
+    if found.agreement is not None and all(result.interval is None for result in ran):
+        return f"what the controls say is {undecided(found.agreement.texts)}"
     if not above:
         below = sum(result.standing == "below" for result in ran)
         return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
@@ -143,7 +143,7 @@ def why(result: ControlResult) -> str:
     if result.skipped:
         return f"not run: {result.skipped}"
     look = f"; look at {result.control.suspect}" if result.standing == "above" else ""
-    few = result.figures is not None and result.interval is None
+    few = result.standing == "undecided" and result.interval is None
     standing = undecided(result.figures.texts) if result.figures and few else _STANDING[str(result.standing)]
     return f"{standing}: {_counts(result)}{look}"
 
