@@ -163,16 +163,15 @@ def rows(kind: str, repeats: int) -> Iterator[Row]:
 def main() -> None:
     """Print the tables."""
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
-    for kind in KINDS:
-        found = list(rows(kind, repeats))
-        low_before, low = min(row.before[0] for row in found), min(row.now[0] for row in found)
-        print(f"\n## {kind.capitalize()}\n\nLowest coverage: {low_before:.3f} before, {low:.3f} now.\n")
-        print("| texts | rate | ICC | coverage before | coverage | mean width before | mean width |")
-        print("| --- | --- | --- | --- | --- | --- | --- |")
-        for row in found:
-            pairs = zip(row.before, row.now, strict=True)
-            cells = (row.texts, row.rate, row.icc, *(f"{value:.3f}" for pair in pairs for value in pair))
-            print("|", " | ".join(map(str, cells)), "|")
+    found = {kind: list(rows(kind, repeats)) for kind in KINDS}
+    lowest = (min(row.now[0] for row in made) for made in found.values())
+    print("Lowest:", ", ".join(f"{least:.3f} of a {kind}" for kind, least in zip(found, lowest, strict=True)))
+    for what, title in enumerate(("How often it holds the truth", "Mean width")):
+        print(f"\n### {title}\n\n| texts | rate | ICC | {' | '.join(found)} |\n|{' --- |' * (3 + len(found))}")
+        for same in zip(*found.values(), strict=True):
+            texts, rate, icc, *_ = same[0]
+            pairs = " | ".join(f"{row.before[what]:.3f} → {row.now[what]:.3f}" for row in same)
+            print(f"| {texts} | {rate:g} | {icc:g} | {pairs} |")
 
 
 if __name__ == "__main__":

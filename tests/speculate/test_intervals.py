@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Interval, difference_interval, intervals, ratio_interval, repeats, share_interval
 from mtp_extract.speculate.intervals import LEAST_TEXTS, difference_bounds, ratio_bounds, share_bounds, student
+
+STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 
 
 def test_examples() -> None:
@@ -84,6 +87,10 @@ def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:
         assert found == share_interval([9] * texts, [9] * texts)
         missed = share_interval([0] * texts, [9] * texts)
         assert missed == pytest.approx((0, 1 - found.low))
+    # As docs/statistics.md says of twenty.
+    twenty = share_interval([9] * 20, [9] * 20)
+    assert twenty is not None
+    assert f"reaches down to {100 * twenty.low:.0f} %" in STATISTICS.read_text(encoding="utf-8")
     alike = difference_interval([0] * 20, [0] * 20, [500] * 20)
     assert alike is not None
     assert alike.low == -alike.high < -0.1
