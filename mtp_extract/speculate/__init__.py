@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         Interval,
         difference_interval,
         ratio_interval,
-        repeats,
         share_interval,
     )
     from mtp_extract.speculate.result import (
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     )
     from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
     from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
+    from mtp_extract.speculate.texts import repeats
     from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
 
 __all__ = [
@@ -128,7 +128,7 @@ _HOMES = {
     "rank_shares": "trees",
     "ranks_of_text": "teacher",
     "ratio_interval": "intervals",
-    "repeats": "intervals",
+    "repeats": "texts",
     "share_interval": "intervals",
     "speedup": "arithmetic",
     "teacher_forced": "teacher",

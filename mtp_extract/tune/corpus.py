@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Text, repeats
-from mtp_extract.speculate.intervals import LEAST_TEXTS
+from mtp_extract.speculate.texts import LEAST_TEXTS
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items

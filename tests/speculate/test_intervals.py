@@ -10,7 +10,8 @@ import pytest
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Interval, difference_interval, intervals, ratio_interval, repeats, share_interval
-from mtp_extract.speculate.intervals import LEAST_TEXTS, difference_bounds, ratio_bounds, share_bounds, student
+from mtp_extract.speculate.intervals import difference_bounds, ratio_bounds, share_bounds, student
+from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
 
 STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 
@@ -73,7 +74,7 @@ def test_few_texts_have_none() -> None:
         assert (difference_interval(hits, hits, sizes) is not None) == there
         assert (ratio_interval(hits, sizes) is not None) == there
     assert ratio_interval([0.0] * 5, [1.0] * 5) is None
-    assert intervals.undecided(2) == "not decided: 2 texts, at least 5 are needed"
+    assert undecided(2) == "not decided: 2 texts, at least 5 are needed"
 
 
 def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:

@@ -213,7 +213,7 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
         changed=changed,
         better=int((theirs & ~ours).sum()),
         worse=int((ours & ~theirs).sum()),
-        standing=_standing(interval) if changed else "same",
+        standing=_standing(interval) if changed or interval is None else "same",
     )
 
 

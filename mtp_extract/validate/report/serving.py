@@ -10,7 +10,8 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.staging import staged_directory
-from mtp_extract.speculate.intervals import LEAST_TEXTS, Interval
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.texts import LEAST_TEXTS
 from mtp_extract.validate.report.page import page, plain_json
 from mtp_extract.validate.report.tables import Table, share, words
 from mtp_extract.validate.report.web import web_page

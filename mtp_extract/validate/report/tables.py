@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_extract import markdown
-from mtp_extract.speculate.intervals import LEAST_TEXTS
+from mtp_extract.speculate.texts import LEAST_TEXTS
 
 __all__ = [
     "FIGURES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mtp_extract.speculate.intervals import undecided
+from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.acceptance.measured import Change

@@ -88,6 +88,7 @@ def test_four_texts_decide_nothing() -> None:
     real, broken = (dataclasses.replace(made(hits), text=torch.arange(40) % 4) for hits in ([1] * 40, [0] * 40))
     found = compare(CONTROLS[0], real, broken)
     assert (found.standing, found.interval) == ("undecided", None)
+    assert compare(CONTROLS[0], real, real).standing == "undecided"
     assert why(found).startswith("not decided: 4 texts, at least 5 are needed: changed 40 first drafts")
 
 
