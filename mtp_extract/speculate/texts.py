@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["LEAST_TEXTS", "repeats", "undecided"]
+__all__ = ["LEAST_TEXTS", "repeats", "repeats_note", "undecided"]
 
 LEAST_TEXTS = 5
 """With fewer, no interval over texts holds the truth as often as it says."""
@@ -28,3 +28,13 @@ def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
             found.add(index)
         seen.add(tail)
     return frozenset(found)
+
+
+def repeats_note(texts: int, again: int) -> tuple[str, ...]:
+    """A note where ``again`` of ``texts`` repeat others; none where none do."""
+    if not again:
+        return ()
+    return (
+        f"{texts} texts, {again} of them repeats (the same as another, or the same in their last {_TAIL} tokens), "
+        "which are not counted.",
+    )

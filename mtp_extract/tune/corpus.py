@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Text, repeats
-from mtp_extract.speculate.texts import LEAST_TEXTS
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
@@ -62,6 +62,11 @@ class Corpus:
             "held_out": len(self.held_out),
             "repeats": self.repeats,
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That held-out texts repeat one another."""
+        return repeats_note(len(self.held_out) + self.repeats, self.repeats)
 
     @cached_property
     def shared(self) -> float:

@@ -203,7 +203,7 @@ def run_ordered_head(
         "refused": list(refused),
         **comparisons.as_json(),
     }
-    notes = [*pair.loaded.notes, *comparisons.notes()]
+    notes = [*pair.loaded.notes, *corpus.notes, *comparisons.notes()]
     if len(used.states) < _FEW_STATES * count:
         notes.append(
             f"{len(used.states)} states are {len(used.states) / count:.0f} a centroid; more prompts, or longer texts, "

@@ -192,7 +192,7 @@ def run_tuning(
         **comparisons.as_json(),
     }
     written = _write(plan, pair, tuned, trained, record, keep=plan.force or not refused)
-    notes = (*pair.loaded.notes, *comparisons.notes())
+    notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
     return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, notes)
 
 

@@ -246,16 +246,6 @@ def _loops(repeated: float) -> tuple[str, ...]:
     )
 
 
-def _repeats(written: Continuations) -> tuple[str, ...]:
-    """A note where texts repeat one another."""
-    if not written.repeats:
-        return ()
-    return (
-        f"{len(written.texts)} texts, {len(written.repeats)} of them repeats (the same as another, or "
-        "the same in their last 48 tokens), which are not counted.",
-    )
-
-
 def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_tokens: int, config: Any) -> None:
     """Refuse what does not fit the base's context.
 
@@ -295,6 +285,7 @@ def _against_base(
     from mtp_extract.checkpoint.checkpoint import require_mtp
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.engines import LocalEngine
+    from mtp_extract.speculate.texts import repeats_note
     from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.beside import facts_of
@@ -329,7 +320,12 @@ def _against_base(
             say(f"generating with {_rounds(steps, plan.wanted)}{of}")
             drafters.append(_drafter_figures(plan, known, network, own, written, agreements[0], agreements[-1]))
         controls: list[ControlResult] = []
-        notes = [*loaded.notes, *_flattered(facts), *_loops(written.repeated), *_repeats(written)]
+        notes = [
+            *loaded.notes,
+            *_flattered(facts),
+            *_loops(written.repeated),
+            *repeats_note(len(written.texts), len(written.repeats)),
+        ]
         if isinstance(drafter, MtpDrafter):
             say("the same with one thing broken at a time")
             controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)

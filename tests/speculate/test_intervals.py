@@ -11,7 +11,7 @@ import pytest
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import Interval, difference_interval, intervals, ratio_interval, repeats, share_interval
 from mtp_extract.speculate.intervals import difference_bounds, ratio_bounds, share_bounds, student
-from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats_note, undecided
 
 STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 
@@ -110,6 +110,9 @@ def test_a_text_counts_once() -> None:
     texts = [[1, 2, 3], [1, 2, 3], [9, *tail], [8, 7, *tail], tail[1:], [1, 2], [3, 2, *tail[1:], 0]]
     assert repeats(texts) == {1, 3}
     assert repeats([]) == frozenset()
+    assert repeats_note(7, 0) == ()
+    (note,) = repeats_note(7, 2)
+    assert note.startswith("7 texts, 2 of them repeats")
 
 
 def test_scaled() -> None:

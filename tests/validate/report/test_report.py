@@ -168,8 +168,11 @@ def without_times(value: Any) -> Any:
 
 
 def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
-    again = as_json(run_validation(plan))
-    assert without_times(again) == without_times(as_json(validation))
+    first, again = (without_times(as_json(found)) for found in (validation, run_validation(plan)))
+    for report in (first, again):
+        # Of a machine that did something else meanwhile.
+        report["notes"] = [note for note in report["notes"] if not note.startswith("Times and speedups")]
+    assert first == again
 
 
 def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Path) -> None:
