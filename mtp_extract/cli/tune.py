@@ -151,9 +151,9 @@ def command(
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or train a new one.
 
-    What is written is better on held-out text at 95 %, and worse on no workload (an ordered head: as good as the dense
-    one); else nothing is, and the exit status is 1. Ctrl-C ends the training and keeps the best so far if it is better;
-    once more, and nothing is kept. The same command goes on where it stopped.
+    What is written is better on held-out text at 95 %, and on no workload worse at 95 % (an ordered head: as good as
+    the dense one); else nothing is, and the exit status is 1. Ctrl-C ends the training and keeps the best so far if it
+    is better; once more, and nothing is kept. The same command goes on where it stopped.
     """
     from mtp_extract.tune.head import HeadPlan, run_ordered_head
     from mtp_extract.tune.run import Plan, default_directory, run_tuning

@@ -25,19 +25,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtp_extract.speculate.adaptive import AdaptiveDrafts
     from mtp_extract.speculate.arithmetic import (
-        Interval,
         Proportion,
         best_draft_length,
         expected_tokens,
-        ratio_interval,
-        share_interval,
         speedup,
-        wilson,
     )
     from mtp_extract.speculate.base import Base, check_pair
     from mtp_extract.speculate.batches import groups
     from mtp_extract.speculate.codec import Codec, Encoded, Prompt
     from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+    from mtp_extract.speculate.intervals import (
+        Interval,
+        difference_interval,
+        ratio_interval,
+        share_interval,
+    )
     from mtp_extract.speculate.result import (
         Chunk,
         Generation,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     )
     from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
     from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
+    from mtp_extract.speculate.texts import repeats
     from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
 
 __all__ = [
@@ -73,6 +76,7 @@ __all__ = [
     "best_tree",
     "check_pair",
     "conditional_by_step",
+    "difference_interval",
     "draw",
     "expected_length",
     "expected_tokens",
@@ -81,6 +85,7 @@ __all__ = [
     "rank_shares",
     "ranks_of_text",
     "ratio_interval",
+    "repeats",
     "share_interval",
     "speedup",
     "teacher_forced",
@@ -88,7 +93,6 @@ __all__ = [
     "verify_greedy",
     "verify_sampled",
     "verify_tree",
-    "wilson",
 ]
 
 _HOMES = {
@@ -100,7 +104,7 @@ _HOMES = {
     "Codec": "codec",
     "Encoded": "codec",
     "Generation": "result",
-    "Interval": "arithmetic",
+    "Interval": "intervals",
     "Options": "generate",
     "Prompt": "codec",
     "Proportion": "arithmetic",
@@ -115,6 +119,7 @@ _HOMES = {
     "best_tree": "trees",
     "check_pair": "base",
     "conditional_by_step": "result",
+    "difference_interval": "intervals",
     "draw": "sampling",
     "expected_length": "trees",
     "expected_tokens": "arithmetic",
@@ -122,15 +127,15 @@ _HOMES = {
     "parse_tree": "trees",
     "rank_shares": "trees",
     "ranks_of_text": "teacher",
-    "ratio_interval": "arithmetic",
-    "share_interval": "arithmetic",
+    "ratio_interval": "intervals",
+    "repeats": "texts",
+    "share_interval": "intervals",
     "speedup": "arithmetic",
     "teacher_forced": "teacher",
     "unconditional_by_step": "result",
     "verify_greedy": "sampling",
     "verify_sampled": "sampling",
     "verify_tree": "sampling",
-    "wilson": "arithmetic",
 }
 
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import Text
+from mtp_extract.speculate import Text, repeats
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
@@ -17,8 +18,8 @@ from mtp_extract.validate.prompts import shipped_prompts
 
 __all__ = ["Corpus"]
 
-_LEAST = 4
-"""Texts of each side; with fewer, an interval says nothing."""
+_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
+"""Texts of each side; of fewer that are held out there is no interval."""
 
 _MOST_WATCHED = 32
 """Texts that are measured again and again, on the way."""
@@ -36,6 +37,7 @@ class Corpus:
         own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
             see harm.
         units: of each held-out text, what intervals count: windows of one text by people are one.
+        repeats: further held-out texts that repeat one of these, and are left out.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
             the setting says; none after text by people.
         other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
@@ -47,13 +49,24 @@ class Corpus:
     workloads: tuple[str, ...]
     own: int
     units: tuple[int, ...]
+    repeats: int = 0
     otherwise: tuple[Text, ...] = ()
     other_temperature: float = 1.0
 
     @property
     def counts(self) -> Mapping[str, int]:
         """How many there are of each, for the record."""
-        return {"trained": len(self.trained), "watched": len(self.watched), "held_out": len(self.held_out)}
+        return {
+            "trained": len(self.trained),
+            "watched": len(self.watched),
+            "held_out": len(self.held_out),
+            "repeats": self.repeats,
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That held-out texts repeat one another."""
+        return repeats_note(len(self.held_out) + self.repeats, self.repeats)
 
     @cached_property
     def shared(self) -> float:
@@ -105,15 +118,19 @@ class Corpus:
         steps = setting.draft_steps
         made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
         guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
-        judged = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
+        candidates = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
+        judged = _unrepeated(candidates)
+        served = zip(again, other.texts(again), strict=True) if again else ()
+        otherwise = _unrepeated([pair for pair in served if _has_a_round(pair[1], steps)])
         return cls(
             trained=tuple(text for _, text in made[TRAINED]),
             watched=tuple(text for _, text in made[WATCHED][:_MOST_WATCHED]),
             held_out=tuple(text for _, text in judged),
             workloads=tuple(item.workload for item, _ in judged),
-            own=len(made[HELD_OUT]),
+            own=len(_unrepeated(made[HELD_OUT])),
             units=tuple(accumulate(one is not other for (one, _), (other, _) in pairwise([(None, None), *judged]))),
-            otherwise=tuple(text for text in other.texts(again) if _has_a_round(text, steps)) if again else (),
+            repeats=len(candidates) - len(judged),
+            otherwise=tuple(text for _, text in otherwise),
             other_temperature=other.temperature,
         )
 
@@ -131,14 +148,21 @@ def _divided(are_shipped: bool, items: Sequence[Item]) -> tuple[dict[str, list[I
         for item in (() if are_shipped else of_prompts(shipped_prompts()))
         if item.key not in learned | held
     ]
-    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST]
+    few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
     if few:
+        wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
         raise MtpExtractError(
-            f"expected enough prompts for at least {_LEAST} to be {' and '.join(few)}, found {len(items)} prompts from "
+            f"expected enough prompts for at least {wanted}, found {len(items)} prompts from "
             f"{len({item.source for item in items})} sources, divided by a hash of where they come from; give more",
             remedies=("prompts",),
         )
     return sides, guards
+
+
+def _unrepeated(pairs: Sequence[tuple[Item, Text]]) -> list[tuple[Item, Text]]:
+    """Without those whose text repeats one before it."""
+    again = repeats([text.tokens for _, text in pairs])
+    return [pair for index, pair in enumerate(pairs) if index not in again]
 
 
 def _has_a_round(text: Text, steps: int) -> bool:
@@ -148,7 +172,7 @@ def _has_a_round(text: Text, steps: int) -> bool:
 def _long_enough(side: str, pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
     """Those with a place to draft from, and a target for every step."""
     found = [pair for pair in pairs if _has_a_round(pair[1], steps)]
-    if len(found) < _LEAST:
+    if len(found) < _LEAST[side]:
         raise MtpExtractError(
             f"expected texts of more than {steps} tokens, found {len(found)} that are {side}: the base ends the others "
             "at once; give other prompts",

@@ -26,7 +26,7 @@ from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
-from mtp_extract.validate.acceptance.measured import mean_over_texts
+from mtp_extract.validate.acceptance.measured import share_over_texts
 
 __all__ = [
     "LEAST_KEPT",
@@ -68,7 +68,7 @@ class Used:
 class Kept:
     """Attributes:
     share: of the dense head's choices that lie in a cluster looked into.
-    interval: of it, 95 % over texts; None with fewer than two.
+    interval: of it, 95 % over texts; None with too few.
     """
 
     share: float
@@ -76,14 +76,13 @@ class Kept:
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
-        bounds = None if self.interval is None else [round(self.interval.low, 5), round(self.interval.high, 5)]
-        return {"share": round(self.share, 5), "interval": bounds}
+        return {"share": round(self.share, 5), "interval": self.interval and self.interval.rounded(5)}
 
     @classmethod
     def of(cls, used: Used, rank: Tensor, top_k: int) -> Kept:
         """Where the cluster of each choice has ``rank`` [N]."""
         hits = (rank < top_k).double()
-        return cls(float(hits.mean()), mean_over_texts(used.text, hits))
+        return cls(float(hits.mean()), share_over_texts(used.text, hits))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,8 @@ def run_tuning(
         **comparisons.as_json(),
     }
     written = _write(plan, pair, tuned, trained, record, keep=plan.force or not refused)
-    return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, pair.loaded.notes)
+    notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
+    return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, notes)
 
 
 def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtp_extract.speculate import Interval
+from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.validate.acceptance.measured import Change, Measured, compare
 
@@ -28,13 +28,18 @@ class Comparison:
     change: Change
     own: bool
 
+    @property
+    def loses(self) -> bool:
+        """Whether any draft that stood before stands less after."""
+        return bool((self.after.stands < self.before.stands).any())
+
     def as_json(self) -> dict[str, Any]:
         """For the record."""
 
         def figures(measured: Measured) -> dict[str, Any]:
             return {
                 "mean_accepted_length": round(measured.mean_accepted_length, 4),
-                "interval": _bounds(measured.interval),
+                "interval": measured.interval and measured.interval.rounded(4),
                 "conditional": [round(rate, 4) for rate in measured.conditional],
             }
 
@@ -44,7 +49,10 @@ class Comparison:
             "trained_on_its_kind": self.own,
             "before": figures(self.before),
             "after": figures(self.after),
-            "change": {"mean": round(self.change.mean, 4), "interval": _bounds(self.change.interval)},
+            "change": {
+                "mean": round(self.change.mean, 4),
+                "interval": self.change.interval and self.change.interval.rounded(4),
+            },
         }
 
 
@@ -86,18 +94,32 @@ class Comparisons:
         return cls(overall, workloads, other, corpus.other_temperature)
 
     def refused(self) -> tuple[str, ...]:
-        """Why what came after is not to be kept; empty if it is: better at 95 %, and worse on no workload."""
+        """Why what came after is not to be kept; empty if it is: better at 95 %, and worse on no workload at 95 %."""
         reasons = []
         if not self.overall.change.better:
             reasons.append(
-                f"it is not better on held-out text at 95 % ({signed(self.overall.change)} in mean accepted length)"
+                f"it is not shown to be better on held-out text (mean accepted length {signed(self.overall.change)})"
             )
         reasons += [
-            f"it is worse on {name} at 95 % ({signed(comparison.change)})"
+            f"it is worse on {name} ({signed(comparison.change)})"
             for name, comparison in self.workloads.items()
             if comparison.change.worse
         ]
         return tuple(reasons)
+
+    def notes(self) -> tuple[str, ...]:
+        """On which workloads nothing can be said."""
+        few = [
+            f"{name} ({comparison.before.texts})"
+            for name, comparison in self.workloads.items()
+            if comparison.change.interval is None
+        ]
+        if not few:
+            return ()
+        return (
+            f"Whether it is worse on a workload is not decided for those of fewer than {LEAST_TEXTS} held-out texts: "
+            f"{', '.join(few)}. More prompts of them would show it.",
+        )
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -115,11 +137,8 @@ def _compared(corpus: Corpus, before: Measured, after: Measured, *, own: bool) -
     return Comparison(before, after, compare(before, after), own)
 
 
-def _bounds(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [round(interval.low, 4), round(interval.high, 4)]
-
-
 def signed(change: Change) -> str:
-    """``change`` with its interval, in words."""
+    """``change`` with its interval, or why it has none, in words."""
     interval = change.interval
-    return f"{change.mean:+.3f}" + (f", {interval.low:+.3f} to {interval.high:+.3f}" if interval else "")
+    bounds = f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else undecided(change.texts)
+    return f"{change.mean:+.3f}, {bounds}" + (" at 95 %" if interval else "")

@@ -76,6 +76,6 @@ class Validation:
 
     @property
     def refuted(self) -> bool:
-        """Whether something was shown to be wrong: a check, the loop's text, or drafts no better than trivial ones."""
-        worse = any(trivial.reached for trivial in self.trivial)
+        """Whether something was shown to be wrong: a check, the loop's text, or drafts worse than trivial ones."""
+        worse = any(trivial.better for trivial in self.trivial)
         return self.wrong_text or worse or any(check.passed is False for check in self.checks)

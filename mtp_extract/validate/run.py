@@ -287,6 +287,7 @@ def _against_base(
     from mtp_extract.checkpoint.checkpoint import require_mtp
     from mtp_extract.drafter import MtpDrafter
     from mtp_extract.engines import LocalEngine
+    from mtp_extract.speculate.texts import repeats_note
     from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
     from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.beside import facts_of
@@ -321,7 +322,12 @@ def _against_base(
             say(f"generating with {_rounds(steps, plan.wanted)}{of}")
             drafters.append(_drafter_figures(plan, known, network, own, written, agreements[0], agreements[-1]))
         controls: list[ControlResult] = []
-        notes = [*loaded.notes, *_flattered(facts), *_loops(written.repeated)]
+        notes = [
+            *loaded.notes,
+            *_flattered(facts),
+            *_loops(written.repeated),
+            *repeats_note(len(written.texts), len(written.repeats)),
+        ]
         if isinstance(drafter, MtpDrafter):
             say("the same with one thing broken at a time")
             controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)

@@ -11,13 +11,14 @@ other than what was asked here, they are left out: nothing is estimated. So is w
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 from mtp_extract.engines.kinds import Counters, impossible
 from mtp_extract.engines.server import Answer, Server
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate.arithmetic import Interval, ratio_interval, share_interval
+from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 from mtp_extract.validate.prompts import Prompt, read_prompts, shipped_prompts
 
 __all__ = ["BenchPlan", "Benchmark", "Figures", "Group", "Side", "run_benchmark"]
@@ -188,6 +189,7 @@ class Benchmark:
         workloads: figures of each.
         total: of all.
         parted: workload, number of the prompt and first character of each answer that is not the baseline's.
+        repeats: prompts that repeat one before them, and were not asked.
     """
 
     servers: Mapping[str, Server]
@@ -196,6 +198,7 @@ class Benchmark:
     workloads: Mapping[str, Figures]
     total: Figures
     parted: tuple[tuple[str, int, int], ...]
+    repeats: int = 0
 
 
 def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
@@ -206,9 +209,14 @@ def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
     """
     if min(plan.max_tokens, plan.concurrency, plan.repeat) < 1 or plan.warm_up < 0 or not plan.timeout > 0:
         raise MtpExtractError("expected at least 1 token, 1 request at a time, 1 repeat and some time to answer")
-    prompts = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    # A prompt that repeats another says nothing new, however often it is asked.
+    firsts: dict[str, Prompt] = {}
+    for prompt in given:
+        firsts.setdefault(prompt.text, prompt)
+    prompts = list(firsts.values())
     with ExitStack() as stack:
-        return _measure(plan, prompts, say, stack)
+        return replace(_measure(plan, prompts, say, stack), repeats=len(given) - len(prompts))
 
 
 def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitStack) -> Benchmark:
@@ -351,7 +359,7 @@ def _figures(
         server=_side(chosen["server"]),
         baseline=_side(chosen["baseline"]) if "baseline" in chosen else None,
         speedup=sum(would_take) / sum(takes) if both else None,
-        speedup_ci95=_interval(would_take, takes),
+        speedup_ci95=ratio_interval(would_take, takes),
         identical=sum(compared) if compared else None,
         compared=len(compared),
     )
@@ -392,27 +400,45 @@ def _side(groups: Sequence[Group]) -> Side:
         tokens=tokens,
         seconds=sum(answer.seconds for answer in answers),
         tokens_per_s=rate,
-        tokens_per_s_ci95=_interval(after, seconds),
+        tokens_per_s_ci95=ratio_interval(after, seconds),
         throughput=tokens / sum(group.wall for group in groups) if tokens is not None else None,
         first_token_ms=sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
-        first_token_ms_ci95=_interval(*firsts),
+        first_token_ms_ci95=ratio_interval(*firsts),
         inter_token_ms=1e3 / rate if rate else None,
         server_tokens_per_s=1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
         counted=counted,
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted and accepted is not None else None,
-        acceptance_ci95=share_interval(drafts[1], drafts[0]) if drafted else None,
+        acceptance_ci95=_share(drafts[1], drafts[0], groups),
         rounds=rounds,
         mean_accepted_length=sum(emitted) / rounds if rounds else None,
-        mean_accepted_length_ci95=_interval(emitted, lengths[0], least=1.0) if rounds else None,
+        mean_accepted_length_ci95=_length_interval(groups),
     )
 
 
-def _interval(sums: Sequence[float], sizes: Sequence[float], least: float = 0.0) -> Interval | None:
-    """Of a ratio over texts that cannot be less than ``least``, whatever few of them say."""
-    found = ratio_interval(sums, sizes)
-    return found and Interval(max(least, found.low), max(least, found.high))
+def _length_interval(groups: Sequence[Group]) -> Interval | None:
+    """Of 1 + accepted / rounds, where no round accepts more than rounds drafted on the mean of any group."""
+    rounds, accepted = _clusters(groups, "rounds", "accepted")
+    most = max(map(_most_drafts, groups), default=0)
+    if not most:
+        return None
+    found = _share([count / most for count in accepted], rounds, groups)
+    return found and found.scaled(most, 1.0)
+
+
+def _most_drafts(group: Group) -> int:
+    """Drafts a round of it, rounded up."""
+    drafted, rounds = (
+        sum(getattr(counters, name) for _, counters in group.by_text(name)) for name in ("drafted", "rounds")
+    )
+    return math.ceil(drafted / rounds) if rounds else 0
+
+
+def _share(hits: Sequence[float], sizes: Sequence[float], groups: Sequence[Group]) -> Interval | None:
+    """The interval of a share; asking the same again draws no more."""
+    turns = len({group.turn for group in groups})
+    return share_interval([hit / turns for hit in hits], [size / turns for size in sizes])
 
 
 def _clusters(groups: Iterable[Group], first: str, second: str) -> tuple[list[int], list[int]]:

@@ -211,7 +211,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     words = [
         f"{head}{tail}" for head in ("class ", "def ", "import ", "for ", "if ", "with ") for tail in ascii_letters
     ]
-    sides = {prompts.TRAINED: 6, prompts.WATCHED: 4, prompts.HELD_OUT: 4}
+    sides = {prompts.TRAINED: 6, prompts.WATCHED: 4, prompts.HELD_OUT: 5}
     chosen = [p for side, count in sides.items() for p in [w for w in words if prompts.side_of(w) == side][:count]]
     path = folder / "code.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "source": p, "workload": "code"}) + "\n" for p in chosen))

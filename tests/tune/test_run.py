@@ -79,7 +79,7 @@ def test_qat(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None
 def test_what_is_not_better_is_not_written(plan: Callable[..., Plan], tmp_path: Path) -> None:
     found = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
     assert found.directory is None
-    assert "not better on held-out text" in found.refused[0]
+    assert "not shown to be better on held-out text (mean accepted length +0.000, -" in found.refused[0]
     assert not (tmp_path / "tuned").exists()
 
 
@@ -240,6 +240,23 @@ def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., Plan], tmp_path:
     assert not (tmp_path / "tuned").exists()
     with alone(work):
         pass
+
+
+def test_a_held_out_text_counts_once(plan: Callable[..., Plan], prompts: Path, tmp_path: Path) -> None:
+    """Of other sources, but the same: it is measured once, and said to be a repeat."""
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
+    copies = [s for s in map("copy {}".format, range(400)) if texts.side_of(s) == texts.HELD_OUT]
+    again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
+    given = {"once": prompts, "twice": path}
+    once, twice = (run_tuning(plan(tmp_path / name, prompts=file, steps=1)) for name, file in given.items())
+    assert once.corpus.repeats == 0
+    assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
+    assert twice.corpus.held_out == once.corpus.held_out
+    assert twice.corpus.units == once.corpus.units
+    assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
 
 
 def test_text_by_people(plan: Callable[..., Plan], tmp_path: Path) -> None:

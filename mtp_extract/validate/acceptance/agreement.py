@@ -7,7 +7,7 @@ Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after a
 - *mean accepted length*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K targets.
 
 Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
-which are independent, and not over positions.
+which are independent, and not over positions; a text that repeats another is not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -32,10 +33,10 @@ from mtp_extract.speculate import (
     Text,
     groups,
     ranks_of_text,
-    share_interval,
+    repeats,
     teacher_forced,
 )
-from mtp_extract.validate.acceptance.measured import by_text, of_agreement
+from mtp_extract.validate.acceptance.measured import of_agreement, share_over_texts
 from mtp_extract.validate.prompts import Prompt
 
 __all__ = [
@@ -68,8 +69,13 @@ class Continuations:
 
     @property
     def usable(self) -> tuple[int, ...]:
-        """Indices of texts with at least one position to draft from."""
-        return tuple(index for index, text in enumerate(self.texts) if text.anchors)
+        """Indices of texts with at least one position to draft from, each of those that repeat one another once."""
+        return tuple(index for index, text in enumerate(self.texts) if text.anchors and index not in self.repeats)
+
+    @cached_property
+    def repeats(self) -> frozenset[int]:
+        """Indices of texts that repeat one before them, and are not counted."""
+        return repeats([text.tokens for text in self.texts])
 
     @property
     def repeated(self) -> float:
@@ -93,9 +99,9 @@ class Continuations:
 
 @dataclass(frozen=True)
 class Share(Proportion):
-    """A proportion of positions, with its 95 % interval over texts."""
+    """A proportion of positions, with its 95 % interval over texts; None with too few."""
 
-    interval: Interval
+    interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -185,5 +191,4 @@ def _step(part: Agreement, step: int) -> StepFigures:
 
 
 def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
-    hits, sizes = by_text(text[among], hit[among])
-    return Share(whole.successes, whole.trials, share_interval([round(n) for n in hits], [round(n) for n in sizes]))
+    return Share(whole.successes, whole.trials, share_over_texts(text[among], hit[among]))

@@ -22,7 +22,7 @@ from mtp_extract.validate.acceptance.agreement import (
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import mean_over_texts
+from mtp_extract.validate.acceptance.measured import difference_over_texts
 
 __all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
 
@@ -62,8 +62,8 @@ class ControlResult:
         interval: of that, over texts; all of the controls' intervals hold together in 95 % of measurements.
         changed: first drafts that the control changes; of them ``better`` become the base's token, ``worse`` cease to
             be.
-        standing: by the interval: "below" the real drafter, "above" it, "same" (at most 5 points either way),
-            "undecided" (too few texts for any of these).
+        standing: by the interval: "below" the real drafter, "above" it, "same" (at most 5 points either way, or no
+            first draft is changed), "undecided" (too few texts for any of these).
     """
 
     control: Control
@@ -203,16 +203,17 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
     aimed = real.targets[:, 0] >= 0
     ours, theirs = ((a.drafts[:, 0] == a.targets[:, 0])[aimed] for a in (real, broken))
     gap = ours.double() - theirs.double()
-    interval = mean_over_texts(real.text[aimed], gap, LEVEL)
+    interval = difference_over_texts(real.text[aimed], gap, LEVEL)
+    changed = int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum())
     return ControlResult(
         control,
         figures=figures(broken),
         difference=float(gap.mean()) if len(gap) else math.nan,
         interval=interval,
-        changed=int((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].sum()),
+        changed=changed,
         better=int((theirs & ~ours).sum()),
         worse=int((ours & ~theirs).sum()),
-        standing=_standing(interval),
+        standing=_standing(interval) if changed or interval is None else "same",
     )
 
 

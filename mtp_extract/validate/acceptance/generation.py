@@ -22,7 +22,7 @@ from mtp_extract.speculate import (
     Proportion,
     Round,
     conditional_by_step,
-    ratio_interval,
+    share_interval,
     unconditional_by_step,
 )
 from mtp_extract.validate.acceptance.agreement import Continuations
@@ -67,11 +67,11 @@ class DraftLengthResult:
             grown anew in every round.
         drafts: most that the base verifies a round.
         depth: most steps of the drafter a round; of a chain, as many as drafts.
-        accepted, rounds: over all prompts; rounds that drafted something.
+        accepted, rounds: over all prompts but those whose text repeats another's; rounds that drafted something.
         drafted: steps of the drafter in these rounds; in a chain each is one draft.
         acceptance: accepted / drafted.
         mean_accepted_length: 1 + accepted / rounds.
-        mean_accepted_interval: 95 % of that, over prompts; None with fewer than two.
+        mean_accepted_interval: 95 % of that, over prompts; None with too few.
         expected: mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from
             the ranks of the base's tokens; None of a tree that is grown.
         chosen_on: how many texts chose the tree by their ranks; 0 where none did.
@@ -227,10 +227,15 @@ def measure_generation(
             for index, fast, slow in zip(chosen, alone, plain, strict=True)
             if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
         ]
-        rounds = _drafting_rounds(together)
+        counted = [result for index, result in enumerate(together) if index not in continuations.repeats]
+        rounds = _drafting_rounds(counted)
         timed_rounds = _drafting_rounds(alone)
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
-        others = [result for index, result in enumerate(together) if index not in drafting.chosen_on]
+        others = [
+            result
+            for index, result in enumerate(together)
+            if index not in drafting.chosen_on and index not in continuations.repeats
+        ]
         results.append(
             DraftLengthResult(
                 name=drafting.name,
@@ -243,7 +248,7 @@ def measure_generation(
                 rounds=len(rounds),
                 acceptance=accepted / drafted if drafted else math.nan,
                 mean_accepted_length=_mean_length(rounds),
-                mean_accepted_interval=_interval([result.rounds for result in together], drafting.depth),
+                mean_accepted_interval=_interval([result.rounds for result in counted], drafting.depth),
                 expected=drafting.expected,
                 chosen_on=len(drafting.chosen_on),
                 elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
@@ -271,10 +276,10 @@ def _mean_length(rounds: Sequence[Round]) -> float:
 
 
 def _interval(prompts: Sequence[Sequence[Round]], depth: int) -> Interval | None:
-    """Of the mean accepted length, 95 % over prompts, within what rounds of ``depth`` steps can have."""
-    drafting = [kept for rounds in prompts if (kept := [r for r in rounds if r.drafted])]
-    found = ratio_interval([sum(1 + r.accepted for r in kept) for kept in drafting], [len(kept) for kept in drafting])
-    return None if found is None else Interval(max(1.0, found.low), min(1.0 + depth, found.high))
+    """Of the mean accepted length, 95 % over prompts, of rounds of at most ``depth`` steps; None with too few."""
+    drafting = [[r for r in rounds if r.drafted] for rounds in prompts]
+    found = share_interval([sum(r.accepted for r in kept) / depth for kept in drafting], list(map(len, drafting)))
+    return found and found.scaled(depth, 1.0)
 
 
 def _own(continuations: Continuations, index: int) -> tuple[int, ...]:

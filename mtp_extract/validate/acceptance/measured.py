@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mtp_extract.speculate import Agreement, Interval, ratio_interval
+from mtp_extract.speculate import Agreement, Interval, difference_interval, share_interval
 
-__all__ = ["Change", "Measured", "by_text", "compare", "mean_over_texts", "of_agreement"]
+__all__ = ["Change", "Measured", "compare", "difference_over_texts", "of_agreement", "share_over_texts"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Measured:
 
     @property
     def interval(self) -> Interval | None:
-        """Of it, 95 % over texts, within what can be; None with fewer than two."""
-        found = mean_over_texts(self.text, 1 + self._accepted)
-        most = 1.0 + self.stands.shape[1]
-        return None if found is None else Interval(max(1.0, found.low), min(most, found.high))
+        """Of it, 95 % over texts; None with too few."""
+        steps = self.stands.shape[1]
+        found = share_over_texts(self.text, self._accepted / steps)
+        return found and found.scaled(steps, 1.0)
 
     @property
     def unconditional(self) -> list[float]:
@@ -72,10 +72,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
+    """The difference in mean accepted length between two drafters on the same anchors, after less before.
+
+    Attributes:
+        mean: over anchors; NaN without any.
+        interval: of it, 95 % over texts; None with too few, and then nothing is certain.
+        texts: how many have an anchor.
+    """
 
     mean: float
     interval: Interval | None
+    texts: int
 
     @property
     def better(self) -> bool:
@@ -90,8 +97,9 @@ class Change:
 
 def compare(before: Measured, after: Measured) -> Change:
     """What changed, text by text."""
-    difference = (after.stands - before.stands).sum(dim=1)
-    return Change(float(difference.mean()), mean_over_texts(before.text, difference))
+    difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
+    found = difference_over_texts(before.text, difference / steps)
+    return Change(float(difference.mean()), found and found.scaled(steps), before.texts)
 
 
 def of_agreement(agreement: Agreement) -> Measured:
@@ -101,14 +109,19 @@ def of_agreement(agreement: Agreement) -> Measured:
     return Measured(agreement.text[whole], agreement.anchor[whole], stands[whole])
 
 
-def mean_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
-    """The interval of the mean of ``values`` when texts, not positions, are independent draws; None of one text."""
-    return ratio_interval(*by_text(text, values), level)
+def share_over_texts(text: Tensor, values: Tensor) -> Interval | None:
+    """Of the mean of ``values`` [N] in 0 to 1, or that are true, 95 % over texts; None with too few."""
+    return share_interval(*_by_text(text, values, torch.ones_like(values)))
 
 
-def by_text(text: Tensor, values: Tensor) -> tuple[list[float], list[float]]:
-    """Sums of ``values``, and how many there were, by text."""
+def difference_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
+    """Of the mean of ``values`` [N] in -1 to 1, what one gains over another there, over texts; None with too few."""
+    sizes = torch.ones_like(values)
+    return difference_interval(*_by_text(text, values.clamp(min=0), (-values).clamp(min=0), sizes), level=level)
+
+
+def _by_text(text: Tensor, *columns: Tensor) -> list[list[float]]:
+    """Sums of each column by text."""
     rows, index = torch.unique(text, return_inverse=True)
     empty = torch.zeros(len(rows), dtype=torch.double)
-    sums, sizes = (empty.index_add(0, index, column.double()) for column in (values, torch.ones_like(values)))
-    return sums.tolist(), sizes.tolist()
+    return [empty.index_add(0, index, column.double()).tolist() for column in columns]

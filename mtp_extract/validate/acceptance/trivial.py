@@ -14,7 +14,7 @@ import torch
 
 from mtp_extract.speculate import Agreement, Interval, Text
 from mtp_extract.validate.acceptance.agreement import Continuations
-from mtp_extract.validate.acceptance.measured import mean_over_texts
+from mtp_extract.validate.acceptance.measured import difference_over_texts
 
 __all__ = ["TrivialResult", "compare_trivial"]
 
@@ -27,18 +27,25 @@ class TrivialResult:
         name: "most frequent token" or "bigram".
         share: of positions at which it drafts the base's token.
         difference: real less trivial.
-        interval: 95 % of that, over texts; None of one text.
+        interval: 95 % of that, over texts; None with too few.
+        texts: how many.
     """
 
     name: str
     share: float
     difference: float
     interval: Interval | None
+    texts: int
 
     @property
-    def reached(self) -> bool:
-        """Whether the real drafter is not above it."""
-        return self.difference <= 0
+    def better(self) -> bool:
+        """Than the real drafter, certain at 95 %."""
+        return self.interval is not None and self.interval.high < 0
+
+    @property
+    def worse(self) -> bool:
+        """Than the real drafter, certain at 95 %."""
+        return self.interval is not None and self.interval.low > 0
 
 
 def compare_trivial(continuations: Continuations, real: Agreement) -> tuple[TrivialResult, ...]:
@@ -47,18 +54,18 @@ def compare_trivial(continuations: Continuations, real: Agreement) -> tuple[Triv
     places = list(zip(real.text[aimed].tolist(), real.anchor[aimed].tolist(), strict=True))
     if not places:
         return ()
-    drafted = {
-        (row, at): guesses for row in {row for row, _ in places} for at, guesses in _drafts(continuations.texts, row)
-    }
+    # A repeat of a text would tell its future.
+    texts = [Text((), 0) if row in continuations.repeats else text for row, text in enumerate(continuations.texts)]
+    drafted = {(row, at): guesses for row in {row for row, _ in places} for at, guesses in _drafts(texts, row)}
     ours = (real.drafts[:, 0] == real.targets[:, 0])[aimed].double()
     targets = real.targets[aimed, 0].tolist()
-    found = []
+    found, rows = [], len({row for row, _ in places})
     for index, name in enumerate(("most frequent token", "bigram")):
         hits = [drafted[place][index] == target for place, target in zip(places, targets, strict=True)]
         theirs = torch.tensor(hits, dtype=torch.double)
         gap = ours - theirs
-        interval = mean_over_texts(real.text[aimed], gap)
-        found.append(TrivialResult(name, float(theirs.mean()), float(gap.mean()), interval))
+        interval = difference_over_texts(real.text[aimed], gap)
+        found.append(TrivialResult(name, float(theirs.mean()), float(gap.mean()), interval, rows))
     return tuple(found)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.reads import Reads
-from mtp_extract.speculate import Interval
 from mtp_extract.validate.acceptance.agreement import Share, WorkloadFigures
 from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
@@ -47,7 +46,7 @@ def as_json(validation: Validation) -> dict[str, Any]:
             result.name: {
                 "top1": result.share,
                 "difference": result.difference,
-                "difference_ci95": _interval(result.interval),
+                "difference_ci95": result.interval,
             }
             for result in found.trivial
         },
@@ -99,7 +98,7 @@ def _workload(figures: WorkloadFigures) -> dict[str, Any]:
         "texts": figures.texts,
         "n": figures.anchors,
         "mean_accepted_length": figures.mean_accepted_length,
-        "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval),
+        "mean_accepted_length_ci95": figures.mean_accepted_interval,
         "steps": _steps(figures),
     }
 
@@ -111,7 +110,7 @@ def _steps(figures: WorkloadFigures) -> list[dict[str, Any]]:
             **{name: proportion.value for name, proportion in named.items()},
             "n": step.top1.trials,
             "n_conditional": step.conditional.trials,
-            "ci95": {name: _interval(proportion.interval) for name, proportion in named.items()},
+            "ci95": {name: proportion.interval for name, proportion in named.items()},
         }
         for index, step in enumerate(figures.steps)
         for named in [_named(step)]
@@ -122,10 +121,6 @@ def _named(step: Any) -> dict[str, Share]:
     return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
 
 
-def _interval(interval: Interval | None) -> list[float] | None:
-    return [interval.low, interval.high] if interval else None
-
-
 def _control(result: ControlResult) -> dict[str, Any]:
     figures = result.figures
     return {
@@ -134,12 +129,12 @@ def _control(result: ControlResult) -> dict[str, Any]:
         "skipped": result.skipped,
         "standing": result.standing,
         "difference": result.difference,
-        "difference_ci95": _interval(result.interval),
+        "difference_ci95": result.interval,
         "changed": result.changed,
         "better": result.better,
         "worse": result.worse,
         "mean_accepted_length": figures.mean_accepted_length if figures else None,
-        "mean_accepted_length_ci95": _interval(figures.mean_accepted_interval) if figures else None,
+        "mean_accepted_length_ci95": figures.mean_accepted_interval if figures else None,
         "steps": _steps(figures) if figures else [],
     }
 
@@ -189,7 +184,7 @@ def _reads(reads: Reads) -> dict[str, int]:
 
 
 def _change(change: Change) -> dict[str, Any]:
-    return {"mean": change.mean, "ci95": _interval(change.interval)}
+    return {"mean": change.mean, "ci95": change.interval}
 
 
 def _length(result: DraftLengthResult) -> dict[str, Any]:
@@ -203,7 +198,7 @@ def _length(result: DraftLengthResult) -> dict[str, Any]:
         "rounds": result.rounds,
         "acceptance": result.acceptance,
         "mean_accepted_length": result.mean_accepted_length,
-        "mean_accepted_length_ci95": _interval(result.mean_accepted_interval),
+        "mean_accepted_length_ci95": result.mean_accepted_interval,
         "expected_mean_accepted_length": result.expected,
         "chosen_on": result.chosen_on,
         "mean_accepted_length_elsewhere": result.elsewhere,

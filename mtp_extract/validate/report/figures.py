@@ -81,11 +81,11 @@ def _bars(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) 
     ]
 
 
-def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float]]]:
-    """The steps that have a rate, the rate and its interval, in percent."""
+def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float] | None]]:
+    """The steps that have a rate, the rate and its interval, in percent; None where there is none."""
     known = [step for step in steps if step[rate] is not None]
     values, intervals = [100 * step[rate] for step in known], [step["ci95"][rate] for step in known]
-    return [step["step"] for step in known], values, [[100 * low, 100 * high] for low, high in intervals]
+    return [step["step"] for step in known], values, [found and [100 * end for end in found] for found in intervals]
 
 
 def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, shift: float = 0.0, **style: Any) -> None:
@@ -153,7 +153,8 @@ def _acceptance(report: Mapping[str, Any], pyplot: Any) -> Any:
     for rate, (colour, marker, label) in _RATES.items():
         places, values, intervals = _percents(steps, rate)
         axes.plot(places, values, color=light(colour), marker=marker, markersize=5, label=label)
-        low, high = ([ends[side] for ends in intervals] for side in (0, 1))
+        below, above = _bars(values, intervals)
+        low, high = ([v + d for v, d in zip(values, ends, strict=True)] for ends in ([-b for b in below], above))
         axes.fill_between(places, low, high, color=light(colour), alpha=0.18, linewidth=0)
     axes.set_ylabel("rate (%); bands: 95 % intervals")
     axes.set_ylim(0, 103)

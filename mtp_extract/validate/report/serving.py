@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.staging import staged_directory
-from mtp_extract.speculate.arithmetic import Interval
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.texts import LEAST_TEXTS
 from mtp_extract.validate.report.page import page, plain_json
 from mtp_extract.validate.report.tables import Table, share, words
 from mtp_extract.validate.report.web import web_page
@@ -65,8 +66,6 @@ def as_json(found: Benchmark) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A dataclass as a dictionary; of texts only what was measured of them; intervals as pairs."""
-    if isinstance(value, Interval):
-        return [value.low, value.high]
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value):
@@ -83,7 +82,7 @@ def _verdict(total: Figures) -> str:
             speed += f", {_times(total.speedup, total.speedup_ci95)}"
     drafts = "drafts are not told"
     if server.drafted is not None:
-        rate = f", {share(server.acceptance, _pair(server.acceptance_ci95))} %" if server.drafted else ""
+        rate = f", {share(server.acceptance, server.acceptance_ci95)} %" if server.drafted else ""
         drafts = f"{server.accepted} of {server.drafted} drafts accepted{rate}"
     same = ""
     if total.identical is not None:
@@ -111,6 +110,9 @@ def _findings(found: Benchmark) -> list[str]:
 
 
 def _notes(found: Benchmark) -> Iterator[str]:
+    if found.repeats:
+        asked = sum(found.settings["prompts"].values())
+        yield f"{asked + found.repeats} prompts, {found.repeats} of them repeats, which were not asked."
     for side, server in found.servers.items():
         groups = found.groups[side]
         answers = [answer for group in groups for answer in group.answers]
@@ -142,15 +144,10 @@ def _notes(found: Benchmark) -> Iterator[str]:
         yield "Without a baseline there is nothing to compare speed and text with."
 
 
-def _pair(interval: Interval | None) -> tuple[float, float] | None:
-    return (interval.low, interval.high) if interval else None
-
-
-def _number(value: float | None, interval: Any = None, form: str = ".1f") -> str:
+def _number(value: float | None, interval: Sequence[float] | None = None, form: str = ".1f") -> str:
     if value is None:
         return _NOT_TOLD
-    pair = _pair(interval) if isinstance(interval, Interval) else interval
-    return format(value, form) + (f" ({pair[0]:{form}}–{pair[1]:{form}})" if pair else "")
+    return format(value, form) + (f" ({interval[0]:{form}}–{interval[1]:{form}})" if interval else "")
 
 
 def _rate(side: Side) -> str:
@@ -213,7 +210,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "first text to last event, both added up over all answers. Throughput: all tokens over the time in which "
             "requests were under way. Speedup: the time the baseline takes for as many tokens, over the server's. "
             "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
-            "rounding may part them. In brackets: 95 % intervals, over texts."
+            "rounding may part them. In brackets: 95 % intervals, over texts; none with fewer than "
+            f"{LEAST_TEXTS}."
         ),
         first=True,
     )
@@ -238,7 +236,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         ),
         about=(
             "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
-            "groups of texts where the server tells these alone apart."
+            f"groups of texts where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
         first=True,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_extract import markdown
+from mtp_extract.speculate.texts import LEAST_TEXTS
 
 __all__ = [
     "FIGURES",
@@ -237,6 +238,7 @@ def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
 
 
 _RATES = ("top1", "top5", "conditional", "unconditional")
+_BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 
 
 def _rate(figures: Mapping[str, Any], name: str, step: int = 0) -> str:
@@ -262,7 +264,7 @@ def _agreement(agreement: Mapping[str, Any], alone: bool) -> Iterator[Table]:
         about=(
             f"Teacher-forced over the base's own greedy continuation of {agreement['texts']} prompts: every position "
             "is drafted from. Conditional acceptance is accepted_i / accepted_(i−1), unconditional is accepted_i / "
-            "rounds. In brackets: 95 % intervals, over texts."
+            f"rounds. {_BRACKETS}"
         ),
         after=f"Mean accepted length (1 + accepted / rounds) at {len(steps)} drafts: {_mean(agreement)}.",
         figures=("acceptance_by_step",),
@@ -386,7 +388,7 @@ def _generation(report: Mapping[str, Any]) -> Table:
             "cut short by a text's end, so that it is mostly more. Acceptance: accepted of the drafter's steps. Same "
             "text: texts that are the base's own. Times are of a batch of one. Predicted: the "
             "speedup by mean length and the times of a round and of a forward of the base over one token; measured: "
-            "in tokens a second. In brackets: 95 % intervals, over texts."
+            f"in tokens a second. {_BRACKETS}"
         ),
         after=" ".join(_paid(drafter, several) for drafter in drafters),
         figures=("generation_by_drafts", "round_by_drafts"),
@@ -518,7 +520,7 @@ def _beside(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         ),
         about=(
             "Teacher-forced over the base's own text: drafts that are its tokens, of those whose predecessors all "
-            "were. In brackets: 95 % intervals, over texts."
+            f"were. {_BRACKETS}"
         ),
         figures=("drafters_by_step",),
         first=True,
@@ -531,7 +533,7 @@ def _beside(drafters: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         ),
         about=(
             f"Tokens a round with chains of {drafts}, from every position of the base's own text. Differences text by "
-            "text, each with its own 95 % interval over texts."
+            f"text, each with its own 95 % interval over texts; with fewer than {LEAST_TEXTS} texts nothing is decided."
         ),
         figures=("length_by_workload",),
         first=True,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
+from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.acceptance.measured import Change
@@ -37,11 +37,13 @@ def verdict(found: Validation) -> str:
         first, most = found.agreement.steps[0].top1, 1 + len(found.agreement.steps)
         mean = found.agreement.mean_accepted_length
         measured.append(
-            f"its first draft is the base's own token at {share(first.value, dataclasses.astuple(first.interval))} % "
-            f"of {first.trials} positions"
+            f"its first draft is the base's own token at {share(first.value, first.interval)} % of "
+            f"{first.trials} positions"
+            + ("" if first.interval else f" ({undecided(found.agreement.texts)})")
             + ("" if math.isnan(mean) else f", mean accepted length {mean:.2f} of at most {most}")
         )
-        refuted += [_trivial(result) for result in found.trivial if result.reached]
+        refuted += [_trivial(result) for result in found.trivial if result.better]
+        missing += [_untold(result) for result in found.trivial if not (result.better or result.worse)]
     if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
@@ -90,19 +92,24 @@ def _text(found: Validation, generation: GenerationResult) -> str:
 
 
 def _change(found: Change) -> str:
-    return change(found.mean, dataclasses.astuple(found.interval) if found.interval else None)
+    return change(found.mean, found.interval) + ("" if found.interval else f" ({undecided(found.texts)})")
 
 
 def _trivial(result: TrivialResult) -> str:
     """What a trivial drafter reaches beside it."""
     return (
-        f"its first drafts are no better than those of a trivial drafter ({result.name}: {100 * result.share:.1f} % on "
-        f"the same text, the difference {share(result.difference, _pair(result))} points)"
+        f"its first drafts are worse than those of a trivial drafter ({result.name}: {100 * result.share:.1f} % on "
+        f"the same text, the difference {share(result.difference, result.interval)} points)"
     )
 
 
-def _pair(result: TrivialResult) -> tuple[float, float] | None:
-    return (result.interval.low, result.interval.high) if result.interval else None
+def _untold(result: TrivialResult) -> str:
+    """That neither is seen to be the better one."""
+    why = f"the difference is {share(result.difference, result.interval)} points, over {result.texts} texts"
+    return (
+        f"that its first drafts are better than those of a trivial drafter ({result.name}; "
+        f"{why if result.interval else undecided(result.texts)})"
+    )
 
 
 def _pointed(found: Validation) -> str:
@@ -110,6 +117,8 @@ def _pointed(found: Validation) -> str:
     above = [result for result in ran if result.standing == "above"]
     if not ran:
         return "no control could be run"
+    if found.agreement is not None and all(result.interval is None for result in ran):
+        return f"what the controls say is {undecided(found.agreement.texts)}"
     if not above:
         below = sum(result.standing == "below" for result in ran)
         return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
@@ -134,17 +143,19 @@ def why(result: ControlResult) -> str:
     if result.skipped:
         return f"not run: {result.skipped}"
     look = f"; look at {result.control.suspect}" if result.standing == "above" else ""
-    return f"{_STANDING[str(result.standing)]}: {_counts(result)}{look}"
+    few = result.standing == "undecided" and result.interval is None
+    standing = undecided(result.figures.texts) if result.figures and few else _STANDING[str(result.standing)]
+    return f"{standing}: {_counts(result)}{look}"
 
 
 def findings(found: Validation) -> list[str]:
     """Each thing that a reader should not miss, most important first."""
     listed = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
     for trivial in found.trivial:
-        if trivial.reached:
+        if trivial.better:
             listed.append(_trivial(trivial))
-        elif trivial.interval is None or trivial.interval.low <= 0:
-            listed.append(f"too few texts to say that it drafts better than a trivial drafter ({trivial.name})")
+        elif not trivial.worse:
+            listed.append(f"it was not shown {_untold(trivial)}")
     listed += [
         f"{result.control.name} ({result.control.what}): {why(result)}"
         for result in found.controls

@@ -8,13 +8,14 @@ import pytest
 import torch
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, groups
+from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, difference_interval, groups, share_interval
 from mtp_extract.validate.acceptance.agreement import (
     Continuations,
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import Measured, mean_over_texts
+from mtp_extract.validate.acceptance.measured import Measured, compare, difference_over_texts, share_over_texts
+from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
 from mtp_extract.validate.run import _loops
 
@@ -85,17 +86,31 @@ def test_nothing_to_draft_from(generator: SpeculativeGenerator) -> None:
 
 
 def test_interval_over_texts() -> None:
-    # One value a text: the ordinary interval of a mean.
-    values = torch.tensor([1.0, 3.0, 5.0, 7.0])
-    found = mean_over_texts(torch.arange(4), values)
-    half = 3.1824463 * float(values.std()) / 2
+    # One value a text is one draw a text, and the same value many times in a text says no more than once.
+    values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
+    found = share_over_texts(torch.arange(6), values)
     assert found is not None
-    assert (found.low, found.high) == (pytest.approx(4 - half, abs=1e-6), pytest.approx(4 + half, abs=1e-6))
-    # The same value many times in a text says no more than once.
-    repeated = mean_over_texts(torch.arange(4).repeat_interleave(50), values.repeat_interleave(50))
+    assert found == share_interval(values.tolist(), [1] * 6)
+    repeated = share_over_texts(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
     assert repeated is not None
-    assert repeated.low == pytest.approx(found.low, abs=1e-6)
-    assert mean_over_texts(torch.zeros(5, dtype=torch.long), torch.ones(5)) is None
+    assert repeated == pytest.approx(found, abs=0.08)
+    assert share_over_texts(torch.arange(4).repeat_interleave(5), torch.ones(20)) is None
+    gap = difference_over_texts(torch.arange(6), values - 0.5)
+    assert gap == difference_interval([0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
+
+
+def test_a_text_that_repeats_another_is_not_counted(
+    generator: SpeculativeGenerator, continuations: Continuations
+) -> None:
+    """Neither in shares and lengths, nor in their intervals, nor by a trivial drafter, which would know its future."""
+    twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
+    assert continuations.repeats == frozenset()
+    assert twice.repeats == set(range(7, 14))
+    once, again = (
+        measure_agreement(generator.base, generator.drafter, one, STEPS, batch=3) for one in (continuations, twice)
+    )
+    assert figures(once) == figures(again)
+    assert compare_trivial(continuations, once) == compare_trivial(twice, again)
 
 
 def test_groups_leave_no_text_alone() -> None:
@@ -159,12 +174,24 @@ def test_a_note_says_that_the_base_loops() -> None:
 
 
 def test_an_interval_stays_within_what_can_be() -> None:
-    """Two texts that differ much say nothing: not that a round of 3 drafts may have -5 or 13 tokens."""
-    stands = torch.tensor([[0.0, 0, 0]] * 4 + [[1.0, 1, 1]] * 4, dtype=torch.double)
-    text = torch.arange(2).repeat_interleave(4)
-    interval = Measured(text, torch.arange(8), stands).interval
+    """Few texts that differ much say little: not that a round of 3 drafts may have -5 or 13 tokens."""
+    stands = torch.tensor([[0.0, 0, 0]] * 12 + [[1.0, 1, 1]] * 12, dtype=torch.double)
+    text = torch.arange(6).repeat_interleave(4)
+    interval = Measured(text, torch.arange(24), stands).interval
     assert interval is not None
-    assert (interval.low, interval.high) == (1, 4)
-    raw = mean_over_texts(text, 1 + stands.sum(dim=1))
-    assert raw is not None
-    assert raw.low < 1 < 4 < raw.high
+    assert 1 < interval.low < 1.6
+    assert 3.4 < interval.high < 4
+    assert Measured(text[:16], torch.arange(16), stands[:16]).interval is None
+
+
+def test_what_too_few_texts_compare_is_not_decided() -> None:
+    """Two texts that both get worse by as much gave an interval of no width, and a verdict."""
+    before, after = (torch.full((24, 2), value, dtype=torch.double) for value in (1.0, 0.0))
+    text = torch.arange(2).repeat_interleave(12)
+    few = compare(Measured(text, torch.arange(24), before), Measured(text, torch.arange(24), after))
+    assert (few.mean, few.interval, few.texts) == (-2, None, 2)
+    assert not few.worse
+    assert not few.better
+    text = torch.arange(24)
+    many = compare(Measured(text, text, before), Measured(text, text, after))
+    assert many.worse

@@ -39,9 +39,10 @@ def results(generator: SpeculativeGenerator, continuations: Continuations, real:
 
 def test_on_the_trained_pair(results: dict[str, ControlResult]) -> None:
     assert set(results) == NAMES == set(BY_NAME)
+    assert results["unscaled_embedding"].standing == "below"
     for name in ("shuffled_kv", "zero_hidden", "unscaled_embedding"):
-        assert results[name].standing == "below", name
-        assert results[name].worse > results[name].better
+        assert results[name].standing in ("below", "undecided"), name
+        assert results[name].worse > 5 * results[name].better
     # This drafter was trained on short texts: over them these two matter little, and the report says so.
     for name in ("full_rope", "position_off_by_one"):
         assert results[name].changed < 0.1 * 130, name
@@ -67,6 +68,10 @@ def made(hits: list[int]) -> Agreement:
         ([1] * 160 + [0] * 40, [1] * 146 + [0] * 54, "below"),
         ([1] * 140 + [0] * 60, [1] * 170 + [0] * 30, "above"),
         ([1] * 160 + [0] * 40, [1] * 160 + [0] * 40, "same"),
+        # Twenty positions of 4000, in twenty texts.
+        ([1] * 2020 + [0] * 1980, [1] * 2000 + [0] * 2000, "same"),
+        # One text lost, of twenty: so may others be.
+        ([*[1] * 19, 1] * 20, [*[1] * 19, 0] * 20, "undecided"),
         ([1, 0] * 10, [0, 1] * 10, "undecided"),
     ],
 )
@@ -79,9 +84,12 @@ def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
     assert found.changed == found.better + found.worse
 
 
-def test_one_text_decides_nothing() -> None:
-    real, broken = (dataclasses.replace(made(hits), text=torch.zeros(40).long()) for hits in ([1] * 40, [0] * 40))
-    assert compare(CONTROLS[0], real, broken).standing == "undecided"
+def test_four_texts_decide_nothing() -> None:
+    real, broken = (dataclasses.replace(made(hits), text=torch.arange(40) % 4) for hits in ([1] * 40, [0] * 40))
+    found = compare(CONTROLS[0], real, broken)
+    assert (found.standing, found.interval) == ("undecided", None)
+    assert compare(CONTROLS[0], real, real).standing == "undecided"
+    assert why(found).startswith("not decided: 4 texts, at least 5 are needed: changed 40 first drafts")
 
 
 @pytest.fixture

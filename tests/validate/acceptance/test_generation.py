@@ -102,13 +102,32 @@ def test_trees_stand_higher(result: GenerationResult) -> None:
 
 
 def test_an_interval_stays_within_what_can_be(generator: SpeculativeGenerator, continuations: Continuations) -> None:
-    """Two texts say little of a round of 3 drafts, but not that it may have -5 or 13 tokens."""
-    few = Continuations(continuations.prompts[:2], continuations.texts[:2])
-    (planned,) = draftings(generator, [3], {}, few, [0.5] * 3, batch=2)
-    engine = LocalEngine(generator, 2)
-    (row,) = measure_generation(engine, generator.base, few, [planned], new_tokens=24, timed=1).lengths
-    assert row.mean_accepted_interval is not None
-    assert 1 <= row.mean_accepted_interval.low < row.mean_accepted_length < row.mean_accepted_interval.high <= 4
+    """Five texts say little of a round of 3 drafts, but not that it may have -5 or 13 tokens; four say nothing."""
+    for texts in (4, 5):
+        few = Continuations(continuations.prompts[:texts], continuations.texts[:texts])
+        (planned,) = draftings(generator, [3], {}, few, [0.5] * 3, batch=2)
+        engine = LocalEngine(generator, 5)
+        (row,) = measure_generation(engine, generator.base, few, [planned], new_tokens=24, timed=1).lengths
+        if texts == 4:
+            assert row.mean_accepted_interval is None
+            continue
+        assert row.mean_accepted_interval is not None
+        assert 1 <= row.mean_accepted_interval.low < row.mean_accepted_length < row.mean_accepted_interval.high <= 4
+
+
+def test_what_repeats_is_generated_and_not_counted(
+    generator: SpeculativeGenerator, continuations: Continuations
+) -> None:
+    found = []
+    for times in (1, 2):
+        given = Continuations(continuations.prompts * times, continuations.texts * times)
+        (planned,) = draftings(generator, [3], {}, given, [0.5] * 3, batch=4)
+        engine = LocalEngine(generator, 7)
+        found += measure_generation(engine, generator.base, given, [planned], new_tokens=24, timed=1).lengths
+    once, twice = found
+    assert (once.prompts, twice.prompts, twice.identical_prompts) == (7, 14, 14)
+    for name in ("accepted", "drafted", "rounds", "mean_accepted_length", "mean_accepted_interval"):
+        assert getattr(once, name) == getattr(twice, name)
 
 
 def test_what_is_expected(
