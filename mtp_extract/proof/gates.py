@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.arrays import gelu
 from mtp_extract.graph.drafter import Walk
-from mtp_extract.graph.evaluate import Stacked, evaluate
+from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import LAYOUT
 
@@ -97,7 +97,10 @@ def _check_function(
     numbers = np.resize(points, (rows, *gate.tensor.shape)).astype(np.float32)
     expected = gelu(numbers, tanh=activation == "gelu_pytorch_tanh")
     for factor in _UPS:
-        given = [(gate, Stacked(numbers)), (up, (np.full(up.tensor.shape, factor, np.float32),))]
+        given: list[tuple[Value, Samples]] = [
+            (gate, Stacked(numbers)),
+            (up, (np.full(up.tensor.shape, factor, np.float32),)),
+        ]
         found = np.asarray(evaluate(graph, {}, [product], given)[0]).reshape(expected.shape)
         wrong = ~(np.abs(found / np.float32(factor) - expected) <= _SAME * (1 + np.abs(numbers)))
         if wrong.any():
