@@ -27,8 +27,7 @@ from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, e
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, as_stored, decide, holds
 from mtp_extract.insert.placing import check_overlaps, fingerprint, role_pieces, spans, sum_of
-from mtp_extract.insertion import check_out
-from mtp_extract.io.output import staged_file
+from mtp_extract.io.place import PathLike, files_of, staged
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
@@ -72,7 +71,7 @@ class BaseInsertionPlan:
     size: int
     notes: tuple[str, ...]
     _pieces: tuple[Piece, ...] = field(repr=False)
-    _inputs: tuple[str | os.PathLike[str], ...] = field(repr=False)
+    _inputs: tuple[PathLike, ...] = field(repr=False)
     _opened: Opened = field(repr=False)
     _checkpoint: BaseCheckpoint = field(repr=False)
 
@@ -85,9 +84,8 @@ class BaseInsertionPlan:
             OutputError: it cannot be written there, or reads back differently; nothing is left behind.
         """
         target, source = Path(out), self._opened.source
-        check_out(target, overwrite, self._inputs)
         whole = Piece(0, source.size, source=source)
-        with staged_file(target, overwrite) as stage:
+        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
             write_laid(stage, Laid(source.size, (whole, *self._pieces)), counter(progress, self.size))
             self._read_again(stage)
             freshen(stage, target, source)
@@ -127,11 +125,11 @@ def planned_base_insertion(
             f"{names}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, directory), opened, find_base(opened), checkpoint)
+        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)
 
 
 def _plan(
-    inputs: tuple[str | os.PathLike[str], ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
+    inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
 ) -> BaseInsertionPlan:
     check_geometry(base, checkpoint)
     decided: list[tuple[Place, Decision]] = []
