@@ -99,9 +99,10 @@ def convert(
         tokenizer=tokenizer,
     )
     target = Path(out) if out is not None else default_directory(directory, format)
-    read = ReadDirectory.of(Path(directory))
-    inputs = read.directory, None if source is None else source.source.path, *files_of(tokenizer)
+    place = with_record(Path(directory))
+    inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
     check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+    read = ReadDirectory.of(place)
     prepared = choice.prepare(read.checkpoint)
 
     def describe(staged: Staged) -> dict[str, Any]:

@@ -46,6 +46,9 @@ def die_at(number: int, count_into: Path | None = None) -> None:
     for name in CALLS:
         if hasattr(os, name):
             setattr(os, name, wrapped(name, getattr(os, name)))
+    # Of the library's own, by which files are opened and written at once.
+    Path.write_bytes = wrapped("write_bytes", Path.write_bytes)  # type: ignore[method-assign]
+    Path.write_text = wrapped("write_text", Path.write_text)  # type: ignore[method-assign]
 
 
 def killed_at(number: int, work: Callable[[], object]) -> bool:
