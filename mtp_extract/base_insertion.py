@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.distance import EQUAL, EQUAL_CODES, measure_distance
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, escape, few
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, as_stored, decide, holds
 from mtp_extract.insert.placing import check_overlaps, fingerprint, role_pieces, spans, sum_of
@@ -38,7 +38,6 @@ __all__ = ["BaseInsertionPlan", "BaseInsertionResult", "planned_base_insertion"]
 _SAME_ERROR = 1e-6
 # What a folded factor leaves in a scale.
 _SCALES_ALIKE = 1e-6
-_MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,9 @@ def planned_base_insertion(
     """
     checkpoint = read_base(Path(directory))
     if checkpoint.unknown:
-        names = ", ".join(escape(name) for name in checkpoint.unknown[:_MOST_SHOWN])
         raise CheckpointError(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
-            f"{names}. They cannot be put into a bundle."
+            f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
         yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)

@@ -28,6 +28,7 @@ from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
 from mtp_extract.graph import Activation
 from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
@@ -294,7 +295,7 @@ def _activations(
 
 def _xxh3(path: Path) -> str:
     digest = xxh3_128()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_READ):
             digest.update(piece)
     return digest.hexdigest()

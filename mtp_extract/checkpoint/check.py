@@ -25,7 +25,7 @@ from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import CheckpointError, escape, few
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
 
@@ -174,7 +174,7 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
             wrong.append(f"{escape(name)} has other content")
     if wrong:
         raise CheckpointError(
-            f"{folder}: does not match its {RECORD}: {'; '.join(wrong)}. Extract it again, or fetch it again."
+            f"{folder}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch it again."
         )
     return Verification(folder, record, len(record["files"]), tensors)
 
@@ -254,7 +254,7 @@ def verify_against(
         elif read_object(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
-        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
+        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {few(sorted(wrong), separator='; ')}.")
     return replace(own, against=name)
 
 

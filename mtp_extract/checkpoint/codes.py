@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
@@ -108,13 +109,13 @@ def _schemes(directory: Path, path: Path) -> Mapping[str, Any]:
             found: Mapping[str, Any] = json.loads(text)
             return dict(found)
         # Before version 0.2 only the record said it.
-        record = json.loads((directory / RECORD).read_bytes())
+        record = read_object(directory / RECORD)
         return {
             name: {"bits": entry["quantization"]["bits"], "factor": entry["factor"]}
             for name, entry in record["tensors"].items()
             if entry["quantization"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
 

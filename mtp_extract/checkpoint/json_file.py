@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.regular import read_regular
 
 __all__ = ["read_object"]
 
@@ -25,9 +26,7 @@ def read_object(path: Path, expected: str = "") -> dict[str, Any]:
     """
     name = escape(path)
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{name}: expected at most {_LARGEST} bytes of JSON, found {path.stat().st_size}.")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, _LARGEST))
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read: {error.strerror}. {expected}".rstrip()) from error
     except (ValueError, RecursionError) as error:
