@@ -37,17 +37,21 @@ _BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_ext
 _ACTIVATION = ({"dtype": str, "scale": object, "zero_point": object}, None)
 _PART = {"role": str, "xxh3": str}
 _TENSOR = {
+    "why": str,
     "kept": str,
     "rounded_to": (str, None),
     "rounded_before": [str],
     "made_codes": ({"rule": str}, None),
-    "source": ({"subgraph": int, "tensor": int}, None),
+    "factor": (int, float),
+    "name_confirms": bool,
+    "quantization": ({}, None),
+    "source": ({"subgraph": int, "tensor": int, "dtype": (str, None), "shape": ([int], None)}, None),
     "activations": ({"input": _ACTIVATION, "output": _ACTIVATION}, None),
 }
 _RECORD = {
     "files": {},
     "tensors": {},
-    "source": {"name": str, "provenance": {}, "section": ({}, None)},
+    "source": {"name": str, "size": (int, None), "provenance": {}, "section": ({}, None)},
     "tool": {"version": str},
     "geometry": {},
     "known_as": (str, None),
@@ -56,6 +60,10 @@ _RECORD = {
 _LENGTH = {"mean_accepted_length": (int, float)}
 _OVERALL = {"base": str, "overall": {"before": _LENGTH, "after": _LENGTH}}
 _MADE = {
+    "converted_from": [{}],
+    "set_aside": [{}],
+    "kv_inputs": {},
+    "notes": [str],
     "tuning": {"mode": str, **_OVERALL},
     "ordered_head": {"kept": {"share": (int, float)}, **_OVERALL},
 }

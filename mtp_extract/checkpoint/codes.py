@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
-    path = next((directory / place for place in _PLACES if (directory / place).is_file()), None)
+    path = next((directory / place for place in _PLACES if os.path.lexists(directory / place)), None)
     if path is None:
         return checkpoint
     stored = CONTAINER.read_header(path)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
@@ -98,5 +99,5 @@ def _read_json(path: Path, size: int) -> tuple[int, dict[str, Any]]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
             raise CheckpointError(f"{path}: not a safetensors file (its header claims {length} bytes).")
-        entries: dict[str, Any] = json.loads(file.read(length))
+        entries: dict[str, Any] = parse_json(file.read(length))
     return length, entries
