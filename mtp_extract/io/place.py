@@ -90,6 +90,10 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
         _check(target, overwrite, inputs, listed)
     except OSError as error:
         raise _cannot(target, "be written", error) from error
+    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
+        raise OutputError(f"{escape(target)}: {escape(nearest)} {why}. Choose another place.", remedies=("out",))
 
 
 @contextmanager
@@ -139,7 +143,8 @@ def _stage(target: Path) -> Path:
 
 def _cannot(target: Path, what: str, error: OSError) -> OutputError:
     return OutputError(
-        f"{escape(target)}: cannot {what}: {error.strerror or escape(error)}. Nothing was kept.", remedies=("out",)
+        f"{escape(target)}: cannot {what}: {error.strerror or escape(error)}. Nothing was kept. Choose another place.",
+        remedies=("out",),
     )
 
 

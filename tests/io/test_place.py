@@ -304,6 +304,18 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
             raise AssertionError
 
 
+def test_a_place_that_is_not_ours_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours ends there."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file is not a directory"):
+        check_place(tmp_path / "file" / "x", overwrite=False, listed=LISTED)
+    check_place(tmp_path / "new" / "x", overwrite=False, listed=LISTED)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputError, match="is read-only, or not yours to write to"):
+        check_place(tmp_path / "new" / "x", overwrite=False, listed=LISTED)
+    assert names(tmp_path) == ["file"]
+
+
 def test_it_is_killed_at_every_step(place: Path) -> None:
     """Old or new stand under the name, or the next run puts the old one back; and it leaves nothing."""
     seen = set()
