@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
@@ -40,7 +40,7 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        parsed = parse_json(read_regular(path, largest).decode("utf-8"))
+        parsed = json.loads(read_regular(path, largest).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise DrafterError(
