@@ -70,8 +70,10 @@ def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
     try:
         try:
             app()
-        finally:
+        except SystemExit:
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except MtpExtractError as error:
         status = _failed(_with_options(error, app))
     except _Stopped as stop:
@@ -113,11 +115,12 @@ class _Output(io.FileIO):
 
 def _open_streams() -> None:
     """Make errors of standard output known as such, and streams that were closed lead nowhere."""
-    own = sys.stdout
+    own = sys.__stdout__
+    is_own = sys.stdout is own
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
-    if own is None:
+    if own is None or not is_own:
         return
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Output(own.fileno(), "w", closefd=False)),
@@ -132,6 +135,11 @@ def _failed(message: str, status: int = 1) -> int:
         message = f"{message[:_LONGEST_MESSAGE]}…"
     if os.environ.get("MTP_EXTRACT_DEBUG", "0") not in ("", "0"):
         traceback.print_exc()
+    try:
+        sys.stdout.flush()
+    except _PrintError:
+        # What went wrong is worth more than that this cannot be printed.
+        _give_up_stdout()
     terminal.error(message)
     return status
 

@@ -220,6 +220,26 @@ main()
         assert ("MTP_EXTRACT_DEBUG=1" in last) == (case in ("a fault", "a file's", "too deep"))
 
 
+def test_an_error_is_said_where_the_result_cannot_be(sample: Path) -> None:
+    """What was printed before it is still in a buffer, for a disk that is full."""
+    program = """
+import mtp_extract.inspection
+from mtp_extract.cli.terminal import say
+from mtp_extract.errors import FormatError
+def broken(*arguments, **named):
+    say("half a result")
+    raise FormatError("the cause")
+mtp_extract.inspection.inspect = broken
+from mtp_extract.cli.inspect import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", program, str(sample)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the cause\n")
+
+
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_streams_that_are_closed(sample: Path, closed: str) -> None:
     program = "from mtp_extract.cli.inspect import main; main()"
