@@ -21,7 +21,7 @@ from mtp_extract.checkpoint.base import BaseCheckpoint, read_base
 from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP, Distance, measure_distance
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.errors import PairError, escape
+from mtp_extract.errors import PairError, escape, few
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
 __all__ = [
@@ -42,7 +42,6 @@ _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)
 
 Progress = Callable[[int, int], None]
 
-_MOST_SHOWN = 5
 # Of a role that differs: how much is read, and how many others are tried, to say what it holds instead.
 _LARGEST_GUESS = 1 << 24
 _MOST_GUESSES = 8
@@ -108,11 +107,10 @@ class BaseComparison:
         wrong = [r for r in self.roles if r.verdict in (DIFFERENT, NOT_FOUND)]
         if not wrong:
             return None
-        listed = "; ".join(f"{r.role}: {r.why or r.verdict}" for r in wrong[:_MOST_SHOWN])
-        more = f"; and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
+        listed = few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
         return PairError(
             f"{self.bundle}: {len(wrong)} of {len(self.roles)} roles are not the weights of {escape(self.checkpoint)}: "
-            f"{listed}{more}."
+            f"{listed}."
         )
 
     def as_json(self) -> dict[str, Any]:

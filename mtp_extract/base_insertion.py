@@ -23,12 +23,11 @@ from mtp_extract.checkpoint.distance import EQUAL, EQUAL_CODES, measure_distance
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, escape, few
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, as_stored, decide, holds
 from mtp_extract.insert.placing import check_overlaps, fingerprint, role_pieces, spans, sum_of
-from mtp_extract.insertion import check_out
-from mtp_extract.io.output import staged_file
+from mtp_extract.io.place import PathLike, files_of, staged
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
@@ -39,7 +38,6 @@ __all__ = ["BaseInsertionPlan", "BaseInsertionResult", "planned_base_insertion"]
 _SAME_ERROR = 1e-6
 # What a folded factor leaves in a scale.
 _SCALES_ALIKE = 1e-6
-_MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class BaseInsertionPlan:
     size: int
     notes: tuple[str, ...]
     _pieces: tuple[Piece, ...] = field(repr=False)
-    _inputs: tuple[str | os.PathLike[str], ...] = field(repr=False)
+    _inputs: tuple[PathLike, ...] = field(repr=False)
     _opened: Opened = field(repr=False)
     _checkpoint: BaseCheckpoint = field(repr=False)
 
@@ -85,9 +83,8 @@ class BaseInsertionPlan:
             OutputError: it cannot be written there, or reads back differently; nothing is left behind.
         """
         target, source = Path(out), self._opened.source
-        check_out(target, overwrite, self._inputs)
         whole = Piece(0, source.size, source=source)
-        with staged_file(target, overwrite) as stage:
+        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
             write_laid(stage, Laid(source.size, (whole, *self._pieces)), counter(progress, self.size))
             self._read_again(stage)
             freshen(stage, target, source)
@@ -121,17 +118,16 @@ def planned_base_insertion(
     """
     checkpoint = read_base(Path(directory))
     if checkpoint.unknown:
-        names = ", ".join(escape(name) for name in checkpoint.unknown[:_MOST_SHOWN])
         raise CheckpointError(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
-            f"{names}. They cannot be put into a bundle."
+            f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, directory), opened, find_base(opened), checkpoint)
+        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)
 
 
 def _plan(
-    inputs: tuple[str | os.PathLike[str], ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
+    inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint
 ) -> BaseInsertionPlan:
     check_geometry(base, checkpoint)
     decided: list[tuple[Place, Decision]] = []

@@ -22,12 +22,13 @@ from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES
-from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.staging import RECORD, recorded
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
-from mtp_extract.errors import OutputError, escape
 from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
 from mtp_extract.graph import Activation
+from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
@@ -99,13 +100,10 @@ def convert(
         tokenizer=tokenizer,
     )
     target = Path(out) if out is not None else default_directory(directory, format)
-    read = ReadDirectory.of(Path(directory))
-    if read.old is not None and read.directory.resolve() in target.resolve().parents:
-        raise OutputError(
-            f"{escape(target)}: lies inside the directory that is converted, which would no longer match its {RECORD}. "
-            "Choose another place.",
-            remedies=("out",),
-        )
+    place = with_record(Path(directory))
+    inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
+    check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+    read = ReadDirectory.of(place)
     prepared = choice.prepare(read.checkpoint)
 
     def describe(staged: Staged) -> dict[str, Any]:
@@ -117,6 +115,7 @@ def convert(
         prepared,
         target,
         describe,
+        inputs=inputs,
         check=None if source is None else lambda stage: verify_against_source(stage, source),
         notes=read.notes(),
         progress=progress,
@@ -296,7 +295,7 @@ def _activations(
 
 def _xxh3(path: Path) -> str:
     digest = xxh3_128()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_READ):
             digest.update(piece)
     return digest.hexdigest()

@@ -26,6 +26,8 @@ argument, and a command adds its own option for it: no message here knows how a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "LONGEST_NAME",
     "CheckpointError",
@@ -43,9 +45,11 @@ __all__ = [
     "TruncatedError",
     "UnsupportedError",
     "escape",
+    "few",
 ]
 
 LONGEST_NAME = 200
+MOST_NAMED = 5
 
 
 class MtpExtractError(Exception):
@@ -118,3 +122,10 @@ def escape(name: object, longest: int = LONGEST_NAME) -> str:
     if len(text) > longest:
         text = text[: longest - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
+    """The first ``most`` of ``names``, made safe for a terminal, and how many more there are."""
+    listed = list(names)
+    shown = separator.join(escape(name) for name in listed[:most])
+    return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown

@@ -19,6 +19,8 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
+from mtp_extract.checkpoint.staging import recorded
+from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
 from mtp_extract.proof.proof import Proof, Rounding, prove
@@ -124,6 +126,9 @@ def _extract(
     sliding_window: int | None,
     progress: Progress,
 ) -> ExtractionResult:
+    target = Path(out) if out is not None else default_directory(opened.source.name)
+    inputs = opened.source.path, *files_of(choice.tokenizer)
+    check_place(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded)
     opened.prefetch()
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
@@ -134,8 +139,9 @@ def _extract(
     prepared = choice.prepare(checkpoint)
     return write_checkpoint(
         prepared,
-        Path(out) if out is not None else default_directory(opened.source.name),
+        target,
         lambda staged: _record(drafter, checkpoint, prepared, staged, hashes),
+        inputs=inputs,
         beside=hashes.jobs(),
         notes=_notes(drafter, checkpoint, choice.format),
         progress=progress,

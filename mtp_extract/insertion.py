@@ -8,7 +8,7 @@ byte is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, decide, holds
 from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import new_tensors, patches
-from mtp_extract.io.output import staged_file
+from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
@@ -47,7 +47,7 @@ from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
 from mtp_extract.proof.proof import Proof
 
-__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "check_out", "planned_insertion"]
+__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
 
 TYPES = {
     "int8": TensorType.INT8,
@@ -96,7 +96,7 @@ class InsertionPlan:
     _laid: Laid = field(repr=False)
     _checkpoint: Checkpoint = field(repr=False)
     _opened: Opened = field(repr=False)
-    _inputs: tuple[str | os.PathLike[str], ...] = field(repr=False)
+    _inputs: tuple[PathLike | None, ...] = field(repr=False)
 
     def write(
         self,
@@ -112,8 +112,7 @@ class InsertionPlan:
             ProofError: what was written does not compute what it holds.
         """
         target = Path(out)
-        check_out(target, overwrite, self._inputs)
-        with staged_file(target, overwrite) as stage:
+        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
             write_laid(stage, self._laid, counter(progress, self.size))
             proof = self._read_again(stage)
             freshen(stage, target, self._opened.source)
@@ -193,8 +192,7 @@ def planned_insertion(
                 f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
                 remedies=("graph_from",),
             )
-        inputs = tuple(read for read in (bundle, source, graph_from) if read is not None)
-        yield _plan(checkpoint, opened, drafter, inputs, types or {}, ranges, added)
+        yield _plan(checkpoint, opened, drafter, (bundle, source, graph_from), types or {}, ranges, added)
 
 
 def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
@@ -238,7 +236,7 @@ def _plan(
     checkpoint: Checkpoint,
     opened: Opened,
     drafter: Drafter,
-    inputs: tuple[str | os.PathLike[str], ...],
+    inputs: tuple[PathLike | None, ...],
     types: Mapping[str, str],
     ranges: Ranges | None,
     added: bool,
@@ -358,32 +356,3 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
     if drafter.section is None:
         raise FormatError(f"{source.name}: its drafter has no section.")
     return bundle_with(opened.bundle, {drafter.section.index: section}), roles
-
-
-def check_out(out: Path, overwrite: bool, inputs: Iterable[str | os.PathLike[str]]) -> None:
-    """Check that ``out`` may be written, before any work is done.
-
-    Args:
-        inputs: what is read, and so must stay: files, directories, addresses.
-
-    Raises:
-        OutputError: it exists, there is no such directory, or it is one of ``inputs`` or lies in one.
-    """
-    if not out.parent.is_dir():
-        raise OutputError(
-            f"{escape(out)}: there is no directory {escape(out.parent)}. Make it, or choose another place.",
-            remedies=("out",),
-        )
-    if not os.path.lexists(out):
-        return
-    if out.exists() and any(_is_or_has(Path(read), out) for read in inputs):
-        raise OutputError(f"{escape(out)}: is read, so it stays as it is. Choose another place.", remedies=("out",))
-    if not out.is_file() or out.is_symlink():
-        raise OutputError(f"{escape(out)}: exists and is not a file. Choose another place.", remedies=("out",))
-    if not overwrite:
-        raise OutputError(f"{escape(out)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out"))
-
-
-def _is_or_has(read: Path, out: Path) -> bool:
-    """Whether ``out``, which exists, is the file ``read`` or lies in the directory ``read``."""
-    return read.exists() and (out.samefile(read) or read.resolve() in out.resolve().parents)

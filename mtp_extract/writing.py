@@ -20,9 +20,10 @@ from mtp_extract.checkpoint.formats import EVERY, format_named, name_for
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
-from mtp_extract.checkpoint.staging import RECORD, staged_directory, write_file
+from mtp_extract.checkpoint.staging import RECORD, recorded, write_file
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
 
 __all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
@@ -223,6 +224,7 @@ def write_checkpoint(
     target: Path,
     describe: Callable[[Staged], dict[str, Any]],
     *,
+    inputs: Inputs,
     beside: Iterable[Callable[[], object]] = (),
     check: Callable[[Path], object] | None = None,
     notes: Iterable[str] = (),
@@ -232,6 +234,7 @@ def write_checkpoint(
 
     Args:
         describe: makes the record of what lies there; see :func:`record_of`.
+        inputs: what is read, and so is not replaced.
         beside: jobs for the threads that write the weights.
         check: is given the directory when all is written, and may refuse it.
         notes: to be told besides those on how weights are held.
@@ -243,7 +246,7 @@ def write_checkpoint(
     choice = prepared.choice
     weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
-    with staged_directory(target, choice.overwrite) as stage:
+    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as stage:
         tick = counter(progress, sum(t.length for file in files for t in file.tensors))
         written: dict[str, dict[str, Any]] = {}
         for file in files:

@@ -124,7 +124,7 @@ def test_what_has_no_place_is_refused(
 def test_nothing_is_written_over(sample: Path, base: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.litertlm"
     own.write_bytes(sample.read_bytes())
-    with pytest.raises(OutputError, match="is read, so it stays"):
+    with pytest.raises(OutputError, match="is read and stays"):
         put(base, own, own)
     with pytest.raises(OutputError, match="exists"):
         put(base, sample, own)

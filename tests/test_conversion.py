@@ -285,7 +285,7 @@ def test_another_bundle_as_the_source(bf16: Path, tmp_path: Path) -> None:
 def test_a_place_inside_what_is_converted(bf16: Path, tmp_path: Path) -> None:
     """There it would be a file that the record does not know."""
     copy = Path(shutil.copytree(bf16, tmp_path / "copy"))
-    with pytest.raises(OutputError, match="lies inside the directory"):
+    with pytest.raises(OutputError, match="lies inside"):
         convert(copy, copy / "more" / "litert", format="litert")
     assert contents(copy) == contents(bf16)
     assert verify(copy).files

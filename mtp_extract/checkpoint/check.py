@@ -25,7 +25,7 @@ from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import CheckpointError, escape, few
 
 __all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
 
@@ -37,17 +37,21 @@ _BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_ext
 _ACTIVATION = ({"dtype": str, "scale": object, "zero_point": object}, None)
 _PART = {"role": str, "xxh3": str}
 _TENSOR = {
+    "why": str,
     "kept": str,
     "rounded_to": (str, None),
     "rounded_before": [str],
     "made_codes": ({"rule": str}, None),
-    "source": ({"subgraph": int, "tensor": int}, None),
+    "factor": (int, float),
+    "name_confirms": bool,
+    "quantization": ({}, None),
+    "source": ({"subgraph": int, "tensor": int, "dtype": (str, None), "shape": ([int], None)}, None),
     "activations": ({"input": _ACTIVATION, "output": _ACTIVATION}, None),
 }
 _RECORD = {
     "files": {},
     "tensors": {},
-    "source": {"name": str, "provenance": {}, "section": ({}, None)},
+    "source": {"name": str, "size": (int, None), "provenance": {}, "section": ({}, None)},
     "tool": {"version": str},
     "geometry": {},
     "known_as": (str, None),
@@ -56,6 +60,10 @@ _RECORD = {
 _LENGTH = {"mean_accepted_length": (int, float)}
 _OVERALL = {"base": str, "overall": {"before": _LENGTH, "after": _LENGTH}}
 _MADE = {
+    "converted_from": [{}],
+    "set_aside": [{}],
+    "kv_inputs": {},
+    "notes": [str],
     "tuning": {"mode": str, **_OVERALL},
     "ordered_head": {"kept": {"share": (int, float)}, **_OVERALL},
 }
@@ -174,7 +182,7 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
             wrong.append(f"{escape(name)} has other content")
     if wrong:
         raise CheckpointError(
-            f"{folder}: does not match its {RECORD}: {'; '.join(wrong)}. Extract it again, or fetch it again."
+            f"{folder}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch it again."
         )
     return Verification(folder, record, len(record["files"]), tensors)
 
@@ -254,7 +262,7 @@ def verify_against(
         elif read_object(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
-        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {'; '.join(sorted(wrong))}.")
+        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {few(sorted(wrong), separator='; ')}.")
     return replace(own, against=name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
@@ -69,7 +71,7 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
-    path = next((directory / place for place in _PLACES if (directory / place).is_file()), None)
+    path = next((directory / place for place in _PLACES if os.path.lexists(directory / place)), None)
     if path is None:
         return checkpoint
     stored = CONTAINER.read_header(path)
@@ -108,13 +110,13 @@ def _schemes(directory: Path, path: Path) -> Mapping[str, Any]:
             found: Mapping[str, Any] = json.loads(text)
             return dict(found)
         # Before version 0.2 only the record said it.
-        record = json.loads((directory / RECORD).read_bytes())
+        record = read_object(directory / RECORD)
         return {
             name: {"bits": entry["quantization"]["bits"], "factor": entry["factor"]}
             for name, entry in record["tensors"].items()
             if entry["quantization"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from mtp_extract.checkpoint.planned import BLOCKS, Layout, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.regular import open_regular
 
 __all__ = ["ARCHITECTURE", "CONTAINER", "Header", "Texts", "read_gguf"]
 
@@ -131,7 +132,7 @@ def read_gguf(path: Path) -> Header:
         CheckpointError: not such a file, of another version, or one whose header contradicts itself or the file's size.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             return _Parser(path, file, path.stat().st_size).header()
     except OSError as error:
         raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
@@ -140,7 +141,7 @@ def read_gguf(path: Path) -> Header:
 class _Parser:
     """Reads a header from its beginning; ``at`` is how far it has come."""
 
-    def __init__(self, path: Path, file: BinaryIO | io.FileIO, size: int) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file = path, file
         self._size, self._limit = size, min(size, _LONGEST_HEADER)
         self._held = bytearray()

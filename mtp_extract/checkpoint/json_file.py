@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.regular import read_regular
 
-__all__ = ["read_object"]
+__all__ = ["parse_json", "read_object"]
 
 _LARGEST = 1 << 26
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float.
+
+    Raises:
+        ValueError, RecursionError: it is none, or nested too deeply.
+    """
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def read_object(path: Path, expected: str = "") -> dict[str, Any]:
@@ -25,9 +43,7 @@ def read_object(path: Path, expected: str = "") -> dict[str, Any]:
     """
     name = escape(path)
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{name}: expected at most {_LARGEST} bytes of JSON, found {path.stat().st_size}.")
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_regular(path, _LARGEST))
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read: {error.strerror}. {expected}".rstrip()) from error
     except (ValueError, RecursionError) as error:

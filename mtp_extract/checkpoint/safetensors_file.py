@@ -14,13 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError
+from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.regular import open_regular
 
 __all__ = ["CONTAINER"]
 
 _LONGEST_HEADER = 100_000_000
+_LARGEST = 1 << 63
 
 
 class Safetensors:
@@ -47,26 +50,17 @@ class Safetensors:
         try:
             size = path.stat().st_size
             length, entries = _read_json(path, size)
-            tensors = {
-                str(name): StoredTensor(
-                    str(entry["dtype"]),
-                    tuple(int(n) for n in entry["shape"]),
-                    8 + length + int(entry["data_offsets"][0]),
-                    int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-                )
-                for name, entry in entries.items()
-                if name != "__metadata__"
-            }
+            tensors = {name: _described(entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: its safetensors header is damaged.") from error
         at = 8 + length
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             elements = math.prod(tensor.shape)
             expected = elements * DTYPE_SIZES.get(tensor.dtype, -1)
             if tensor.offset != at or tensor.length != expected or tensor.length < 0:
-                raise CheckpointError(f"{path}: its header gives {name!r} a place or a size that cannot be.")
+                raise CheckpointError(f"{path}: its header gives {escape(name)} a place or a size that cannot be.")
             at += tensor.length
         if at != size:
             raise CheckpointError(f"{path}: it has {size} bytes, its header describes {at}.")
@@ -83,12 +77,27 @@ class Safetensors:
 CONTAINER = Safetensors()
 
 
+def _described(entry: Mapping[str, Any], start: int) -> StoredTensor:
+    """What the header says of one tensor, where data begin at ``start``.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: something else than the format asks for.
+    """
+    if entry.keys() != {"dtype", "shape", "data_offsets"} or not isinstance(entry["dtype"], str):
+        raise ValueError(entry)
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    # In JSON 0.5, true and "4" would pass for integers.
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < _LARGEST for n in (*shape, begin, end)):
+        raise ValueError(entry)
+    return StoredTensor(entry["dtype"], tuple(shape), start + begin, end - begin)
+
+
 def _read_json(path: Path, size: int) -> tuple[int, dict[str, Any]]:
     """The header's length, and its content."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
             raise CheckpointError(f"{path}: not a safetensors file (its header claims {length} bytes).")
-        entries: dict[str, Any] = json.loads(file.read(length))
+        entries: dict[str, Any] = parse_json(file.read(length))
     return length, entries

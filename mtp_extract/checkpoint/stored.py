@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
 from mtp_extract.errors import CheckpointError
+from mtp_extract.io.regular import open_regular
 from mtp_extract.litertlm.quantized import Floats, Integers
 
 __all__ = [
@@ -74,7 +75,7 @@ class StoredWeight(FloatsOnly):
         rows, columns = rows_of(self.shape)
         row = columns * self.dtype.size
         begin, end = first * row, (rows if last is None else last) * row
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             for piece in pieces(self.path, file.fileno(), self.stored.offset + begin, end - begin):
                 yield self.dtype.widen(piece)
 
@@ -86,7 +87,7 @@ class StoredWeight(FloatsOnly):
         """
         if self.stored.dtype != "I64":
             raise CheckpointError(f"{self.path}: expected indices in I64, found {self.stored.dtype}.")
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             stored = b"".join(pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
         return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
 
@@ -115,7 +116,7 @@ class StoredColumns(FloatsOnly):
         part = (self.end - self.begin) * dtype.size
         count = max(1, _READ // max(part, 1))
         end = rows if last is None else last
-        with open(self.whole.path, "rb", buffering=0) as file:
+        with open_regular(self.whole.path) as file:
             for begin in range(first, end, count):
                 read = bytearray(part * min(count, end - begin))
                 for index, at in enumerate(range(0, len(read), part)):
@@ -218,7 +219,7 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.ND
     """
     row = stored.length // max(stored.shape[0], 1)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             found = b"".join(pieces(path, file.fileno(), stored.offset + first * row, (last - first) * row))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -24,6 +24,7 @@ from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error, reserve, write_all
+from mtp_extract.io.regular import open_regular
 
 __all__ = [
     "container_of",
@@ -174,14 +175,14 @@ def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:
 
 def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
     """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
 
 
 def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
     """XXH3-128 (32 hex digits) of every tensor's data, read from the file."""
     sums: dict[str, str] = {}
-    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
+    with open_regular(path) as file, ThreadPoolExecutor(workers()) as pool:
 
         def summing(name: str, tensor: StoredTensor) -> Callable[[], None]:
             def job() -> None:
@@ -196,7 +197,7 @@ def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
 def differing(path: Path, stored: Mapping[str, StoredTensor], planned: Sequence[PlannedTensor]) -> list[str]:
     """Names of the tensors of the file at ``path`` whose bytes are not those that ``planned`` produces."""
     different: list[str] = []
-    with open(path, "rb") as file, ThreadPoolExecutor(workers()) as pool:
+    with open_regular(path) as file, ThreadPoolExecutor(workers()) as pool:
 
         def comparing(tensor: PlannedTensor) -> Callable[[], None]:
             def job() -> None:

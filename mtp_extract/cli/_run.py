@@ -1,23 +1,25 @@
 """What the commands share: how one is made and run, and the options that more than one has.
 
-Errors become one message on stderr and an exit status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
+Errors become one line on stderr and an exit status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
 import os
 import signal
 import sys
 import traceback
 from types import FrameType
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import MtpExtractError, escape
 
 __all__ = ["AsJson", "Download", "SlidingWindow", "new_app", "run", "run_lean"]
 
@@ -31,6 +33,9 @@ Download = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
+
+
+_LONGEST_MESSAGE = 4000
 
 
 def new_app() -> typer.Typer:
@@ -61,30 +66,80 @@ def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
     # A shell that starts a job in the background has it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stopped)
+    _open_streams()
     try:
-        app()
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except MtpExtractError as error:
         status = _failed(_with_options(error, app))
     except _Stopped as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
-    except BrokenPipeError:
+    except _PrintError as error:
+        _give_up_stdout()
         # The reader of our output went away, as `| head` does: nothing is wrong.
-        _give_up_stdout()
-        status = 0
-    except OSError as error:
-        # Files have been dealt with where they are opened: this is stdout, on a full disk.
-        status = _failed(f"the result cannot be printed: {error.strerror}.")
-        _give_up_stdout()
+        status = 0 if error.gone else _failed(f"the result cannot be printed: {error}.")
     except MemoryError:
         status = _failed("out of memory. Close other programs, or use a machine with more.")
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
+        what = f"{type(error).__name__}: {escape(error)}" if str(error) else type(error).__name__
+        status = _failed(
+            f"{what}. This is a fault of mtp-extract: please report it, with what is shown when MTP_EXTRACT_DEBUG=1 is "
+            "set."
+        )
     else:
         status = 0
     sys.exit(status)
 
 
+class _PrintError(Exception):
+    """Standard output cannot be written, for the reason of ``error``. No OSError, of which typer takes some."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.gone = error.errno == errno.EPIPE
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors are told from those of other files."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise _PrintError(error) from error
+
+
+def _open_streams() -> None:
+    """Make errors of standard output known as such, and streams that were closed lead nowhere."""
+    own = sys.__stdout__
+    is_own = sys.stdout is own
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
+    if own is None or not is_own:
+        return
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(own.fileno(), "w", closefd=False)),
+        encoding=own.encoding,
+        errors=own.errors,
+        line_buffering=own.isatty(),
+    )
+
+
 def _failed(message: str, status: int = 1) -> int:
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]}…"
     if os.environ.get("MTP_EXTRACT_DEBUG", "0") not in ("", "0"):
         traceback.print_exc()
+    try:
+        sys.stdout.flush()
+    except _PrintError:
+        # What went wrong is worth more than that this cannot be printed.
+        _give_up_stdout()
     terminal.error(message)
     return status
 

@@ -58,13 +58,13 @@ def command(
     Tokens/s with its drafter, and without where --baseline names a server that has none; drafts and accepted drafts by
     the server's own counters. What a server does not tell is called "not told".
     """
-    from mtp_extract.checkpoint.staging import check_target
     from mtp_extract.engines.server import key_from
-    from mtp_extract.validate.report.serving import BENCH, BENCH_FILES, as_json, tables, write_bench
+    from mtp_extract.io.place import check_place
+    from mtp_extract.validate.report.serving import BENCH_LISTED, as_json, tables, write_bench
     from mtp_extract.validate.serving import BenchPlan, run_benchmark
 
     if out is not None:
-        check_target(out, overwrite, BENCH, BENCH_FILES)
+        check_place(out, overwrite=overwrite, inputs=(prompts,), listed=BENCH_LISTED)
     plan = BenchPlan(
         url,
         baseline=baseline,
@@ -80,7 +80,7 @@ def command(
         chat_template=chat_template,
     )
     found = run_benchmark(plan, (lambda what: None) if print_json else doing)
-    files = write_bench(found, out, overwrite=overwrite) if out is not None else []
+    files = write_bench(found, out, overwrite=overwrite, inputs=(prompts,)) if out is not None else []
     report = as_json(found)
     if print_json:
         write_json(report)

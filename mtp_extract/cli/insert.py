@@ -104,10 +104,12 @@ def command(
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
     wanted = _wanted(types, type_ or [])
 
-    from mtp_extract.insertion import check_out, planned_insertion
+    from mtp_extract.insertion import planned_insertion
+    from mtp_extract.io.place import check_place, files_of
 
     if out is not None:
-        check_out(out, overwrite, [read for read in (bundle, source, graph_from, base, prompts) if read is not None])
+        inputs = (bundle, source, graph_from, *files_of(base), prompts)
+        check_place(out, overwrite=overwrite, inputs=inputs)
     ranges = None
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
@@ -130,10 +132,10 @@ def command(
 
 def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
     from mtp_extract.base_insertion import planned_base_insertion
-    from mtp_extract.insertion import check_out
+    from mtp_extract.io.place import check_place, files_of
 
     if out is not None:
-        check_out(out, overwrite, (bundle, directory))
+        check_place(out, overwrite=overwrite, inputs=(bundle, *files_of(directory)))
     with planned_base_insertion(directory, bundle) as plan:
         result = None
         if not print_json:

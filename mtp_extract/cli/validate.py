@@ -108,14 +108,15 @@ def command(
     if out is not None:
         require("matplotlib")
 
-    from mtp_extract.checkpoint.staging import check_target
+    from mtp_extract.io.place import check_place, files_of
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
+    from mtp_extract.validate.report.tables import REPORT_LISTED
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
+    inputs = (directory, *(beside or ()), source, prompts, *files_of(base))
     if out is not None:
-        check_target(out, overwrite, REPORT, REPORT_FILES)
+        check_place(out, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
     plan = Plan(
         directory,
         base=base,
@@ -135,7 +136,7 @@ def command(
     report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.
     (write_json if print_json else _show)(report)
-    files = write_report(found, out, overwrite=overwrite) if out is not None else []
+    files = write_report(found, out, overwrite=overwrite, inputs=inputs) if out is not None else []
     if files and not print_json:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:

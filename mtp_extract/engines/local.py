@@ -30,7 +30,7 @@ class LocalEngine:
             PairError: a prompt cannot be encoded.
         """
         codec = self.generator.codec
-        encoded = [codec.encode(prompt, chat_template=options.chat_template) for prompt in prompts]
+        encoded = codec.encode_all(prompts, chat_template=options.chat_template)
         found: dict[int, Generation] = {}
         for number, group in enumerate(groups([len(prompt.tokens) for prompt in encoded], self.batch)):
             # Rows of a batch draw other numbers from one seed; batches need seeds of their own, far from a user's next

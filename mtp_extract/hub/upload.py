@@ -20,10 +20,12 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.check import files_in, verify
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.errors import CheckpointError, HubError, escape
 from mtp_extract.hub.card import CARD, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
+from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
 
@@ -69,7 +71,7 @@ def _pieces(content: Path | bytes) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content
         return
-    with open(content, "rb") as file:
+    with open_regular(content) as file:
         while piece := file.read(_CHUNK):
             yield piece
 
@@ -126,10 +128,7 @@ def plan_upload(directory: str | os.PathLike[str]) -> tuple[HubFile, ...]:
 def _card(folder: Path, record: Mapping[str, Any]) -> bytes:
     """The card with the figures of the report in ``folder``."""
     path = folder / REPORT
-    try:
-        report = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{escape(path)}: cannot be read as JSON: {escape(error)}. Validate again.") from error
+    report = read_object(path, "Validate again.")
     try:
         return model_card(record, report).encode()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

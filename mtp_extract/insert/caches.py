@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mtp_extract.errors import escape
+from mtp_extract.errors import few
 from mtp_extract.io.source import LocalSource, Source
 
 __all__ = ["freshen", "stale_caches"]
@@ -41,5 +41,4 @@ def stale_caches(target: Path) -> list[str]:
     names = _beside(target)
     if not names:
         return []
-    shown = ", ".join(escape(name) for name in names[:3]) + (" and more" if len(names) > 3 else "")
-    return [f"Delete {shown}: the runtime packed them from an older file of this name."]
+    return [f"Delete {few(names)}: the runtime packed them from an older file of this name."]

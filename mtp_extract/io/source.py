@@ -56,12 +56,14 @@ class Source(ABC):
         size: length in bytes.
         provenance: what identifies the bytes beyond their name (repository, commit, ETag), for the record.
         notes: what to know of these bytes that is no error.
+        path: of the file, where it is one here.
     """
 
     name: str
     size: int
     provenance: dict[str, str]
     notes: tuple[str, ...] = ()
+    path: Path | None = None
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -165,12 +167,12 @@ class LocalSource(FileSource):
     """A regular file on this machine, opened read-only."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.name = escape(self.path, _LONGEST_PATH)
+        self.path = local = Path(path)
+        self.name = escape(local, _LONGEST_PATH)
         self.provenance = {}
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error

@@ -30,7 +30,7 @@ from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache, Read, Step, Written, forward, logits
 from mtp_extract.proof.gates import check_gates
-from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, interface_of, reach_of
+from mtp_extract.proof.inputs import Layouts, drawn_codes, interface_of, reach_of
 from mtp_extract.proof.operators import Allowed, check_operators
 from mtp_extract.proof.rows import Rows, check_rows
 from mtp_extract.proof.tables import Coarse, Tables, check_tables, feed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import KV, Drafter, Fed
-from mtp_extract.errors import PairError, escape
+from mtp_extract.errors import PairError, escape, few
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.growing import Nodes
 
@@ -70,9 +70,7 @@ class Base:
         own = len(layer_types) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
         if unknown := sorted(set(layer_types) - set(windows)):
-            raise PairError(
-                f"expected layer types {', '.join(windows)} in the base, found {', '.join(map(escape, unknown))}"
-            )
+            raise PairError(f"expected layer types {', '.join(windows)} in the base, found {few(unknown)}")
         self.windows: dict[str, int | None] = {kind: windows[kind] for kind in dict.fromkeys(layer_types)}
         self._layer_windows = [windows[kind] for kind in layer_types[:own]]
         self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:own])}

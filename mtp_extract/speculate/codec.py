@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mtp_extract.errors import PairError, escape
+from mtp_extract.speculate.apart import apart
 from mtp_extract.speculate.numbers import count
 
 __all__ = ["Codec", "Encoded", "Prompt"]
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _INCOMPLETE = "\ufffd"
+_SECONDS, _A_SECOND = 10, 100
+"""What a chat template may take, and how many prompts more it is to write in each further second."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,15 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Encoded
 """Text, token ids, or messages: dicts with ``role`` and ``content``."""
 
 
+def _messages(prompt: Prompt, chat_template: bool) -> list[Any] | None:
+    """The messages that the chat template is to write; None where it is not asked."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if chat_template else None
+    if isinstance(prompt, Encoded) or not any(isinstance(part, Mapping) for part in prompt):
+        return None
+    return list(prompt)
+
+
 class Codec:
     """A tokenizer, as generation uses it.
 
@@ -53,28 +65,37 @@ class Codec:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompt: Prompt, *, chat_template: bool = False) -> Encoded:
-        """Token ids of ``prompt``.
+        """Token ids of ``prompt``; see :meth:`encode_all`."""
+        return self.encode_all([prompt], chat_template=chat_template)[0]
+
+    def encode_all(self, prompts: Sequence[Prompt], *, chat_template: bool = False) -> list[Encoded]:
+        """Token ids of each of ``prompts``.
 
         Ids are taken as given, text as the tokenizer makes it, messages as the base's chat template writes them, and
         what begins the answer after them. A BOS token is there if the template or the tokenizer says so, and once.
 
         Args:
-            prompt: text, ids or messages.
+            prompts: text, ids or messages.
             chat_template: take text as what a user says in a chat.
 
         Raises:
-            PairError: text without a tokenizer, messages without a template or such as it refuses, an empty
-                prompt, or a token the base does not have.
+            PairError: text without a tokenizer, messages without a template or such as it refuses, a template that
+                does not come to an end, an empty prompt, or a token the base does not have.
         """
+        chats = [_messages(prompt, chat_template) for prompt in prompts]
+        written = iter(self._write([messages for messages in chats if messages is not None]))
+        return [
+            self._encoded(prompt, None if messages is None else next(written))
+            for prompt, messages in zip(prompts, chats, strict=True)
+        ]
+
+    def _encoded(self, prompt: Prompt, written: str | None) -> Encoded:
+        """Token ids of ``prompt``, or of what the template has ``written`` of it."""
+        ids: Iterable[Any]
         if isinstance(prompt, Encoded):
             return prompt
-        messages: list[Any] | None = None
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}] if chat_template else None
-        elif any(isinstance(part, Mapping) for part in prompt):
-            messages = list(prompt)
-        if messages is not None:
-            ids, writer = self._tokens(self._write(messages), special=False), "template"
+        if written is not None:
+            ids, writer = self._tokens(written, special=False), "template"
         elif isinstance(prompt, str):
             # A text that opens itself, as one that went through the template already, is not opened twice.
             bos = getattr(self.tokenizer, "bos_token", None) or ""
@@ -149,27 +170,27 @@ class Codec:
         ids: Iterable[Any] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _write(self, messages: Sequence[Any]) -> str:
+    def _write(self, chats: Sequence[Sequence[Any]]) -> list[str]:
+        if not chats:
+            return []
         self.require("messages")
         if not self.has_template:
             raise PairError(
                 "expected a tokenizer with a chat template for messages, found one without; give the instruction-tuned "
                 "base's tokenizer, or plain text"
             )
-        for message in messages:
+        for message in (message for messages in chats for message in messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise PairError(f"expected messages with role and content, found {escape(message)}")
+        write = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
         try:
-            written: str = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # A template is a program, and may raise anything.
-            reason = escape(str(error).strip().split("\n")[0] or type(error).__name__)
+            return apart(lambda: [write(list(messages)) for messages in chats], _SECONDS + len(chats) // _A_SECOND)
+        except RuntimeError as error:
+            reason = escape(str(error).split("\n")[0])
             raise PairError(
                 f"expected messages that the base's chat template takes, found: {reason}; see which roles it knows, "
                 "and in what order"
             ) from error
-        return str(written)
 
     def _check(self, ids: Iterable[Any]) -> Iterable[int]:
         for found in ids:

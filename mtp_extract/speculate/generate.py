@@ -303,13 +303,14 @@ class _Run:
         # A stop string that is a special token never shows in the text.
         special = [token for token in map(self.codec.special, self.stop) if token is not None]
         self.stop_tokens = frozenset((*stops, *special))
+        encoded = self.codec.encode_all(prompts, chat_template=options.chat_template)
         self.sequences = [
             _Sequence(
                 row,
-                self.codec.encode(prompt, chat_template=options.chat_template),
+                prompt,
                 torch.Generator().manual_seed((options.seed * 1_000_003 + row) % (1 << 64)),
             )
-            for row, prompt in enumerate(prompts)
+            for row, prompt in enumerate(encoded)
         ]
         self.active = list(self.sequences)
         self.prefill_ms = 0.0

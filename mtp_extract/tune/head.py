@@ -64,14 +64,12 @@ class HeadPlan:
         Raises:
             MtpExtractError: a number is out of range, or ``out`` holds something else.
         """
-        from mtp_extract.checkpoint.staging import check_target
-
         self.setting.check()
         for name in ("centroids", "top_k", "states", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise MtpExtractError(f"expected {name} of at least 1, found {value}; raise it", remedies=(name,))
-        check_target(self.out, self.overwrite)
+        self.setting.check_out(self.out, self.overwrite)
 
     def count(self, vocabulary: int) -> int:
         """The number of clusters.
@@ -211,7 +209,9 @@ def run_ordered_head(
         )
     written = None
     if plan.force or not refused:
-        written = write_ordered(pair.origin, after, plan.out, record, overwrite=plan.overwrite).directory
+        written = write_ordered(
+            pair.origin, after, plan.out, record, overwrite=plan.overwrite, inputs=plan.setting.inputs
+        ).directory
     head = OrderedHeadConfig(count, top_k)
     return Ordered(written, refused, comparisons, head, kept, corpus, record, tuple(notes))
 

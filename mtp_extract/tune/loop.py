@@ -338,7 +338,10 @@ class _Run:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         with kept(self._folder):
-            part.write_bytes(buffer.getbuffer())
+            with open(part, "wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(part, self._state)
 
     def _load(self, optimizer: Any) -> None:

@@ -20,8 +20,9 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.formats import format_named
 from mtp_extract.checkpoint.formats.llama import WEIGHTS_FILE
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor
-from mtp_extract.checkpoint.staging import staged_directory, write_file
+from mtp_extract.checkpoint.staging import write_file
 from mtp_extract.drafter import Needs
+from mtp_extract.io.place import listing, staged
 from mtp_extract.speculate import Base, Text
 
 __all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "state_sizes", "write_head"]
@@ -182,6 +183,7 @@ def write_head(checkpoint: Checkpoint, directory: Path) -> None:
         OutputError: it cannot be written, or reads back differently.
     """
     files = format_named(EAGLE3).plan(checkpoint, checkpoint.dtype)
-    with staged_directory(directory, overwrite=True, record=WEIGHTS_FILE) as stage:
+    listed = listing(WEIGHTS_FILE, [file.name for file in files])
+    with staged(directory, overwrite=True, listed=listed) as stage:
         for file in files:
             write_file(stage, file, lambda done: None)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.validate.prompts import Prompt, read_prompts
+from mtp_extract.io.regular import read_regular
+from mtp_extract.validate.prompts import LARGEST, Prompt, read_prompts
 
 __all__ = ["HELD_OUT", "TRAINED", "WATCHED", "Item", "of_prompts", "read_items", "side_of"]
 
@@ -68,7 +69,7 @@ def read_items(path: Path) -> list[Item]:
     if path.suffix != ".jsonl":
         return of_prompts(read_prompts(path))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path, LARGEST).decode("utf-8").splitlines()
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise MtpExtractError(

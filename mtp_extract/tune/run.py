@@ -80,7 +80,6 @@ class Plan:
             MtpExtractError: a number is out of range, or ``out`` holds something else.
             ValueError: no such mode or objective.
         """
-        from mtp_extract.checkpoint.staging import check_target
         from mtp_extract.tune.loss import OBJECTIVES
         from mtp_extract.tune.modes import MODES
 
@@ -99,7 +98,7 @@ class Plan:
                 f"expected a learning rate above 0, found {self.learning_rate}; leave it out for the mode's own",
                 remedies=("learning_rate",),
             )
-        check_target(self.out, self.overwrite)
+        self.setting.check_out(self.out, self.overwrite)
 
 
 @dataclass(frozen=True)
@@ -280,6 +279,6 @@ def _write(
         with kept(plan.setting.work):
             draw_progress(trained.history, plan.setting.work / "progress.png")
         if keep:
-            write_tuned(pair.origin, tuned, plan.out, record, overwrite=plan.overwrite)
+            write_tuned(pair.origin, tuned, plan.out, record, overwrite=plan.overwrite, inputs=plan.setting.inputs)
     pair.accelerator.wait_for_everyone()
     return plan.out if keep else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.checkpoint.staging import recorded
+from mtp_extract.errors import MtpExtractError, OutputError, escape
+from mtp_extract.io.place import PathLike, check_place, files_of
 
 __all__ = ["Setting"]
 
@@ -42,6 +45,26 @@ class Setting:
     batch: int = 16
     seed: int = 0
     device: str = "auto"
+
+    @property
+    def inputs(self) -> tuple[PathLike | None, ...]:
+        """What is read, and so is not replaced."""
+        return self.directory, *files_of(self.base), self.prompts, self.text
+
+    def check_out(self, out: Path, overwrite: bool) -> None:
+        """Whether the result may be written to ``out``.
+
+        Raises:
+            OutputError: it may not.
+        """
+        place, work = (Path(os.path.realpath(path)) for path in (out, self.work))
+        if place in (work, *work.parents):
+            raise OutputError(
+                f"{escape(out)}: expected a place of its own for the result, found that text and state are kept there. "
+                "Choose another place for one of the two.",
+                remedies=("out", "work"),
+            )
+        check_place(out, overwrite=overwrite, inputs=self.inputs, listed=recorded)
 
     def check(self) -> None:
         """What can be said before anything is loaded.

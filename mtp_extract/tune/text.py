@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, PairError, escape
+from mtp_extract.io.regular import open_regular
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
@@ -29,14 +30,10 @@ _GRAM = 8
 
 
 def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> list[Encoded]:
-    found = []
-    for item in items:
-        if isinstance(item.prompt, str):
-            prompts = [Prompt(item.workload, item.prompt)]
-            found += encode_prompts(prompts, codec, chat_template=chat_template)
-        else:
-            found.append(codec.encode(item.prompt))
-    return found
+    texts = [Prompt(item.workload, item.prompt) for item in items if isinstance(item.prompt, str)]
+    of_texts = iter(encode_prompts(texts, codec, chat_template=chat_template))
+    of_messages = iter(codec.encode_all([item.prompt for item in items if not isinstance(item.prompt, str)]))
+    return [next(of_texts if isinstance(item.prompt, str) else of_messages) for item in items]
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ def _read(path: Path) -> dict[str, Text]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 

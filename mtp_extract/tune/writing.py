@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.io.place import Inputs
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
 __all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
@@ -98,7 +99,13 @@ def _choice(origin: ReadDirectory, *, overwrite: bool) -> Choice:
 
 
 def write_tuned(
-    origin: ReadDirectory, tuned: Checkpoint, target: Path, tuning: Mapping[str, Any], *, overwrite: bool
+    origin: ReadDirectory,
+    tuned: Checkpoint,
+    target: Path,
+    tuning: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    inputs: Inputs,
 ) -> ExtractionResult:
     """Write ``tuned`` to ``target``, in the format, type and with the codes that ``origin`` has.
 
@@ -108,6 +115,7 @@ def write_tuned(
         target: a directory that does not exist yet.
         tuning: what the record is to say of it.
         overwrite: replace ``target`` if it is a checkpoint of ours.
+        inputs: what is read, and so is not replaced.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
@@ -117,11 +125,17 @@ def write_tuned(
         changed = _changed(origin.checkpoint, tuned, weights)
         return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
 
-    return _write(origin, tuned, target, describe, overwrite=overwrite)
+    return _write(origin, tuned, target, describe, overwrite=overwrite, inputs=inputs)
 
 
 def write_ordered(
-    origin: ReadDirectory, ordered: Checkpoint, target: Path, about: Mapping[str, Any], *, overwrite: bool
+    origin: ReadDirectory,
+    ordered: Checkpoint,
+    target: Path,
+    about: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    inputs: Inputs,
 ) -> ExtractionResult:
     """Write ``ordered``, which is what ``origin`` holds with an ordered head; the rest as :func:`write_tuned`.
 
@@ -135,7 +149,7 @@ def write_ordered(
                 record["tensors"][planned.name]["why"] = _MADE
         return {**record, "ordered_head": {**about, "made_from": origin.sums}}
 
-    return _write(origin, ordered, target, describe, overwrite=overwrite)
+    return _write(origin, ordered, target, describe, overwrite=overwrite, inputs=inputs)
 
 
 def _write(
@@ -145,6 +159,7 @@ def _write(
     describe: Callable[[dict[str, Any], OutputFile], dict[str, Any]],
     *,
     overwrite: bool,
+    inputs: Inputs,
 ) -> ExtractionResult:
     prepared = _choice(origin, overwrite=overwrite).prepare(checkpoint)
 
@@ -156,7 +171,7 @@ def _write(
         # What was proven was proven of other weights, or another head.
         return describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
 
-    return write_checkpoint(prepared, target, checked)
+    return write_checkpoint(prepared, target, checked, inputs=inputs)
 
 
 def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:

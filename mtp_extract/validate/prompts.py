@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.io.regular import read_regular
 
 if TYPE_CHECKING:
     from mtp_extract.speculate import Codec, Encoded
 
-__all__ = ["Prompt", "encode_prompts", "read_prompts", "shipped_prompts"]
+__all__ = ["LARGEST", "Prompt", "encode_prompts", "read_prompts", "shipped_prompts"]
+
+LARGEST = 1 << 28
+"""Bytes of a file of prompts."""
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.json"
 
@@ -38,7 +42,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, LARGEST).decode("utf-8")
         parsed: Any = json.loads(text) if path.suffix == ".json" else {path.stem: text.splitlines()}
     except (OSError, ValueError, RecursionError) as error:
         raise MtpExtractError(
@@ -71,11 +75,11 @@ def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bo
     """
     templated = chat_template and codec.has_template
     bos = getattr(codec.tokenizer, "bos_token_id", None)
-    encoded = []
-    for prompt in prompts:
-        found = codec.encode(prompt.text, chat_template=templated)
-        # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
-        if found.bos is None and bos is not None and not templated:
-            found = replace(found, tokens=(bos, *found.tokens), bos="prompt")
-        encoded.append(found)
-    return encoded
+    encoded = codec.encode_all([prompt.text for prompt in prompts], chat_template=templated)
+    if bos is None or templated:
+        return encoded
+    # Not every tokenizer opens a text by itself, and a base has seen none that is not opened.
+    return [
+        found if found.bos is not None else replace(found, tokens=(bos, *found.tokens), bos="prompt")
+        for found in encoded
+    ]

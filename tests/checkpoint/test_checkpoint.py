@@ -21,7 +21,6 @@ from mtp_extract import extract
 from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.planned import OutputFile, plan_array
-from mtp_extract.checkpoint.staging import staged_directory
 from mtp_extract.checkpoint.tensor_file import read_header, sums_of, write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 
@@ -161,13 +160,6 @@ def test_a_full_disk_is_seen_before_any_work(sample: Path, tmp_path: Path, monke
     monkeypatch.setattr("mtp_extract.checkpoint.tensor_file.os.posix_fallocate", full)
     with pytest.raises(OutputError, match="No space left"):
         extract(sample, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_staging_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), staged_directory(tmp_path / "out", overwrite=False) as stage:
-        (stage / "half").write_text("x")
-        raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 

@@ -184,7 +184,12 @@ def test_output_that_exists(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.count("error:")) == (1, 1)
         assert "exists" in done.stderr
     assert {path.name: path.stat().st_mtime_ns for path in mine.iterdir()} == before
-    (mine / "stray").write_text("")
+    (mine / "thesis.txt").write_text("years")
+    (mine / ".DS_Store").touch()
+    done = command(EXTRACT, "--sample", "-o", mine, "--overwrite")
+    assert (done.returncode, "thesis.txt" in done.stderr) == (1, True)
+    (mine / "thesis.txt").unlink()
+    (mine / "README.md").write_text("edited by hand")
     assert command(EXTRACT, "--sample", "-o", mine, "--overwrite").returncode == 0
     assert {path.name for path in mine.iterdir()} == set(before)
     assert (theirs / "precious").read_text() == "keep"
@@ -228,13 +233,14 @@ def test_stopped_while_writing(tmp_path: Path, number: int, status: int) -> None
 
 
 def test_killed_while_writing(tmp_path: Path) -> None:
-    """What stays behind is hidden, is no checkpoint, and is in nobody's way."""
+    """What stays behind is hidden, is no checkpoint, and goes with the next run in the same place."""
     assert interrupted(tmp_path / "x", signal.SIGKILL) == (-signal.SIGKILL, "")
     left = list(tmp_path.iterdir())
-    assert [path.name.startswith(".x.partial-") for path in left] == [True]
+    assert [path.name for path in left] == [".x.partial"]
     assert not (left[0] / "extraction.json").exists()
     assert command(INSPECT, left[0]).returncode == 1
     assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x" / "extraction.json").exists()
 
 

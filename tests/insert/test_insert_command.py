@@ -137,14 +137,15 @@ def test_killed_in_the_middle(number: signal.Signals, sample: Path, exact: Path,
     left = [p.name for p in tmp_path.iterdir()]
     if number == signal.SIGKILL:
         (name,) = left
-        assert name.startswith(f".{NEW}.partial-")
+        assert name == f".{NEW}.partial"
     else:
         assert left == []
         assert error == "error: interrupted; nothing was kept.\n"
         assert process.returncode == 128 + number
     assert sample.read_bytes() == before
-    # What was left behind is in nobody's way.
+    # What was left behind is in nobody's way, and goes.
     assert run(exact, sample, "-o", tmp_path / NEW)[0] == 0
+    assert [p.name for p in tmp_path.iterdir()] == [NEW]
     assert filecmp.cmp(sample, tmp_path / NEW, shallow=False)
 
 

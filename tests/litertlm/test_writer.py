@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
-from mtp_extract.io.output import staged_file
-from mtp_extract.io.source import LocalSource, Source
+from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, made, write_laid
 
@@ -135,24 +133,3 @@ def test_a_header_without_room() -> None:
     many = [Added(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
     with pytest.raises(UnsupportedError, match="no room"):
         bundle_with(read, {}, many)
-
-
-def test_staged_files_take_their_name_or_leave_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    with staged_file(target, overwrite=False) as stage:
-        stage.write_bytes(b"new")
-        assert not target.exists()
-    assert target.read_bytes() == b"new"
-
-    def failing() -> Iterator[Source]:
-        with staged_file(target, overwrite=True) as stage:
-            stage.write_bytes(b"half")
-            raise KeyboardInterrupt
-        yield
-
-    with pytest.raises(KeyboardInterrupt):
-        next(failing())
-    with pytest.raises(OutputError, match="exists by now"), staged_file(target, overwrite=False) as stage:
-        stage.write_bytes(b"other")
-    assert target.read_bytes() == b"new"
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]

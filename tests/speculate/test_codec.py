@@ -56,6 +56,40 @@ def test_bos_is_as_the_tokenizer_says_and_once(pair: Pair) -> None:
     assert Codec(opening, 512).encode("hello") == Encoded((2, *ids), "tokenizer")
 
 
+TEMPLATES = {
+    "a loop in a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a sum that is never done": "{{ 9 ** (9 ** 9) }}",
+    "a text that doubles": "{% set n = namespace(t=9) %}{% for a in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+    "more than there is room for": "{{ 'a' * 99999999999 }}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a range that is refused": "{% for a in range(10 ** 9) %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_that_does_not_end(pair: Pair, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a program, which its writer may have made to hang."""
+    monkeypatch.setattr("mtp_extract.speculate.codec._SECONDS", 1)
+    endless = copy.deepcopy(pair.tokenizer)
+    endless.chat_template = TEMPLATES[case]
+    with pytest.raises(PairError, match="expected messages that the base's chat template takes, found: ") as caught:
+        Codec(endless, 512).encode_all(["hello", HELLO], chat_template=True)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_template_changes_nothing_here(pair: Pair) -> None:
+    """It is applied in another process: to all prompts in one."""
+    written: list[object] = []
+    codec = Codec(copy.deepcopy(pair.tokenizer), 512)
+    apply = codec.tokenizer.apply_chat_template
+    codec.tokenizer.apply_chat_template = lambda *a, **k: (written.append(a), f"{len(written)} {apply(*a, **k)}")[1]
+    found = codec.encode_all([HELLO, [2, 3], "hello", HELLO, Encoded((5,), None)])
+    assert written == []
+    assert [found[1].tokens, found[4].tokens] == [(2, 3), (5,)]
+    assert codec.decode(found[0].tokens[:1]) == "1"
+    assert codec.decode(found[3].tokens[:1]) == "2"
+
+
 def test_messages_that_cannot_be_written(pair: Pair) -> None:
     codec = Codec(pair.tokenizer, 512)
     with pytest.raises(PairError, match=r"expected messages with role and content, found \{'role': 'user'\}"):

@@ -124,7 +124,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
         (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
         (("CHECKPOINT", "--base", str(first_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
         (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
-        (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "is no report of mtp-extract"),
+        (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "is read and stays as it is"),
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
     ],
 )

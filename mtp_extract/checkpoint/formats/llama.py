@@ -24,6 +24,7 @@ from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight, common_dtype
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.io.regular import open_regular
 
 __all__ = [
     "LAYOUTS",
@@ -264,7 +265,7 @@ def _read_head(config: Eagle3Config, stored: Mapping[str, tuple[Path, StoredTens
 
 def _marks(place: tuple[Path, StoredTensor]) -> npt.NDArray[np.bool_]:
     path, stored = place
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(stored.offset)
         return np.frombuffer(file.read(stored.length), np.bool_)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.errors import CheckpointError, DrafterError, escape
+from mtp_extract.errors import CheckpointError, DrafterError, escape, few
+from mtp_extract.io.regular import read_regular
 
 __all__ = [
     "activation",
@@ -39,12 +40,11 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        if path.stat().st_size > largest:
-            raise DrafterError(f"{escape(path)}: expected a configuration, found {path.stat().st_size} bytes")
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(read_regular(path, largest).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
         raise DrafterError(
-            f"expected JSON in {escape(path)}, found: {escape(error)}; extract the drafter anew"
+            f"expected JSON in {escape(path)}, found: {escape(found)}; extract the drafter anew"
         ) from error
     if not isinstance(parsed, dict):
         raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
@@ -227,7 +227,7 @@ def mismatch(problems: Iterable[str]) -> DrafterError:
     """The error that lists ``problems`` of a checkpoint."""
     return DrafterError(
         "the checkpoint does not match its config; extract the drafter anew, or check which model the config "
-        "describes:\n  " + "\n  ".join(sorted(problems))
+        f"describes: {few(sorted(problems), separator='; ')}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape
+from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape, few
 from mtp_extract.io.http import FaultError, Faults
+from mtp_extract.io.place import files_of
 from mtp_extract.validate.extras import quiet_transformers, require
 
 __all__ = ["LoadedBase", "load_base", "memory_guard"]
@@ -23,7 +24,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 # Weights, and what a forward needs beside them.
 _HEADROOM = 1.15
 _PATIENCE = 20.0
-_MOST_SHOWN = 3
 _MOST_LAYERS, _WIDEST = 1024, 1 << 20
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
@@ -129,6 +129,10 @@ def _locate(name: str) -> tuple[str, str | None]:
         if not (Path(name) / "config.json").is_file():
             raise PairError(
                 f"expected a model's config.json in {escape(name)}, found none; give the base model's directory"
+            )
+        if odd := [file.name for file in files_of(name) if file.exists() and not file.is_file()]:
+            raise PairError(
+                f"expected regular files in {escape(name)}, found {few(odd)}; put the files themselves there"
             )
         return name, None
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
@@ -244,21 +248,23 @@ def _check_whole(name: str, model: Any, info: Mapping[str, Any]) -> None:
     Raises:
         PairError: a tensor is missing, has another shape, or is not finite.
     """
-    wrong = [f"{key.partition('_')[0]}: {_few(info[key])}" for key in ("missing_keys", "mismatched_keys") if info[key]]
+    wrong = [
+        f"{key.partition('_')[0]}: {few(sorted(map(_key, info[key])))}"
+        for key in ("missing_keys", "mismatched_keys")
+        if info[key]
+    ]
     tensors = (*model.named_parameters(), *model.named_buffers())
     if odd := [key for key, value in tensors if value.is_floating_point() and not bool(torch.isfinite(value).all())]:
-        wrong.append(f"not finite: {_few(odd)}")
+        wrong.append(f"not finite: {few(sorted(odd))}")
     if wrong:
         raise PairError(
             f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
         )
 
 
-def _few(names: Iterable[Any]) -> str:
-    listed = sorted(escape(name[0] if isinstance(name, tuple) else name) for name in names)
-    return ", ".join(listed[:_MOST_SHOWN]) + (
-        f" and {len(listed) - _MOST_SHOWN} more" if len(listed) > _MOST_SHOWN else ""
-    )
+def _key(found: Any) -> str:
+    """The name in what transformers tells of a tensor: alone, or with shapes."""
+    return str(found[0] if isinstance(found, tuple) else found)
 
 
 def _check_memory(directory: Path, device: torch.device | None) -> None:

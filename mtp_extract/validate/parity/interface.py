@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.errors import UnsupportedError, escape, few
 from mtp_extract.graph import flatten
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import FlatGraph, Value
@@ -128,7 +128,7 @@ def read_interface(source: SourceDrafter) -> Interface:
     if unknown := sorted(others - {ACTIVATIONS, INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR}):
         raise UnsupportedError(
             f"{source.model.region.source.name}: expected the inputs of a known drafter, found also "
-            f"{', '.join(map(escape, unknown))}, which this release cannot fill. Look for a newer release."
+            f"{few(unknown)}, which this release cannot fill. Look for a newer release."
         )
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
     activations = codes_of(graph.inputs[ACTIVATIONS].tensor)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.staging import staged_directory
+from mtp_extract.io.place import Inputs, staged
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.figures import draw_figures
 from mtp_extract.validate.report.page import page
@@ -18,7 +18,7 @@ from mtp_extract.validate.report.tables import (
     PAGE,
     PAIR,
     REPORT,
-    REPORT_FILES,
+    REPORT_LISTED,
     WEB_PAGE,
     Table,
     buffers,
@@ -31,15 +31,15 @@ from mtp_extract.validate.result import Validation
 __all__ = ["markdown", "write_report"]
 
 
-def write_report(validation: Validation, target: Path, *, overwrite: bool = False) -> list[str]:
-    """Write the report; names of its files.
+def write_report(validation: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
+    """Write the report; names of its files. None of ``inputs``, which were read, is replaced.
 
     Raises:
         OutputError: it cannot be written there.
     """
     report, pair = as_json(validation), pair_as_json(validation)
     tables = list(_tables(report, pair))
-    with staged_directory(target, overwrite, REPORT, REPORT_FILES) as stage:
+    with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
         figures = draw_figures(report, stage)
         for name, document in ((REPORT, report), (PAIR, pair)):
             if document is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.staging import staged_directory
+from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.texts import LEAST_TEXTS
 from mtp_extract.validate.report.page import page, plain_json
@@ -17,28 +17,29 @@ from mtp_extract.validate.report.tables import Table, share, words
 from mtp_extract.validate.report.web import web_page
 from mtp_extract.validate.serving import Benchmark, Figures, Side
 
-__all__ = ["BENCH", "BENCH_FILES", "as_json", "tables", "write_bench"]
+__all__ = ["BENCH_LISTED", "as_json", "tables", "write_bench"]
 
-BENCH, PAGE, WEB_PAGE = "bench.json", "bench.md", "bench.html"
-BENCH_FILES = frozenset({BENCH, PAGE, WEB_PAGE})
-"""Everything that a report of a benchmark consists of."""
+_BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
+_FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
+BENCH_LISTED = listing(_BENCH, _FILES)
+"""Everything that a report of a benchmark consists of, and that may be replaced."""
 _VERSION = 1
 _NOT_TOLD = "not told"
 
 
-def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False) -> list[str]:
-    """Write the report; names of its files.
+def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
+    """Write the report; names of its files. None of ``inputs``, which were read, is replaced.
 
     Raises:
         OutputError: it cannot be written there.
     """
     report = as_json(found)
-    with staged_directory(target, overwrite, BENCH, BENCH_FILES) as stage:
-        (stage / BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        for name, make in ((PAGE, page), (WEB_PAGE, web_page)):
+    with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
+        (stage / _BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for name, make in ((_PAGE, page), (_WEB_PAGE, web_page)):
             shown = make(f"Benchmark of {found.servers['server'].name}", report, tables(report))
             (stage / name).write_text(shown, encoding="utf-8")
-    return sorted(BENCH_FILES)
+    return sorted(_FILES)
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_extract import markdown
+from mtp_extract.io.place import listing
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PAIR",
     "REPORT",
     "REPORT_FILES",
+    "REPORT_LISTED",
     "WEB_PAGE",
     "Table",
     "best_methods",
@@ -53,6 +55,9 @@ REPORT_FILES = frozenset(
     {REPORT, PAGE, WEB_PAGE, PAIR, *(f"{name}.{ending}" for name in FIGURES for ending in ("png", "svg"))}
 )
 """Everything that a report may consist of."""
+
+REPORT_LISTED = listing(REPORT, REPORT_FILES)
+"""What of a report's directory may be replaced."""
 
 
 @dataclass(frozen=True)

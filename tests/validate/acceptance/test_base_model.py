@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,15 @@ def test_no_tokenizer(copied: Path) -> None:
     for path in copied.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(PairError, match=r"expected a tokenizer in .* tokenizer files belong in the same directory"):
+        load_base(str(copied), "cpu")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "generation_config.json", "any.json"])
+def test_what_is_no_file(copied: Path, name: str) -> None:
+    """It would be taken for missing, or waited for."""
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    with pytest.raises(PairError, match=f"expected regular files in .*, found {name}"):
         load_base(str(copied), "cpu")
 
 

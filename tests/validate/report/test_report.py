@@ -13,15 +13,15 @@ import pytest
 from helpers import schemas
 from helpers.report_document import REPORT as REPORT_DOCUMENT
 
-from mtp_extract.checkpoint.staging import check_target
 from mtp_extract.errors import OutputError
+from mtp_extract.io.place import check_place
 from mtp_extract.validate.acceptance.agreement import Share, StepFigures, WorkloadFigures
 from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
-from mtp_extract.validate.report.tables import FIGURES, REPORT, REPORT_FILES, measurements
+from mtp_extract.validate.report.tables import FIGURES, REPORT_FILES, REPORT_LISTED, measurements
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
@@ -336,13 +336,13 @@ def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypat
     assert {path.name for path in target.iterdir()} == {"report.json", "report.md", "report.html", "pair.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
     (target / "model.safetensors").write_text("weights")
-    with pytest.raises(OutputError, match=r"holds model\.safetensors, which is no part of a report") as caught:
+    with pytest.raises(OutputError, match=r"does not list.*: model\.safetensors\.") as caught:
         write_report(validation, target, overwrite=True)
     assert caught.value.remedies == ("out",)
     assert (target / "model.safetensors").read_text() == "weights"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="is no report"):
-        check_target(tmp_path / "other", True, REPORT)
+        check_place(tmp_path / "other", overwrite=True, listed=REPORT_LISTED)
     with pytest.raises(OutputError, match="not a directory"):
-        check_target(tmp_path / "other" / "thesis.txt", True, REPORT)
+        check_place(tmp_path / "other" / "thesis.txt", overwrite=True, listed=REPORT_LISTED)

@@ -1,0 +1,355 @@
+"""The place of a result: whether what is there may be replaced, and how it is.
+
+Every command that writes asks here. Never replaced is what is read, what holds it and what lies in it; and a directory
+with a file that its record does not list.
+
+A result is made in ``.NAME.partial`` beside its place, which one run at a time holds by a lock; the lock goes with the
+process, however that ends. In there are
+
+``new``
+    the result, until it takes its name; a file takes the name of another in one step,
+``old``
+    the directory that it replaces: beside ``new`` it is to be put back, without ``new`` it has been replaced.
+
+So the next run in the same place knows what one that was killed has left, and clears it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mtp_extract.errors import OutputError, escape, few
+
+__all__ = ["Inputs", "Listed", "PathLike", "check_place", "files_of", "listing", "staged"]
+
+PathLike = str | os.PathLike[str]
+
+Inputs = Iterable[PathLike | None]
+"""What a command reads, files and directories; addresses and ids among them are not looked at."""
+
+Listed = Callable[[Path], Container[str]]
+"""A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
+
+_LOCK, _NEW, _OLD = "lock", "new", "old"
+_VERSIONED = ".git"
+_OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
+_OF_DOWNLOADS = ".cache/huggingface/"
+"""What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
+_MOST_LINKS = 40
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def listing(record: str, files: Container[str]) -> Listed:
+    """Of a directory in which the file ``record`` lies: ``files``."""
+
+    def listed(place: Path) -> Container[str]:
+        if not (place / record).is_file():
+            raise OutputError(
+                f"{escape(place)}: exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is "
+                "not replaced. Choose another place.",
+                remedies=("out",),
+            )
+        return files
+
+    return listed
+
+
+def files_of(directory: PathLike | None) -> list[Path]:
+    """The files in ``directory``, where it is one here: the inputs, if other things may be written beside them."""
+    try:
+        found = sorted(Path(directory).iterdir()) if directory is not None and os.path.isdir(directory) else []
+        return [path for path in found if not path.is_dir()]
+    except OSError:
+        # Who reads it will say so.
+        return []
+
+
+def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> None:
+    """Check that :func:`staged` may put its result at ``place``, before any work is done.
+
+    Args:
+        overwrite: replace what is there, if it is of the same kind.
+        inputs: what is read, and so is neither replaced nor written into.
+        listed: of a directory; None for a file.
+
+    Raises:
+        OutputError: it may not; the message says why.
+    """
+    target = _absolute(place)
+    try:
+        if os.path.lexists(_stage(target)):
+            with _held(target):
+                pass
+        _check(target, overwrite, inputs, listed)
+    except OSError as error:
+        raise _cannot(target, "be written", error) from error
+    nearest = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
+        raise OutputError(f"{escape(target)}: {escape(nearest)} {why}. Choose another place.", remedies=("out",))
+
+
+@contextmanager
+def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> Iterator[Path]:
+    """The path of a new directory, or of a file to be made, that takes the name ``place`` when the block ends well.
+
+    It is on the disk before that. When the block fails nothing is left; when the process is killed, the next run in
+    the same place finds what it left. Modes follow the umask.
+
+    Args:
+        overwrite, inputs, listed: as for :func:`check_place`.
+
+    Raises:
+        OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
+    """
+    target, inputs = _absolute(place), tuple(inputs)
+    try:
+        _check(target, overwrite, inputs, listed)
+        if listed is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot(target, "be created", error) from error
+    try:
+        with _held(target) as stage:
+            _check(target, overwrite, inputs, listed)
+            new = stage / _NEW
+            if listed is not None:
+                new.mkdir()
+            yield new
+            _check(target, overwrite, inputs, listed)
+            _put_in_place(new, target, stage / _OLD)
+    except OSError as error:
+        raise _cannot(target, "be written", error) from error
+
+
+def _absolute(place: PathLike) -> Path:
+    """``place`` with every link resolved but its last."""
+    path = Path(place)
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent), path.name)
+
+
+def _stage(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial"
+
+
+def _cannot(target: Path, what: str, error: OSError) -> OutputError:
+    return OutputError(
+        f"{escape(target)}: cannot {what}: {error.strerror or escape(error)}. Nothing was kept. Choose another place.",
+        remedies=("out",),
+    )
+
+
+# May it be replaced?
+
+
+def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> None:
+    if listed is None and not target.parent.is_dir():
+        raise OutputError(
+            f"{escape(target)}: there is no directory {escape(target.parent)}. Make it, or choose another place.",
+            remedies=("out",),
+        )
+    for read in inputs:
+        if read is not None and os.path.exists(read):
+            _check_input(target, Path(read))
+    if not os.path.lexists(target):
+        return
+    is_kind = target.is_file() if listed is None else target.is_dir()
+    if not is_kind or target.is_symlink():
+        kind = "file" if listed is None else "directory"
+        raise OutputError(f"{escape(target)}: exists and is not a {kind}. Choose another place.", remedies=("out",))
+    if listed is not None:
+        if os.path.ismount(target):
+            raise OutputError(
+                f"{escape(target)}: is where a file system begins, which cannot be replaced. Choose a place inside it.",
+                remedies=("out",),
+            )
+        if not any(target.iterdir()):
+            return
+        if foreign := sorted(_foreign(target, listed(target))):
+            raise OutputError(
+                f"{escape(target)}: holds what its record does not list, so it is not replaced: {few(foreign)}. Move "
+                "that elsewhere, or choose another place.",
+                remedies=("out",),
+            )
+    if not overwrite:
+        raise OutputError(
+            f"{escape(target)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
+        )
+
+
+def _check_input(target: Path, read: Path) -> None:
+    """Raise unless ``target`` is neither ``read``, nor holds it, nor lies in it."""
+    why = None
+    if os.path.exists(target):
+        for path in _named(read):
+            if os.path.lexists(path) and os.path.samefile(path, target):
+                why = "is read"
+            elif any(os.path.samefile(parent, target) for parent in path.parents):
+                why = f"holds {escape(read)}, which is read"
+            if why:
+                break
+    if why is None and read.is_dir() and any(p.exists() and p.samefile(read) for p in target.parents):
+        why = f"lies inside {escape(read)}, which is read"
+    if why is not None:
+        raise OutputError(f"{escape(target)}: {why} and stays as it is. Choose another place.", remedies=("out",))
+
+
+def _named(read: Path) -> Iterator[Path]:
+    """Every path that leads to ``read``, or from a link in it: each link on the way, and the end of it."""
+    yield from _followed(read)
+    if read.is_dir():
+        for root, folders, names in os.walk(read):
+            for path in (Path(root, name) for name in (*folders, *names)):
+                if path.is_symlink():
+                    yield from _followed(path)
+
+
+def _followed(path: Path) -> Iterator[Path]:
+    for _ in range(_MOST_LINKS):
+        path = _absolute(path)
+        if not os.path.exists(path):
+            return
+        yield path
+        if not path.is_symlink():
+            return
+        path = path.parent / path.readlink()
+
+
+def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
+    """Whatever lies below ``folder`` and is none of ``ours``; versions that are kept there are never ours."""
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        inside = Path(root).relative_to(folder)
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        if _VERSIONED in folders:
+            yield f"{(inside / _VERSIONED).as_posix()}/"
+        folders[:] = [name for name in folders if name not in (*links, _VERSIONED)]
+        for name in (*links, *names):
+            path = (inside / name).as_posix()
+            known = path in ours or name in _OF_PROGRAMS or path.startswith(_OF_DOWNLOADS)
+            is_file = stat.S_ISREG(Path(root, name).lstat().st_mode)
+            if not (known and is_file and name != _VERSIONED):
+                yield path
+
+
+# How it is replaced.
+
+
+@contextmanager
+def _held(target: Path) -> Iterator[Path]:
+    """The directory beside ``target`` in which its successor is made, held by this run alone and empty."""
+    stage = _stage(target)
+    lock = _lock(stage, target)
+    try:
+        _settle(stage, target)
+        yield stage
+    finally:
+        try:
+            _settle(stage, target)
+        finally:
+            # What cannot be removed now, the next run removes; another may have begun to.
+            with suppress(OSError):
+                os.unlink(stage / _LOCK)
+                os.rmdir(stage)
+            os.close(lock)
+
+
+def _lock(stage: Path, target: Path) -> int:
+    """Make ``stage`` this run's own; the descriptor that holds it."""
+    while True:
+        made = True
+        try:
+            stage.mkdir()
+        except FileExistsError:
+            made = False
+            if stage.is_symlink() or not stage.is_dir():
+                raise
+        try:
+            lock = os.open(stage / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            # The run that had it came to its end just now.
+            continue
+        except OSError:
+            if made:
+                stage.rmdir()
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise OutputError(
+                f"{escape(target)}: another run is writing there. Wait for it, or choose another place.",
+                remedies=("out",),
+            ) from error
+        except OSError as error:
+            # Nothing here tells a run that goes on from one that was killed.
+            if not made or error.errno not in _NO_LOCKS:
+                os.close(lock)
+                raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(stage / _LOCK)):
+                return lock
+        os.close(lock)
+
+
+def _settle(stage: Path, target: Path) -> None:
+    """Put back what was on its way out, and remove what was not to stay."""
+    new, old = stage / _NEW, stage / _OLD
+    if os.path.lexists(new) and os.path.lexists(old):
+        try:
+            os.rename(old, target)
+        except OSError as error:
+            raise OutputError(
+                f"{escape(target)}: what was there before a run that was killed is in {escape(old)}, and cannot be put "
+                f"back: {error.strerror}. Move one of the two elsewhere."
+            ) from error
+        _sync(target.parent)
+    for left in (new, old):
+        if left.is_dir():
+            # What is left of it, the next run removes.
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                left.unlink()
+
+
+def _put_in_place(new: Path, target: Path, old: Path) -> None:
+    for root, _, names in os.walk(new, topdown=False):
+        for name in names:
+            _sync(Path(root, name))
+        _sync(Path(root))
+    if not new.is_dir():
+        _sync(new)
+        os.replace(new, target)
+    else:
+        # A directory with files in it cannot be replaced in one step.
+        if target.is_dir() and any(target.iterdir()):
+            os.rename(target, old)
+        os.rename(new, target)
+    _sync(new.parent)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until ``path`` is on the disk: content of a file, names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems have no such call for directories.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,257 @@
+"""Directories in which nothing is what it should be: pipes, devices, lies in JSON, thousands of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.bounds import HANG, cpu_limit
+from helpers.record_cases import prepare, run
+
+from mtp_extract.checkpoint.base import read_base
+from mtp_extract.checkpoint.check import verify
+from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.conversion import convert
+from mtp_extract.errors import CheckpointError, MtpExtractError, few
+from mtp_extract.extraction import verify_against_source
+from mtp_extract.hub.upload import plan_upload
+from mtp_extract.insertion import planned_insertion
+from mtp_extract.inspection import inspect_checkpoint
+from mtp_extract.io.regular import open_regular, read_regular
+from mtp_extract.tune.prompts import read_items
+from mtp_extract.validate.prompts import read_prompts
+
+CASES = 160
+
+
+def test_lies_in_documents(tmp_path: Path) -> None:
+    """Each ends in what it says, or in one line; what one of five uses of the directory does not see, another does."""
+    outcome = run(0, CASES, prepare(tmp_path))
+    assert not outcome.failures, f"{len(outcome.failures)} failed:\n" + "\n".join(outcome.failures[:5])
+    counts = outcome.counts
+    assert counts["ok"] > CASES // 2, "lies that are always seen test nothing"
+    assert counts["CheckpointError"] > CASES
+    assert counts["DrafterError"] > CASES // 2
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["extraction.json", "config.json", "model.safetensors", "codes/codes.safetensors"])
+def test_what_is_no_file_is_not_waited_for(
+    extracted: Path, sample: Path, tmp_path: Path, name: str, kind: str, recorded: bool
+) -> None:
+    from mtp_extract.bundle import open_bundle
+
+    place = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    if not recorded:
+        (place / "extraction.json").unlink()
+    (place / name).unlink(missing_ok=True)
+    KINDS[kind](place / name)
+
+    def insert() -> None:
+        with planned_insertion(place, sample):
+            pass
+
+    def against() -> None:
+        with open_bundle(sample) as opened:
+            verify_against_source(place, opened)
+
+    uses = [lambda: verify(place), against, lambda: convert(place, tmp_path / "out", format="litert")]
+    uses.append(lambda: plan_upload(place))
+    if name == "codes/codes.safetensors":
+        uses.append(insert)
+    elif name != "extraction.json":
+        uses += [insert, lambda: inspect_checkpoint(place)]
+    for use in uses:
+        with pytest.raises(MtpExtractError) as caught:
+            use()
+        assert str(caught.value).isprintable()
+    assert not (tmp_path / "out").exists()
+
+
+def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "drafter.gguf")
+    for path, match in ((pipe, "named pipe"), (tmp_path / "drafter.gguf", "named pipe"), (Path("/dev/zero"), "device")):
+        with pytest.raises(OSError, match=match):
+            open_regular(path)
+        with pytest.raises(MtpExtractError, match=match):
+            read_prompts(path)
+        with pytest.raises(MtpExtractError, match=match):
+            read_items(link(tmp_path / f"{path.name}.jsonl", path))
+    for name in ("model.safetensors", "drafter.gguf"):
+        with pytest.raises(CheckpointError, match="named pipe"):
+            read_header(tmp_path / name)
+    with pytest.raises(OSError, match="embedded null"):
+        open_regular(Path("a\0b"))
+    (tmp_path / "long").write_bytes(b"x" * 11)
+    with pytest.raises(OSError, match="expected at most 10 bytes, found 11"):
+        read_regular(tmp_path / "long", 10)
+    for name in ("config.json", "model.safetensors"):
+        copy = Path(shutil.copytree(base, tmp_path / f"base-{name}"))
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        with pytest.raises(CheckpointError):
+            read_base(copy)
+
+
+def link(at: Path, to: Path) -> Path:
+    at.symlink_to(to)
+    return at
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [0.0, 16.0]},
+        {"data_offsets": [0.5, 16.5]},
+        {"data_offsets": [False, 16]},
+        {"data_offsets": ["0", "16"]},
+        {"data_offsets": [0, 16, 16]},
+        {"data_offsets": [0, 1e400]},
+        {"data_offsets": [-(1 << 64), 16]},
+        {"data_offsets": {"0": 0, "16": 16}},
+        {"shape": [4.0]},
+        {"shape": [True, 4]},
+        {"shape": "4"},
+        {"shape": {"4": 4}},
+        {"shape": [1 << 64, 0, 4]},
+        {"dtype": 32},
+        {"dtype": ["F32"]},
+        {"more": 1},
+    ],
+)
+def test_headers_with_other_than_integers(tmp_path: Path, entry: dict[str, object]) -> None:
+    sound: dict[str, object] = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    for about, refused in ((sound, False), ({**sound, **entry}, True)):
+        header = json.dumps({"a": about}).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
+        if refused:
+            with pytest.raises(CheckpointError, match="header is damaged"):
+                read_header(tmp_path / "x.safetensors")
+        else:
+            assert read_header(tmp_path / "x.safetensors")["a"].shape == (4,)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_json_has_no_such_numbers(extracted: Path, tmp_path: Path, number: str) -> None:
+    place = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    record = json.loads((place / "extraction.json").read_text())
+    text = json.dumps({**record, "notes": ["HERE"]}).replace('"HERE"', number)
+    (place / "extraction.json").write_text(text)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        verify(place)
+
+
+def test_a_directory_of_many_files(extracted: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(extracted, tmp_path / "copy"))
+    for number in range(10_000):
+        (place / f"{number:04}-{'x' * 50}").touch()
+    with pytest.raises(CheckpointError, match="and 9995 more") as caught:
+        verify(place)
+    assert len(str(caught.value)) < 1000
+
+
+def test_few() -> None:
+    assert few([]) == ""
+    assert few("ab") == "a, b"
+    assert few(range(7)) == "0, 1, 2, 3, 4 and 2 more"
+    assert few(["\x1b"] * 3, 2, "; ") == r"\x1b; \x1b and 1 more"
+
+
+FAULTS = {
+    "a fault": (
+        "raise ValueError('math\\ndomain error')",
+        r"error: ValueError: math\ndomain error. This is a fault of",
+    ),
+    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: OSError: [Errno 30] Read-only file system"),
+    "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
+    "too large": ("raise MemoryError", "error: out of memory. Close"),
+    "too long": (
+        "from mtp_extract.errors import FormatError; raise FormatError('y' * 1000000)",
+        "error: yyy",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
+    """That asks for a report where it is our fault, and shows where it happened when asked."""
+    code, said = FAULTS[case]
+    program = f"""
+import mtp_extract.inspection
+def broken(*arguments, **named):
+    {code}
+mtp_extract.inspection.inspect = broken
+from mtp_extract.cli.inspect import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    for debug in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(sample)],
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            preexec_fn=cpu_limit(60),
+            env={**environment, "MTP_EXTRACT_DEBUG": str(int(debug))},
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert ("Traceback" in done.stderr) == debug
+        *_, last = done.stderr.splitlines()
+        assert last.startswith(said)
+        assert len(last) < 5000
+        assert debug or done.stderr.count("\n") == 1
+        assert ("MTP_EXTRACT_DEBUG=1" in last) == (case in ("a fault", "a file's", "too deep"))
+
+
+def test_an_error_is_said_where_the_result_cannot_be(sample: Path) -> None:
+    """What was printed before it is still in a buffer, for a disk that is full."""
+    program = """
+import mtp_extract.inspection
+from mtp_extract.cli.terminal import say
+from mtp_extract.errors import FormatError
+def broken(*arguments, **named):
+    say("half a result")
+    raise FormatError("the cause")
+mtp_extract.inspection.inspect = broken
+from mtp_extract.cli.inspect import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", program, str(sample)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the cause\n")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_streams_that_are_closed(sample: Path, closed: str) -> None:
+    program = "from mtp_extract.cli.inspect import main; main()"
+    number = {"stdout": 1, "stderr": 2}[closed]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(sample)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: os.close(number),
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("signature mtp_drafter" in done.stdout) == (closed == "stderr")

@@ -1,0 +1,448 @@
+"""What may be replaced, how it is replaced, and what is left when that is cut off."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import pytest
+from helpers.killing import killed_at
+
+from mtp_extract.errors import OutputError
+from mtp_extract.io.place import check_place, files_of, listing, staged
+
+LISTED = listing("record.json", {"record.json", "weights", "codes/codes", ".git/config"})
+OLD = {"record.json": b"old", "weights": b"old weights", "codes/codes": b"old codes"}
+NEW = {"record.json": b"new", "weights": b"new weights"}
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return fill(tmp_path / "here" / "x", OLD)
+
+
+def refused(place: Path, match: str, *inputs: object, listed: Callable[[Path], Container[str]] | None = LISTED) -> None:
+    """Refused before any work and when written, with nothing changed."""
+    before = held(place) if place.is_dir() else place.exists() and place.read_bytes()
+    with pytest.raises(OutputError, match=match):
+        check_place(place, overwrite=True, inputs=inputs, listed=listed)  # type: ignore[arg-type]
+    with pytest.raises(OutputError, match=match), staged(place, overwrite=True, inputs=inputs, listed=listed):  # type: ignore[arg-type]
+        raise AssertionError
+    assert before == (held(place) if place.is_dir() else place.exists() and place.read_bytes())
+    assert not [name for name in names(place.parent) if name.endswith(".partial")]
+
+
+def write_new(place: Path) -> None:
+    with staged(place, overwrite=True, listed=LISTED) as stage:
+        fill(stage, NEW)
+
+
+SPELLINGS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "itself": (lambda x: x, "is read"),
+    "a file in it": (lambda x: x / "weights", "holds .*weights"),
+    "a directory in it": (lambda x: x / "codes", "holds"),
+    "around a corner": (lambda x: x / "codes" / ".." / "weights", "holds"),
+    "a link to it": (lambda x: link(x.parent / "link", x), "is read"),
+    "a link into it": (lambda x: link(x.parent / "link", x / "weights"), "holds"),
+    "a link to a link": (lambda x: link(x.parent / "two", link(x.parent / "one", x / "weights")), "holds"),
+    "through a link to its parent": (lambda x: link(x.parent.parent / "link", x.parent) / "x" / "weights", "holds"),
+    "a directory with a link into it": (lambda x: link(x.parent / "in" / "w", x / "weights").parent, "holds"),
+    "a directory with a link deep inside": (lambda x: link(x.parent / "in/a/w", x).parent.parent, "is read"),
+    "what holds it": (lambda x: x.parent, "lies inside"),
+    "a link to what holds it": (lambda x: link(x.parent.parent / "link", x.parent), "lies inside"),
+}
+
+
+def link(at: Path, to: Path) -> Path:
+    at.parent.mkdir(parents=True, exist_ok=True)
+    at.symlink_to(to)
+    return at
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_what_is_read_stays(place: Path, case: str) -> None:
+    make, match = SPELLINGS[case]
+    refused(place, match, None, "hf://org/name/file", make(place))
+
+
+def test_an_input_that_is_a_link_in_the_place_stays(place: Path, tmp_path: Path) -> None:
+    """Where it leads to is elsewhere, but its name would be gone."""
+    real = fill(tmp_path, {"bundle": b"bytes"}) / "bundle"
+    (place / "weights").unlink()
+    refused(place, "holds", link(place / "weights", real))
+
+
+@pytest.mark.parametrize("spelled", ["file", "folder/../file", "hard", "soft", "tree"])
+def test_a_file_that_is_read_stays(tmp_path: Path, spelled: str) -> None:
+    target = fill(tmp_path, {"file": b"bytes", "folder/other": b""}) / "file"
+    os.link(target, tmp_path / "hard")
+    link(tmp_path / "soft", target)
+    link(tmp_path / "tree" / "deep" / "link", target)
+    refused(target, "is read", tmp_path / spelled, listed=None)
+
+
+def test_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Inside what is read it would be taken for a part of it; beside, it is nobody's business."""
+    fill(tmp_path, {"read/weights": b"", "base/weights": b""})
+    refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read")
+    refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read", listed=None)
+    check_place(tmp_path / "base" / "new", overwrite=False, inputs=files_of(tmp_path / "base"), listed=LISTED)
+    check_place(tmp_path / "new", overwrite=False, inputs=[tmp_path / "read", "new"], listed=LISTED)
+    assert files_of("org/name") == files_of(None) == []
+
+
+FOREIGN: dict[str, tuple[dict[str, bytes], str]] = {
+    "a file": ({"thesis.tex": b"years"}, r"list.*: thesis\.tex\. Move"),
+    "one below": ({"notes/a.txt": b"", "notes/b/c.txt": b""}, r": notes/a\.txt, notes/b/c\.txt\."),
+    "one beside its codes": ({"codes/mine": b""}, ": codes/mine"),
+    "versions": ({".git/HEAD": b"ref", ".git/config": b"listed, and still not ours"}, r": \.git/\."),
+    "versions kept elsewhere": ({".git": b"gitdir: ../elsewhere"}, r": \.git\."),
+    "many": ({f"{n:05}": b"" for n in range(10_000)}, ": 00000, 00001, 00002, 00003, 00004 and 9995 more"),
+    "a control character": ({"\x1b[2J": b""}, r": \\x1b\[2J\."),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_the_record_does_not_list_stays(place: Path, case: str) -> None:
+    files, match = FOREIGN[case]
+    fill(place, files)
+    refused(place, match)
+
+
+def test_what_is_no_file_stays(place: Path) -> None:
+    os.mkfifo(place / "pipe")
+    refused(place, ": pipe")
+    (place / "pipe").unlink()
+    (place / "weights").unlink()
+    (place / "weights").symlink_to("/etc/passwd")
+    refused(place, ": weights")
+
+
+def test_a_directory_of_another_kind_stays(place: Path, tmp_path: Path) -> None:
+    (place / "record.json").unlink()
+    refused(place, r"is no record of mtp-extract \(it has no record\.json\)")
+    refused(place / "weights", "not a directory")
+    refused(place, "not a file", listed=None)
+    refused(link(tmp_path / "link", place), "not a directory")
+    refused(link(tmp_path / "to a file", place / "weights"), "not a file", listed=None)
+    with pytest.raises(OutputError, match="there is no directory"):
+        check_place(tmp_path / "no" / "file", overwrite=True)
+
+
+def test_a_mount_point_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == place)
+    refused(place, "where a file system begins")
+
+
+def test_what_is_listed_is_replaced_when_asked(place: Path) -> None:
+    """With what programs leave in directories; an edited file keeps its name, and goes with the rest."""
+    fill(place, {".DS_Store": b"", ".gitattributes": b"", "codes/Thumbs.db": b"", ".cache/huggingface/x.lock": b""})
+    (place / "weights").write_bytes(b"edited")
+    with pytest.raises(OutputError, match="exists") as caught:
+        check_place(place, overwrite=False, listed=LISTED)
+    assert caught.value.remedies == ("overwrite", "out")
+    write_new(place)
+    assert held(place) == NEW
+    assert names(place.parent) == ["x"]
+
+
+def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with staged(tmp_path / "x", overwrite=False, listed=LISTED) as stage:
+        fill(stage, NEW)
+    assert held(tmp_path / "x") == NEW
+    with staged(tmp_path / "new" / "parents" / "x", overwrite=False, listed=LISTED) as stage:
+        fill(stage, NEW)
+    assert held(tmp_path / "new" / "parents" / "x") == NEW
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_and_nothing_else(place: Path, error: type[BaseException]) -> None:
+    def half(target: Path, listed: Callable[[Path], Container[str]] | None) -> None:
+        with staged(target, overwrite=True, listed=listed) as stage:
+            fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
+            raise error
+
+    for target, listed in ((place, LISTED), (place.parent / "new", LISTED), (place.parent / "file", None)):
+        with pytest.raises(error):
+            half(target, listed)
+    assert names(place.parent) == ["x"]
+    assert held(place) == OLD
+
+
+def test_a_signal_between_two_steps_puts_the_old_one_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C may come at any time."""
+    real = os.rename
+    done = []
+
+    def interrupted(old: Path, new: Path) -> None:
+        real(old, new)
+        done.append(new)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_new(place)
+    assert held(place) == OLD
+    assert names(place.parent) == ["x"]
+
+
+def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
+    for listed in (LISTED, None):
+        with (
+            pytest.raises(OutputError, match="exists"),
+            staged(tmp_path / "x", overwrite=False, listed=listed) as stage,
+        ):
+            fill(stage, NEW) if listed else stage.write_bytes(b"new")
+            fill(tmp_path / "x", OLD) if listed else (tmp_path / "x").write_bytes(b"theirs")
+        assert names(tmp_path) == ["x"]
+        assert not listed or held(tmp_path / "x") == OLD
+        shutil.rmtree(tmp_path / "x") if listed else (tmp_path / "x").unlink()
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the system calls: content, then the directories that name it, then the name, then its directory."""
+    calls: list[str] = []
+    here = place.parent
+
+    def said(path: object) -> str:
+        return Path(os.fspath(path)).relative_to(here).as_posix()  # type: ignore[call-overload, no-any-return]
+
+    def recording(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: object) -> object:
+            paths = [Path(f"/proc/self/fd/{arguments[0]}").readlink()] if name == "fsync" else arguments
+            calls.append(" ".join((name, *map(said, paths))))
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "rename", "replace"):
+        recording(name)
+    with staged(place, overwrite=True, listed=LISTED) as stage:
+        fill(stage, {"weights": b"new", "codes/codes": b"new"})
+    assert set(calls[:4]) == {f"fsync .x.partial/new{part}" for part in ("/codes/codes", "/codes", "/weights", "")}
+    assert calls.index("fsync .x.partial/new/codes/codes") < calls.index("fsync .x.partial/new/codes")
+    assert calls[3] == "fsync .x.partial/new"
+    assert calls[4:] == [
+        "rename x .x.partial/old",
+        "rename .x.partial/new x",
+        "fsync .x.partial",
+        "fsync .",
+    ]
+    calls.clear()
+    with staged(here / "file", overwrite=False) as stage:
+        stage.write_bytes(b"new")
+    assert calls == [
+        "fsync .file.partial/new",
+        "replace .file.partial/new file",
+        "fsync .file.partial",
+        "fsync .",
+    ]
+
+
+def test_a_disk_that_cannot_keep_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OutputError, match=r"x: cannot be written: Input/output error\. Nothing was kept"):
+        write_new(place)
+    assert held(place) == OLD
+    assert names(place.parent) == ["x"]
+
+
+def test_a_file_system_that_syncs_no_directories(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def files_only(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    write_new(place)
+    assert held(place) == NEW
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Found before any work, and named for what it is: cleaning up afterwards does not hide it."""
+
+    def refusing(*arguments: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for call in ("mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, call, refusing)
+    for listed in (LISTED, None):
+        with (
+            pytest.raises(OutputError, match=f"x: cannot be written: {os.strerror(number)}"),
+            staged(tmp_path / "x", overwrite=False, listed=listed),
+        ):
+            raise AssertionError
+
+
+def test_a_place_that_is_not_ours_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours ends there."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file is not a directory"):
+        check_place(tmp_path / "file" / "x", overwrite=False, listed=LISTED)
+    check_place(tmp_path / "new" / "x", overwrite=False, listed=LISTED)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputError, match="is read-only, or not yours to write to"):
+        check_place(tmp_path / "new" / "x", overwrite=False, listed=LISTED)
+    assert names(tmp_path) == ["file"]
+
+
+def test_it_is_killed_at_every_step(place: Path) -> None:
+    """Old or new stand under the name, or the next run puts the old one back; and it leaves nothing."""
+    seen = set()
+    for number in range(1, 100):
+        shutil.rmtree(place.parent)
+        fill(place, OLD)
+        if not killed_at(number, lambda: write_new(place)):
+            break
+        missing = not place.exists()
+        if not missing:
+            assert held(place) in (OLD, NEW), number
+        with pytest.raises(OutputError, match="exists"):
+            check_place(place, overwrite=False, listed=LISTED)
+        assert names(place.parent) == ["x"], number
+        assert held(place) in ([OLD] if missing else [OLD, NEW]), number
+        seen.add("missing" if missing else "new" if held(place) == NEW else "old")
+        write_new(place)
+        assert (held(place), names(place.parent)) == (NEW, ["x"]), number
+    else:
+        raise AssertionError("it never came to its end")
+    assert seen == {"old", "missing", "new"}
+
+
+def test_a_file_is_killed_at_every_step(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+
+    def write() -> None:
+        with staged(target, overwrite=True) as stage:
+            stage.write_bytes(b"new")
+
+    seen = set()
+    for number in range(1, 100):
+        target.write_bytes(b"old")
+        if not killed_at(number, write):
+            break
+        seen.add(target.read_bytes())
+        write()
+        assert (target.read_bytes(), names(tmp_path)) == (b"new", ["x"]), number
+    else:
+        raise AssertionError("it never came to its end")
+    assert seen == {b"old", b"new"}
+
+
+def test_putting_back_is_killed_at_every_step(place: Path) -> None:
+    stage = place.parent / ".x.partial"
+    for number in range(1, 100):
+        shutil.rmtree(place.parent)
+        fill(stage / "old", OLD)
+        fill(stage / "new", NEW)
+        killed = killed_at(number, lambda: check_place(place, overwrite=True, listed=LISTED))
+        check_place(place, overwrite=True, listed=LISTED)
+        assert (held(place), names(place.parent)) == (OLD, ["x"]), number
+        if not killed:
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
+    """Something else stands there by now: neither is lost."""
+    stage = place.parent / ".x.partial"
+    fill(stage / "old", {"record.json": b"older"})
+    fill(stage / "new", NEW)
+    with pytest.raises(OutputError, match=r"was there before a run that was killed is in .*\.x\.partial/old"):
+        check_place(place, overwrite=True, listed=LISTED)
+    assert held(stage / "old") == {"record.json": b"older"}
+    assert held(place) == OLD
+
+
+def test_two_runs_in_one_place(place: Path) -> None:
+    """The second is told so, whether it asks before or writes; the first's work is untouched."""
+    with staged(place, overwrite=True, listed=LISTED) as stage:
+        fill(stage, NEW)
+        with pytest.raises(OutputError, match="another run is writing there"):
+            check_place(place, overwrite=True, listed=LISTED)
+        with (
+            pytest.raises(OutputError, match="another run is writing there"),
+            staged(place, overwrite=True, listed=LISTED),
+        ):
+            raise AssertionError
+        assert held(stage) == NEW
+    assert held(place) == NEW
+    assert names(place.parent) == ["x"]
+
+
+def test_a_run_that_ends_while_another_takes_its_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was locked is gone by then, or is another's: it is tried again."""
+    real, stage = fcntl.flock, place.parent / ".x.partial"
+    gone = []
+
+    def ended(fd: int, how: int) -> None:
+        real(fd, how)
+        if not gone:
+            gone.append(True)
+            shutil.rmtree(stage)
+
+    monkeypatch.setattr(fcntl, "flock", ended)
+    write_new(place)
+    assert (held(place), names(place.parent)) == (NEW, ["x"])
+
+
+def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run works; what another left, or has, is not touched."""
+
+    def refusing(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refusing)
+    write_new(place)
+    assert (held(place), names(place.parent)) == (NEW, ["x"])
+    fill(place.parent / ".x.partial" / "new", OLD)
+    with pytest.raises(OutputError, match="No locks available"):
+        write_new(place)
+    assert held(place.parent / ".x.partial" / "new") == OLD
+
+
+def test_a_stage_that_leads_elsewhere(place: Path, tmp_path: Path) -> None:
+    theirs = fill(tmp_path / "theirs", {"new/precious": b"", "old/precious": b""})
+    link(place.parent / ".x.partial", theirs)
+    with pytest.raises(OutputError, match="File exists"):
+        write_new(place)
+    assert set(held(theirs)) == {"new/precious", "old/precious"}
+
+
+def test_the_parent_of_a_link(tmp_path: Path) -> None:
+    """``link/..`` is where the link leads to, in every step alike."""
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    link(tmp_path / "link", tmp_path / "far" / "away")
+    with staged(tmp_path / "link" / ".." / "x", overwrite=False) as stage:
+        stage.write_bytes(b"")
+    assert names(tmp_path / "far") == ["away", "x"]

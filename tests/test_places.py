@@ -1,0 +1,227 @@
+"""Every command that writes asks what it may replace, and is killed on the way. ``tests/io/test_place.py`` has how."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.killing import killed_at
+from typer.testing import CliRunner
+
+from mtp_extract import extract
+from mtp_extract.base_insertion import planned_base_insertion
+from mtp_extract.checkpoint.check import verify
+from mtp_extract.checkpoint.staging import recorded
+from mtp_extract.cli import bench
+from mtp_extract.conversion import ReadDirectory, convert
+from mtp_extract.errors import OutputError
+from mtp_extract.insertion import planned_insertion
+from mtp_extract.io.place import check_place
+from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.writing import write_tuned
+
+LENGTH = {"mean_accepted_length": 1.5, "interval": None}
+CHANGE = {"texts": 1, "before": LENGTH, "after": LENGTH, "change": {"mean": 0.0, "interval": None}}
+TUNING = {
+    "mode": "norms",
+    "base": "org/name",
+    "interrupted": False,
+    "refused": [],
+    "recipe": {"draft_steps": 3},
+    "workloads": {},
+    "overall": CHANGE,
+    "other_serving": None,
+}
+MINE = {"thesis.tex": "years", "notes/a.txt": "", ".git/HEAD": "ref: refs/heads/main"}
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def mine(extracted: Path, tmp_path: Path) -> Path:
+    """A checkpoint of F32 with codes."""
+    return Path(shutil.copytree(extracted, tmp_path / "mine"))
+
+
+def insert(source: Path, bundle: Path, out: Path) -> None:
+    with planned_insertion(source, bundle) as plan:
+        plan.write(out, overwrite=True)
+
+
+def insert_base(source: Path, bundle: Path, out: Path) -> None:
+    with planned_base_insertion(source, bundle) as plan:
+        plan.write(out, overwrite=True)
+
+
+def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
+    Setting(directory, base, work).check_out(out, overwrite=True)
+    origin = ReadDirectory.of(directory)
+    write_tuned(origin, origin.checkpoint, out, TUNING, overwrite=True, inputs=(directory,))
+
+
+def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
+    """A download of gigabytes beside what was made of it before."""
+    bundle = Path(shutil.copy(sample, mine / "gemma.litertlm"))
+    linked = mine.parent / "link.litertlm"
+    linked.symlink_to(bundle)
+    before = state(mine)
+    for source in (bundle, linked, mine / ".." / "mine" / "gemma.litertlm"):
+        with pytest.raises(OutputError, match=r"mine: holds .*\.litertlm, which is read"):
+            extract(source, mine, overwrite=True)
+    # Even where the record says that it is its own.
+    record = json.loads((mine / "extraction.json").read_text())
+    record["files"]["gemma.litertlm"] = {}
+    (mine / "extraction.json").write_text(json.dumps(record))
+    with pytest.raises(OutputError, match="which is read"):
+        extract(bundle, mine, overwrite=True)
+    assert {**state(mine), "extraction.json": before["extraction.json"]} == before
+
+
+def test_what_the_user_keeps_there_stays(sample: Path, mine: Path) -> None:
+    for name, text in MINE.items():
+        (mine / name).parent.mkdir(exist_ok=True)
+        (mine / name).write_text(text)
+    before = state(mine)
+    with pytest.raises(OutputError, match=r": \.git/, notes/a\.txt, thesis\.tex\."):
+        extract(sample, mine, overwrite=True)
+    assert state(mine) == before
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"files": 5}', '{"files": {}}'])
+def test_a_record_that_lists_nothing_gives_nothing_away(sample: Path, mine: Path, record: str) -> None:
+    (mine / "extraction.json").write_text(record)
+    before = state(mine)
+    with pytest.raises(OutputError, match="not replaced"):
+        extract(sample, mine, overwrite=True)
+    assert state(mine) == before
+
+
+def test_a_directory_is_not_converted_into_itself(mine: Path, tmp_path: Path) -> None:
+    """F32 with codes became BF16 without, unasked."""
+    before = state(mine)
+    (tmp_path / "link").symlink_to(mine)
+    for source, out in ((mine, mine), (tmp_path / "link", mine), (mine / "model.safetensors", mine)):
+        with pytest.raises(OutputError, match=r"(which )?is read and stays"):
+            convert(source, out, format="transformers", overwrite=True)
+    shutil.copy(mine / "extraction.json", mine / "codes")
+    (mine / "extraction.json").unlink()
+    with pytest.raises(OutputError, match="lies inside"):
+        convert(mine, mine / "codes", format="transformers", overwrite=True)
+    shutil.move(mine / "codes" / "extraction.json", mine)
+    assert state(mine) == before
+
+
+def test_tokenizers_and_files_of_gguf_stay(mine: Path, tmp_path: Path) -> None:
+    made = convert(mine, tmp_path / "gguf", format="gguf").directory
+    before = state(made)
+    for source in (made, made / "drafter.gguf"):
+        with pytest.raises(OutputError, match="read"):
+            convert(source, made, format="gguf", overwrite=True)
+    with pytest.raises(OutputError, match=r"gguf: holds .*/gguf/.*, which is read"):
+        convert(mine, made, format="gguf", tokenizer=made, overwrite=True)
+    assert state(made) == before
+
+
+def test_a_bundle_is_not_put_over_what_is_read(sample: Path, base: Path, mine: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copy(sample, tmp_path / "own.litertlm"))
+    weights = Path(shutil.copytree(base, tmp_path / "base"))
+    before = state(tmp_path)
+    for out in (own, mine / "model.safetensors", mine / "new.litertlm"):
+        with pytest.raises(OutputError, match="is read"):
+            insert(mine, own, out)
+    for out in (own, weights / "model.safetensors"):
+        with pytest.raises(OutputError, match="is read"):
+            insert_base(weights, own, out)
+    with pytest.raises(OutputError, match="not a file"):
+        insert(mine, own, weights)
+    assert state(tmp_path) == before
+
+
+def test_a_tuning_keeps_what_it_reads_and_its_work(mine: Path, extracted: Path, tmp_path: Path) -> None:
+    before = state(tmp_path)
+    base = Path(shutil.copytree(extracted, tmp_path / "base"))
+    with pytest.raises(OutputError, match="is read and stays"):
+        tune(mine, mine)
+    with pytest.raises(OutputError, match="which is read"):
+        tune(mine, base, base=str(base))
+    with pytest.raises(OutputError, match="lies inside"):
+        tune(mine, mine / "tuned")
+    for work in ("out", "out/work", "other/../out/work"):
+        with pytest.raises(OutputError, match="text and state are kept there") as caught:
+            tune(mine, tmp_path / "out", work=tmp_path / work)
+        assert caught.value.remedies == ("out", "work")
+    shutil.rmtree(base)
+    assert state(tmp_path) == before
+
+
+def test_reports_keep_what_they_read(tmp_path: Path) -> None:
+    """Said before a server is asked."""
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "bench.json").write_text("{}")
+    (report / "bench.md").write_text("prompts")
+    arguments = ["http://127.0.0.1:9", "--report", str(report), "--overwrite", "--prompts", str(report / "bench.md")]
+    error = CliRunner().invoke(bench.app, arguments).exception
+    assert isinstance(error, OutputError)
+    assert "bench.md, which is read" in str(error)
+    assert (report / "bench.md").read_text() == "prompts"
+
+
+def test_an_older_checkpoint_is_replaced(sample: Path, mine: Path) -> None:
+    """What an earlier release wrote lists its files too."""
+    record = json.loads((mine / "extraction.json").read_text())
+    (mine / "extraction.json").write_text(json.dumps({"format_version": 1, "files": record["files"]}))
+    (mine / "README.md").write_text("edited by hand")
+    extract(sample, mine, overwrite=True)
+    verify(mine)
+
+
+COMMANDS: dict[str, Callable[[Path, Path, Path], object]] = {
+    "extract": lambda sample, source, out: extract(sample, out, codes=True, overwrite=True),
+    "convert": lambda sample, source, out: convert(source, out, format="litert", overwrite=True),
+    "tune": lambda sample, source, out: tune(source, out),
+    "insert": lambda sample, source, out: insert(source, sample, out),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("there", [True, False])
+def test_killed(name: str, there: bool, sample: Path, extracted: Path, tmp_path: Path) -> None:
+    """What was there stands whole, or the new one does; the next run in the place leaves nothing else."""
+    out = tmp_path / "here" / "out"
+    out.parent.mkdir()
+    work = partial(COMMANDS[name], sample, extracted, out)
+    work()
+    new = state(out) if out.is_dir() else out.read_bytes()
+    if there and out.is_dir():
+        shutil.rmtree(out)
+        shutil.copytree(extracted, out)
+        (out / "README.md").write_text("the one before")
+    elif there:
+        out.write_bytes(b"the one before")
+    old = state(out) if out.is_dir() else out.read_bytes()
+    if not there:
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+        old = None
+    kept = tmp_path / "kept"
+    shutil.copytree(out.parent, kept)
+    number, ended = 1, False
+    while not ended:
+        ended = not killed_at(number, work)
+        found = None if not out.exists() else state(out) if out.is_dir() else out.read_bytes()
+        # Between two names there is neither; the next run puts the old one back.
+        check_place(out, overwrite=True, listed=recorded if name != "insert" else None)
+        after = None if not out.exists() else state(out) if out.is_dir() else out.read_bytes()
+        assert after in (old, new), number
+        assert found in (after, None), number
+        assert {p.name for p in out.parent.iterdir()} <= {"out"}, number
+        shutil.rmtree(out.parent)
+        shutil.copytree(kept, out.parent)
+        number = number * 3 // 2 + 1
+    assert number > 5
