@@ -90,6 +90,12 @@ class Opened:
     def _weights_of(self, section: Section) -> Section | None:
         """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type."""
         same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
+        if len(same) > 1:
+            labels = ", ".join(s.label for s in same)
+            raise FormatError(
+                f"{self.source.name}: expected one section of weights for {section.label}, found {labels}. Which one a "
+                "runtime takes is not in the file."
+            )
         return same[0] if same else None
 
     def drafter(self, sliding_window: int | None = None) -> Drafter:

@@ -48,6 +48,17 @@ _TENSOR = {
     "source": ({"subgraph": int, "tensor": int, "dtype": (str, None), "shape": ([int], None)}, None),
     "activations": ({"input": _ACTIVATION, "output": _ACTIVATION}, None),
 }
+_NUMBER = (int, float)
+_PROOF = {
+    "positions": [int],
+    "differences_below": {"logits": _NUMBER, "projected_activations": _NUMBER},
+    "rounding": ({"difference_below": _NUMBER}, None),
+    "position_tables": {"positions": int},
+    "mask_rows": {"tried": int, "of": int},
+    "coarse_tables": [{"layer": int, "held_in": str, "outputs_move_by": _NUMBER, "outputs_at": int}],
+    "activations_held_in": {},
+    "inherited": bool,
+}
 _RECORD = {
     "files": {},
     "tensors": {},
@@ -55,7 +66,7 @@ _RECORD = {
     "tool": {"version": str},
     "geometry": {},
     "known_as": (str, None),
-    "proof": ({}, None),
+    "proof": (_PROOF, None),
 }
 _LENGTH = {"mean_accepted_length": (int, float)}
 _OVERALL = {"base": str, "overall": {"before": _LENGTH, "after": _LENGTH}}

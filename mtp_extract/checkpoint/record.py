@@ -33,8 +33,8 @@ __all__ = [
     "tensor_record",
 ]
 
-FORMAT_VERSION = 2
-"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32."""
+FORMAT_VERSION = 3
+"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it."""
 
 _READ = 1 << 18
 

@@ -14,6 +14,7 @@ from mtp_extract.checkpoint.formats import EVERY, FORMATS, HEADS
 from mtp_extract.cli._drafter import say_geometry
 from mtp_extract.cli.terminal import say, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
     from mtp_extract.writing import ExtractionResult
@@ -126,9 +127,10 @@ def _say_proof(record: Mapping[str, Any]) -> None:
         return
     tensors = tensors_of(record)
     rounded = any(entry["rounded_to"] or entry["rounded_before"] or entry["made_codes"] for entry in tensors)
-    below, positions = max(proof["differences_below"].values()), len(proof["positions"])
-    proven = f"Proven{' by the extraction' if proof['inherited'] else ''}{' before rounding' if rounded else ''}"
-    say(f"{proven}: executed at {positions} positions, graph and checkpoint agree to {below:g} of their range")
+    first, *others = in_words(proof)
+    say(f"Proven{' by the extraction' if proof['inherited'] else ''}{' before rounding' if rounded else ''}: {first}")
+    for line in others:
+        say(f"  {line}")
     if proof["rounding"] is not None and not proof["inherited"]:
         say(f"  as written they agree to {proof['rounding']['difference_below']:g}, which is what the rounding does")
 

@@ -10,6 +10,7 @@ import typer
 from mtp_extract.cli._run import AsJson, new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
     from mtp_extract.insertion import InsertionPlan, InsertionResult
@@ -200,10 +201,11 @@ def _show_plan(plan: InsertionPlan) -> None:
 
 
 def _show_result(result: InsertionResult) -> None:
-    below = max(result.proof.as_json()["differences_below"].values())
-    positions = len(result.proof.positions)
     say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
-    say(f"Proven: executed at {positions} positions, its graph and its weights agree to {below:g} of their range")
+    first, *others = in_words(result.proof.as_json())
+    say(f"Proven, its graph and its weights: {first}")
+    for line in others:
+        say(f"  {line}")
     for note in result.notes:
         say(f"Note: {note}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -13,6 +14,7 @@ from mtp_extract.cli._drafter import found_in, say_geometry
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
 from mtp_extract.cli.terminal import progress, say, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
     from mtp_extract.base_comparison import BaseComparison
@@ -278,11 +280,13 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         ]
         table(rows, ["input", "type", "shape", "scale", "read by"])
         proof = drafter["proof"]
-        below = max(proof["differences_below"].values())
-        say(
-            f"Proof: the graph and its checkpoint, executed at positions {', '.join(map(str, proof['positions']))} of "
-            f"{proof['cache_slots']} slots, agree to {below:g} of the outputs' range ({proof['tolerance']:g} allowed)"
-        )
+        for word, line in zip_longest(("Proof:",), in_words(proof), fillvalue=" "):
+            say(f"{word} {line}")
+        positions = ", ".join(map(str, proof["positions"]))
+        say(f"  positions {positions}; {proof['tolerance']:g} allowed; seed {proof['seed']}")
+        chosen = [[by, kind, count] for by, kinds in proof["choosing"].items() for kind, count in kinds.items()]
+        idioms = [["nothing: it never binds", idiom, 1] for idiom in proof["idioms"]]
+        table([*chosen, *idioms], ["chooses by", "operator", "count"])
         say("Set aside")
         table(
             [

@@ -76,7 +76,8 @@ def rounded(values: Array, tensor: Tensor) -> Array:
     if codes.size and not (codes.min() >= lowest and codes.max() <= highest):
         raise UnsupportedError(
             f"{tensor.label} holds {(lowest - zero_point) * scale:.4g} to {(highest - zero_point) * scale:.4g}, and "
-            f"numbers from {values.min():.4g} to {values.max():.4g} go into it: they are cut off, which no checkpoint does."
+            f"numbers from {values.min():.4g} to {values.max():.4g} go into it: they are cut off, which no checkpoint "
+            "does."
         )
     return np.asarray((codes - zero_point) * np.float32(scale), np.float32)
 

@@ -106,8 +106,8 @@ def _check_function(
         if wrong.any():
             at = tuple(np.argwhere(wrong)[0])
             raise ProofError(
-                f"{role}: the graph makes {found[at] / factor:.7g} of {numbers[at]:.7g} times what comes from up_proj, and "
-                f"{activation} is {expected[at]:.7g}. Nothing is written. Please report the file."
+                f"{role}: the graph makes {found[at] / factor:.7g} of {numbers[at]:.7g}, times what up_proj gives, "
+                f"and {activation} is {expected[at]:.7g}. Nothing is written. Please report the file."
             )
 
 

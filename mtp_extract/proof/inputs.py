@@ -66,7 +66,8 @@ class Interface:
         slots: of the caches.
         queries: of a step.
         needed: names of the inputs that anything depends on.
-        sliding_masked: whether layers with a window see the mask input too, or the window alone.
+        told: whether the runtime tells the graph the range of slots to read, too: then layers with a window need not
+            look at the mask.
     """
 
     graph: FlatGraph
@@ -75,7 +76,7 @@ class Interface:
     slots: int
     queries: int
     needed: frozenset[str]
-    sliding_masked: bool
+    told: bool
 
     @property
     def last(self) -> int:
@@ -143,9 +144,13 @@ class Interface:
         if window is None:
             return shown[MASK] if MASK in self.needed else slots <= at
         seen = (slots <= at) & (slots > at - window)
-        if MASK in self.needed and self.sliding_masked:
+        if MASK in self.needed and self.masked(layer):
             seen &= shown[MASK]
         return seen & shown[MASK_LOCAL] if MASK_LOCAL in self.needed else seen
+
+    def masked(self, layer: int) -> bool:
+        """Whether ``layer``, which has a window, sees the mask input too; by the window alone if not."""
+        return not self.told or MASK in self.walk.layers[layer].masks
 
     def grid(self, name: str) -> tuple[float, int]:
         """Scale and zero point of the integers that stand for the cache ``name``; 1 where it is one of floats."""
@@ -167,9 +172,11 @@ class Interface:
         return (127 if tensor.type is None else _LARGEST_CODE.get(tensor.type, 127)) - abs(self.grid(name)[1])
 
     def cache(self, name: str, layouts: Layouts, codes: Array, scale: float) -> tuple[Numbers, Cache]:
-        """The cache ``name`` of ``codes`` (from the zero point) ``[KV heads, slots, head_dim]``: for graph and checkpoint.
+        """The cache ``name``, for the graph and for a checkpoint.
 
-        ``scale`` is used where the cache is one of floats.
+        Args:
+            codes: integers from the zero point, ``[KV heads, slots, head_dim]``.
+            scale: used where the cache is one of floats.
         """
         tensor = self.graph.inputs[name].tensor
         (own, zero_point), floats = self.grid(name), tensor.type in FLOAT_TYPES
@@ -205,12 +212,10 @@ def interface_of(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: fr
             slots.add(graph.inputs[name].tensor.elements // (shape.num_kv_heads * shape.head_dim))
     if len(slots) != 1 or 0 in slots:
         raise UnsupportedError(f"The caches have different numbers of slots: {sorted(slots)}.")
-    sliding = [la for la, shape in zip(walk.layers, config.layers, strict=True) if shape.sliding_window is not None]
-    # A graph that is told the range of slots to read, as the published ones are, need not look at the mask too.
+    # As the published ones are.
     told = PARAM_TENSOR in needed or MASK_LOCAL in needed
-    masked = not told or any(MASK in layer.masks for layer in sliding)
     queries = max(1, tensor.elements // (2 * config.backbone_hidden_size))
-    return Interface(graph, walk, config, slots.pop(), queries, needed, masked)
+    return Interface(graph, walk, config, slots.pop(), queries, needed, told)
 
 
 def _check_names(walk: Walk) -> None:

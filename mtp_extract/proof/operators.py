@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -141,43 +142,46 @@ class _Rules:
     # What depends on activations or caches.
 
     def _data(self, node: Node, inside: bool) -> None:
-        kind = node.kind
         if not inside and any(v.depends and not v.depends & Depends.DATA for v in node.inputs if v is not None):
             raise _refused(node, "mixes activations with the position or a mask outside of an attention")
         if node.op.activation and not self._harmless_activation(node):
             raise _refused(node, "cuts off an activation by its fused function")
-        if kind in LAYOUT:
-            if any(
-                v is not None and v.depends & Depends.DATA for i, v in enumerate(node.inputs) if i not in LAYOUT[kind]
-            ):
+        rule = self._DATA.get(node.kind)
+        if node.kind in LAYOUT:
+            others = [v for i, v in enumerate(node.inputs) if i not in LAYOUT[node.kind] and v is not None]
+            if any(v.depends & Depends.DATA for v in others):
                 raise _refused(node, "takes elements that an activation or a cache chooses")
-        elif kind == "CAST":
-            self._cast(node)
-        elif kind in ("QUANTIZE", "DEQUANTIZE"):
-            if kind == "QUANTIZE":
-                self.narrowed.append(node.outputs[0])
-        elif kind in ("SELECT", "SELECT_V2"):
-            if node.operand(0).depends & Depends.DATA:
-                raise _refused(node, "chooses by an activation or a cache")
-            self.choosing["mask" if node.operand(0).depends & Depends.MASK else "position"][kind] += 1
-        elif kind == "EXP":
-            self._exponential(node)
-        elif kind == "POW":
-            if not node.binary or not node.operand(1).constant:
-                raise _refused(node, "has an exponent that is computed")
-        elif kind == "REDUCE_MAX":
-            if not all(_subtracts(reader, node) for reader in _readers(node.outputs[0])):
-                raise _refused(node, "takes the largest of activations, for another end than a softmax")
-            self.idioms.append(f"{node.op.label}: the largest score, which a softmax subtracts")
-        elif kind in ("MAXIMUM", "MINIMUM") and inside and any(map(_masks, node.inputs)):
-            # A mask may bound scores: what it does at both of its values is tried row by row.
-            self.choosing["mask"][kind] += 1
-        elif kind in ("MAXIMUM", "MINIMUM", "RELU", "RELU6", "RELU_N1_TO_1", "ABS"):
-            if not self.bounds.never_binds(node):
-                raise _refused(node, f"cuts off activations ({_told(self.bounds.of(node.operand(0)))})")
-            self.idioms.append(f"{node.op.label}: a bound that never binds")
-        elif kind not in ANALYTIC:
+        elif rule is not None:
+            rule(self, node, inside)
+        elif node.kind not in ANALYTIC:
             raise _refused(node, "depends on activations or a cache, and is none that a drafter needs there")
+
+    def _quantize(self, node: Node, inside: bool) -> None:
+        if node.kind == "QUANTIZE":
+            self.narrowed.append(node.outputs[0])
+
+    def _select(self, node: Node, inside: bool) -> None:
+        if node.operand(0).depends & Depends.DATA:
+            raise _refused(node, "chooses by an activation or a cache")
+        self.choosing["mask" if node.operand(0).depends & Depends.MASK else "position"][node.kind] += 1
+
+    def _power(self, node: Node, inside: bool) -> None:
+        if not node.binary or not node.operand(1).constant:
+            raise _refused(node, "has an exponent that is computed")
+
+    def _largest_of(self, node: Node, inside: bool) -> None:
+        if not all(_subtracts(reader, node) for reader in _readers(node.outputs[0])):
+            raise _refused(node, "takes the largest of activations, for another end than a softmax")
+        self.idioms.append(f"{node.op.label}: the largest score, which a softmax subtracts")
+
+    def _bound(self, node: Node, inside: bool) -> None:
+        if inside and node.kind in ("MAXIMUM", "MINIMUM") and any(map(_masks, node.inputs)):
+            # A mask may bound scores: what it does at both of its values is tried row by row.
+            self.choosing["mask"][node.kind] += 1
+        elif self.bounds.never_binds(node):
+            self.idioms.append(f"{node.op.label}: a bound that never binds")
+        else:
+            raise _refused(node, f"cuts off activations ({_told(self.bounds.of(node.operand(0)))})")
 
     def _harmless_activation(self, node: Node) -> bool:
         ends = {1: (0.0, NEVER_REACHED)}.get(node.op.activation)
@@ -189,7 +193,7 @@ class _Rules:
             self.idioms.append(f"{node.op.label}: a bound that never binds")
         return harmless
 
-    def _cast(self, node: Node) -> None:
+    def _cast(self, node: Node, inside: bool) -> None:
         source, target = node.operand(0).tensor, node.outputs[0].tensor
         if target.type not in FLOAT_TYPES and not (source.type in _INTEGER_CACHES and target.type in _INTEGER_CACHES):
             raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
@@ -198,7 +202,7 @@ class _Rules:
         if target.type in FLOAT_TYPES and target.type is not TensorType.FLOAT32 and source.type in FLOAT_TYPES:
             self.narrowed.append(node.outputs[0])
 
-    def _exponential(self, node: Node) -> None:
+    def _exponential(self, node: Node, inside: bool) -> None:
         producer = strip(node.operand(0)).producer
         if producer is not None and producer.kind == "SUB" and producer.binary:
             largest = strip(producer.operand(1)).producer
@@ -213,6 +217,16 @@ class _Rules:
         if not self.bounds.of(node.operand(0))[1] < _LARGEST_EXPONENT:
             raise _refused(node, f"raises numbers that may be large ({_told(self.bounds.of(node.operand(0)))})")
         self.idioms.append(f"{node.op.label}: of numbers that cannot be large")
+
+    _DATA: ClassVar[Mapping[str, Callable[[_Rules, Node, bool], None]]] = {
+        "CAST": _cast,
+        "EXP": _exponential,
+        "POW": _power,
+        "REDUCE_MAX": _largest_of,
+        **dict.fromkeys(("QUANTIZE", "DEQUANTIZE"), _quantize),
+        **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
+        **dict.fromkeys(("MAXIMUM", "MINIMUM", "RELU", "RELU6", "RELU_N1_TO_1", "ABS"), _bound),
+    }
 
     # What depends on masks, and not on activations.
 

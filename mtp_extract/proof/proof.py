@@ -1,10 +1,11 @@
 """Proof by execution: what is written computes what the file computes, for every input.
 
 The graph is split by what its values depend on. What the position decides is held against the config at every position
-(:mod:`mtp_extract.proof.tables`); what masks decide, row by row and slot by slot (:mod:`mtp_extract.proof.rows`); and what
-activations and caches go through has no corner (:mod:`mtp_extract.proof.operators`), so that agreement on random
-continuous numbers is agreement on all. Here the graph is evaluated operator by operator, the checkpoint's own forward runs
-beside it, and the two are compared. Patterns propose what a graph is; this decides. docs/proof.md is the argument in full.
+(:mod:`mtp_extract.proof.tables`); what masks decide, row by row and slot by slot (:mod:`mtp_extract.proof.rows`); and
+what activations and caches go through has no corner (:mod:`mtp_extract.proof.operators`), so that agreement on random
+continuous numbers is agreement on all. Here the graph is evaluated operator by operator, the checkpoint's own forward
+runs beside it, and the two are compared. Patterns propose what a graph is; this decides. docs/proof.md is the whole
+argument.
 """
 
 from __future__ import annotations
@@ -106,14 +107,6 @@ class CoarseTable:
     table: Coarse
     outputs: float
     position: int
-
-    @property
-    def told(self) -> str:
-        """In words."""
-        return (
-            f"The file's own RoPE table of layer {self.table.layer} is held in {self.table.kind} and moves the outputs by "
-            f"up to {self.outputs:.2g} of their range (at position {self.position}); written is the exact theta."
-        )
 
 
 @dataclass(frozen=True)
@@ -266,7 +259,7 @@ class _Proving:
                     tuple(int(p) for p in sample.positions),
                     self.interface.slots,
                     sample.layouts.axes,
-                    self.interface.sliding_masked,
+                    any(self.interface.masked(i) for i, la in enumerate(config.layers) if la.sliding_window),
                     apart_too,
                     apart,
                     TOLERANCE,
@@ -328,9 +321,9 @@ class _Proving:
             most, most_power = (0, 0) if id(value) in scored else (_MOST_CUT_OFF, _MOST_POWER_CUT_OFF)
             if not (share <= most and power <= most_power):
                 raise UnsupportedError(
-                    f"{tensor.label} holds {low:.4g} to {high:.4g}, and of numbers of ordinary size {share:.1%} lie beyond "
-                    f"({power:.1%} of the sum of their squares): they are cut off, which no checkpoint does. Nothing is "
-                    "written."
+                    f"{tensor.label} holds {low:.4g} to {high:.4g}, and of numbers of ordinary size {share:.1%} lie "
+                    f"beyond ({power:.1%} of the sum of their squares): they are cut off, which no checkpoint does. "
+                    "Nothing is written."
                 )
             largest = max(largest, share)
         return largest
@@ -368,7 +361,7 @@ class _Proving:
     def _cache(self, name: str, layouts: Layouts, random: np.random.Generator, ordinary: bool) -> tuple[Samples, Cache]:
         """Quiet numbers; of K, so that scores are."""
         layers = zip(self.checkpoint.config.layers, self.walk.layers, strict=True)
-        index, layer = next((i, la) for i, (la, found) in enumerate(layers) if name in (found.key, found.value))
+        layer = next(la for la, found in layers if name in (found.key, found.value))
         norms = [
             float(np.linalg.norm(self.checkpoint.vector(f"layers.{i}.q_norm", layer.head_dim)))
             for i, found in enumerate(self.walk.layers)

@@ -170,7 +170,7 @@ class _Check:
         )
 
     def scores(self, positions: Positions, shown: Shown) -> None:
-        """From where q and K have met: what is seen is scored as it is, what is hidden far below, however loud it is."""
+        """From where q and K have met: what is seen is scored as it is, what is hidden far below, loud or not."""
         seen, positions, shown = self._asked(positions, shown)
         slots, largest = self.interface.slots, np.float32(min(self.span.largest_score, _LARGEST))
         cut = self._cut()
@@ -178,8 +178,8 @@ class _Check:
         axes = [axis for axis, size in enumerate(shape) if size == slots]
         if not axes or self.interface.queries > 1:
             raise UnsupportedError(
-                f"layers.{self.index}: its scores are no rows of {slots} slots, one query a step, before its softmax; this "
-                "release cannot hold its mask against the config."
+                f"layers.{self.index}: its scores are no rows of {slots} slots, one query a step, before its softmax; "
+                "this release cannot hold its mask against the config."
             )
         drawn = self.random.random(slots, np.float32) * np.float32(0.1)
         low, high = (drawn - 1) * largest, (np.float32(0.9) + drawn) * largest

@@ -44,8 +44,8 @@ class Table:
 
     Attributes:
         value: of the graph.
-        amplitude, function: per entry, the factor, and what it is multiplied with: cosines by frequency, then sines, then
-            the number 1.
+        amplitude, function: per entry, the factor, and what it is multiplied with: cosines by frequency, then sines,
+            then the number 1.
         query: per entry, which query of a step it belongs to.
         own: the frequencies that the graph has, float32 ``[head_dim / 2]``; ``config`` those of the config.
         share: how far a number may be off because the table is stored in few bits.
@@ -126,7 +126,17 @@ def check_tables(
     tables: dict[int, Table] = {}
     for index, (span, rope, values) in enumerate(zip(spans, ropes, by_layer, strict=True)):
         own = span.layer.inverse_frequencies.astype(np.float32)
-        config = frequencies(rope, span.layer.head_dim).astype(np.float32)
+        exact = frequencies(rope, span.layer.head_dim)
+        config = exact.astype(np.float32)
+        measured = span.layer.inverse_frequencies
+        off = np.abs(measured - exact)
+        if (off > np.maximum(span.layer.frequency_rounding, exact * _FINE)).any():
+            worst = int(off.argmax())
+            raise ProofError(
+                f"layers.{index}.attention: a query is turned by {measured[worst]:.6g} from position to position where "
+                f"the config's RoPE has {exact[worst]:.6g}: more than the type of the file's table explains. Nothing is "
+                "written. Please report the file."
+            )
         for value in values:
             if id(value) not in tables:
                 tables[id(value)] = _identify(graph, value, f"layers.{index}", own, config, last, queries, seed)
@@ -138,7 +148,7 @@ def check_tables(
         for positions, found in _values(graph, some, last, queries, rounds=not coarsely):
             _hold(some, positions, found)
     coarse = []
-    for index, (span, values) in enumerate(zip(spans, by_layer, strict=True)):
+    for index, values in enumerate(by_layer):
         mine = [tables[id(v)] for v in values]
         kinds = _stored_in(*values)
         if kinds or any((np.abs(t.own - t.config) > t.config * _FINE).any() for t in mine):
@@ -200,9 +210,9 @@ def _hold(tables: Sequence[Table], positions: npt.NDArray[np.int64], found: Sequ
         if wrong.any():
             row, entry = (int(i) for i in np.argwhere(wrong)[0])
             raise ProofError(
-                f"{table.value.label}, which turns a query by the position, holds {numbers[row, entry]:.6g} at position "
-                f"{positions[row]} (entry {entry}), where its RoPE would have {made[row, entry]:.6g}. Nothing is written. "
-                "Please report the file."
+                f"{table.value.label}, which turns a query by the position, holds {numbers[row, entry]:.6g} at "
+                f"position {positions[row]} (entry {entry}), where its RoPE would have {made[row, entry]:.6g}. Nothing "
+                "is written. Please report the file."
             )
 
 
@@ -254,8 +264,8 @@ def _identify(
                 break
         if open_.size:
             raise ProofError(
-                f"{layer}.q_norm: {value.label} meets its result, and depends on the position otherwise than a cosine or "
-                "a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the file."
+                f"{layer}.attention: {value.label} meets its query, and depends on the position otherwise than a cosine "
+                "or a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the file."
             )
     factors = amplitude.astype(np.float32)
     return Table(value, factors, function, queries if several else 1, own, config, share + _rounded_after(value))

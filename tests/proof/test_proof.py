@@ -16,7 +16,6 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError
-from mtp_extract.proof.inputs import Inputs
 from mtp_extract.proof.proof import TOLERANCE, Proof
 
 SOUND = sorted(set(VARIANTS) - REFUSED)
@@ -178,7 +177,7 @@ def test_a_mask_that_hides_softly_is_found() -> None:
             data = model.buffers[tensor.buffer].data
             if data is not None and len(data) == 4 and np.frombuffer(bytes(data), np.float32)[0] < -1e8:
                 model.buffers[tensor.buffer].data = np.frombuffer(np.float32(-10).tobytes(), np.uint8)
-    with pytest.raises(ProofError, match=r"^layers\.0\.attention: .*sees slot"):
+    with pytest.raises(ProofError, match=r"^layers\.0\.attention: .*(sees slot|is lowered by 10 only)"):
         held(Memory(pack(model)))
 
 
@@ -198,17 +197,3 @@ def test_an_operator_outside_the_list_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(evaluate, "KERNELS", fewer)
     with pytest.raises(UnsupportedError, match="SOFTMAX is no operator"):
         held(variant("jax_published"))
-
-
-def test_inputs_hold_what_a_runtime_could_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query sees its own slot, none after it, and not all before it; loud slots are hidden."""
-    seen: list[Inputs] = []
-    readings = Inputs.readings
-    monkeypatch.setattr(Inputs, "readings", lambda self: seen.append(self) or readings(self))
-    held(variant("torch_plain_norm"))
-    inputs = seen[0]
-    assert inputs.mask is not None
-    for position, mask in zip(inputs.positions, inputs.mask[:, 0], strict=True):
-        assert mask[position]
-        assert not mask[position + 1 :].any()
-    assert not inputs.mask[-1].all()
