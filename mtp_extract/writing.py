@@ -21,8 +21,9 @@ from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
 from mtp_extract.checkpoint.staging import RECORD, staged_directory, write_file
+from mtp_extract.checkpoint.strays import CARD
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.hub.card import model_card
 from mtp_extract.io.source import Progress, counter
 
 __all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]

@@ -16,6 +16,7 @@ from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.checkpoint.staging import RECORD
@@ -23,10 +24,10 @@ from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeigh
 from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["CODES_FILE", "plan_codes", "with_codes"]
+__all__ = ["CODES_FILE", "PLACES", "plan_codes", "said_of_codes", "with_codes"]
 
 CODES_FILE = "codes/codes.safetensors"
-_PLACES = (CODES_FILE, "codes.safetensors")
+PLACES = (CODES_FILE, "codes.safetensors")
 """Where they lie; before version 0.2 they lay at the top."""
 
 _SCHEMES = "schemes"
@@ -63,13 +64,19 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
 
 
+def said_of_codes(path: Path) -> Said:
+    """What the header of the file with the integers at ``path`` may say beside its tensors."""
+    header = said_by_header(path)
+    return replace(header, besides={**header.besides, _SCHEMES: is_text})
+
+
 def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint``, read from ``directory``, with the codes that lie beside its floats; without them as it is.
 
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
-    path = next((directory / place for place in _PLACES if (directory / place).is_file()), None)
+    path = next((directory / place for place in PLACES if (directory / place).is_file()), None)
     if path is None:
         return checkpoint
     stored = CONTAINER.read_header(path)

@@ -22,9 +22,7 @@ from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
 from mtp_extract.validate.report.tables import measurements
 
-__all__ = ["CARD", "card_metadata", "model_card"]
-
-CARD = "README.md"
+__all__ = ["card_metadata", "model_card"]
 
 _TAGS = (
     "speculative-decoding",

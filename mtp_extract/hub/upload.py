@@ -21,8 +21,9 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.check import files_in, verify
 from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.strays import CARD
 from mtp_extract.errors import CheckpointError, HubError, escape
-from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.hub.card import model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
 from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
 
