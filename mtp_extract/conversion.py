@@ -24,31 +24,19 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.strays import require_manifest
 from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.errors import OutputError, escape
-from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
+from mtp_extract.extraction import prove_converted
 from mtp_extract.graph import Activation
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
+from mtp_extract.verification import verify_against_source
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
 
 __all__ = ["ReadDirectory", "convert", "default_directory"]
 
 _READ = 1 << 18
-
-_UNKNOWN: Mapping[str, Any] = MappingProxyType(
-    {
-        "why": "the name it has in the directory that was converted",
-        "rounded_before": [],
-        "made_codes": None,
-        "factor": 1.0,
-        "name_confirms": False,
-        "source": None,
-        "quantization": None,
-        "activations": None,
-    }
-)
-"""What is known of a weight where no record says where it came from."""
 
 
 def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
@@ -144,13 +132,15 @@ class ReadDirectory:
 
     @classmethod
     def of(cls, directory: Path) -> ReadDirectory:
-        """``directory``, held against its record if it has one.
+        """``directory``, held against its record if it has one, and against what its format may hold.
 
         Raises:
             CheckpointError, DrafterError: it is damaged, or holds no drafter.
         """
         directory = with_record(directory)
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
+        if old is None:
+            require_manifest(directory, REPORT_FILES)
         format_ = format_of(directory)
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
@@ -179,7 +169,7 @@ class ReadDirectory:
         return {
             "name": self.directory.resolve().name,
             "size": sum(path.stat().st_size for path in self._weights),
-            "kind": "checkpoint",
+            "kind": record.CHECKPOINT,
             "version": None,
             "provenance": {},
             "section": None,
@@ -218,7 +208,11 @@ class ReadDirectory:
         known = known_drafter(config) if isinstance(config, DrafterConfig) else None
 
         def evidence(role: str) -> dict[str, Any]:
-            return {**self.entries.get(role, _UNKNOWN), "rounded_before": self.rounded_before(role), "made_codes": None}
+            return {
+                **self.entries.get(role, record.UNKNOWN),
+                "rounded_before": self.rounded_before(role),
+                "made_codes": None,
+            }
 
         made = record_of(
             prepared,
@@ -249,12 +243,8 @@ class ReadDirectory:
             return {**proof, "inherited": True} if proof else None
         source.prefetch()
         drafter = source.drafter(self.checkpoint.mtp.sliding_window)
-        original = checkpoint_of(drafter)
-        if any(self.rounded_before(role) for role in self.entries) or prepared.made:
-            # That these numbers were rounded so, deriving them again shows.
-            proof = prove_checkpoint(drafter, replace(original, config=staged.written.config))
-        else:
-            proof = prove_written(drafter, original, prepared, staged.written)
+        rounded = any(self.rounded_before(role) for role in self.entries) or bool(prepared.made)
+        proof = prove_converted(drafter, prepared, staged.written, rounded=rounded)
         return {**proof.as_json(), "inherited": False}
 
 

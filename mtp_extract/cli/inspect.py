@@ -147,9 +147,9 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     from mtp_extract.checkpoint.check import verify, with_record
     from mtp_extract.checkpoint.staging import RECORD
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.extraction import verify_against_source
     from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
+    from mtp_extract.verification import verify_against_source
 
     place = with_record(place)
     result: Verification | None = None

@@ -22,11 +22,11 @@ from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 
 import mtp_extract
 from mtp_extract.errors import CheckpointError, NoDrafterError
-from mtp_extract.extraction import verify_against_source
 from mtp_extract.inspection import inspect
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
+from mtp_extract.verification import verify_against_source
 
 REPO, FILE = "org/large", "large.litertlm"
 URL = f"hf://{REPO}/{FILE}"
