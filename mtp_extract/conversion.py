@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import files_in, verify, with_record
+from mtp_extract.checkpoint.check import changed_card, files_in, verify, with_record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import format_of
@@ -29,6 +29,7 @@ from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.errors import OutputError, escape
 from mtp_extract.extraction import prove_converted
 from mtp_extract.graph import Activation
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
 from mtp_extract.verification import verify_against_source
@@ -58,6 +59,7 @@ def convert(
     tokenizer: str | os.PathLike[str] | None = None,
     source: Opened | None = None,
     overwrite: bool = False,
+    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
@@ -66,8 +68,8 @@ def convert(
         directory: what :func:`~mtp_extract.extraction.extract` or this function wrote, which is then held against its
             record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, progress: as for extracting; exactness is
-            towards ``directory``.
+        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
+            exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
 
@@ -88,6 +90,7 @@ def convert(
     )
     target = Path(out) if out is not None else default_directory(directory, format)
     read = ReadDirectory.of(Path(directory))
+    choice = replace(choice, card=card.over(read.old))
     if read.old is not None and read.directory.resolve() in target.resolve().parents:
         raise OutputError(
             f"{escape(target)}: lies inside the directory that is converted, which would no longer match its {RECORD}. "
@@ -195,12 +198,16 @@ class ReadDirectory:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the directory."""
+        told_of_card: tuple[str, ...] = ()
+        if self.old is not None and changed_card(self.directory) is not None:
+            told_of_card = (f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.",)
         steps = {role: self.rounded_before(role) for role in self.entries}
         told = sorted({step for done in steps.values() for step in done})
         if not told:
-            return ()
+            return told_of_card
         count = sum(bool(done) for done in steps.values())
-        return (f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone.",)
+        rounded = f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone."
+        return (rounded, *told_of_card)
 
     def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
         """The record of what was made of it."""

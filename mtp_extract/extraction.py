@@ -19,6 +19,7 @@ from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import Proof, Rounding, prove
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
@@ -77,6 +78,7 @@ def extract(
     overwrite: bool = False,
     sliding_window: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
@@ -94,6 +96,7 @@ def extract(
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
+        card: what to say on the card.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
@@ -111,6 +114,7 @@ def extract(
         quantize=quantize,
         overwrite=overwrite,
         tokenizer=tokenizer,
+        card=card,
     )
     if isinstance(source, Opened):
         return _extract(source, out, choice, sliding_window, progress)

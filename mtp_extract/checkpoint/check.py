@@ -29,7 +29,16 @@ from mtp_extract.checkpoint.strays import CARD, is_harmless, listed, strays
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["Verification", "as_recorded", "files_in", "read_record", "verify", "verify_against", "with_record"]
+__all__ = [
+    "Verification",
+    "as_recorded",
+    "changed_card",
+    "files_in",
+    "read_record",
+    "verify",
+    "verify_against",
+    "with_record",
+]
 
 _WRITER = ("mtp_extract", "mtp_extract.version")
 _TOKENIZER = "tokenizer."
@@ -90,6 +99,18 @@ class Verification:
 def with_record(place: Path) -> Path:
     """``place``, or the directory of the file there where a record lies beside it, which speaks of both."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
+def changed_card(directory: Path) -> str | None:
+    """The card in ``directory``, if it is no longer as it was written; None if it is, or if nothing says so."""
+    if not all((directory / name).is_file() for name in (RECORD, CARD)):
+        return None
+    try:
+        record, card = json.loads((directory / RECORD).read_bytes()), (directory / CARD).read_bytes()
+        written = record["files"][CARD]["xxh3"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return None if xxh3_128_hexdigest(card) == written else card.decode("utf-8", "replace")
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["CARD", "is_harmless", "listed", "require_manifest", "strays"]
+__all__ = ["CARD", "LEGAL", "is_harmless", "listed", "require_manifest", "strays"]
 
 CARD = "README.md"
 """The model card. It is for people, who may change it."""
@@ -29,11 +29,12 @@ _TOKENIZER = (
 _CODE = "auto_map"
 """Key of a configuration that names code to be run."""
 
-_HARMLESS = (
-    *(".gitattributes", ".gitignore", ".DS_Store", "LICENSE*", "NOTICE*", "CITATION.cff"),
-    *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "svg", "webp", "pdf")),
-)
-"""What no engine reads: for people, and for the Hub."""
+LEGAL = ("LICENSE*", "NOTICE*")
+_HARMLESS = (*LEGAL, "CITATION.cff", *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")))
+"""What no engine reads: it is for people."""
+
+_FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py", ".json")
+"""What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
 
 _MOST_NAMED = 5
 
@@ -47,6 +48,8 @@ def listed(found: Sequence[str]) -> str:
 def is_harmless(name: str) -> bool:
     """Whether a file of that name, relative to the directory, is read by no engine or changes nothing."""
     base = name.rpartition("/")[2]
+    if base.startswith("."):
+        return not base.endswith(_FOUND_BY_ENDING)
     return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)
 
 

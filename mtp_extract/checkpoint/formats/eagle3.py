@@ -12,7 +12,7 @@ from typing import Any
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.eagle3_lint import IDS
 from mtp_extract.checkpoint.formats import llama, reading
-from mtp_extract.checkpoint.manifest import some
+from mtp_extract.checkpoint.manifest import is_text, some
 from mtp_extract.errors import DrafterError
 
 __all__ = ["FORMAT", "config_document", "parse_config"]
@@ -76,6 +76,7 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
 
 _BESIDES = {
     **llama.BESIDES,
+    _BASE: is_text,
     "architectures": some(["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]),
     **{f"eagle_config.{key}": some(True, False, None) for key in ("norm_before_fc", "use_aux_hidden_state")},
 }

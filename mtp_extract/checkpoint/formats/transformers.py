@@ -304,7 +304,7 @@ def said_of(
     absent = [layer_type for layer_type in (SLIDING, FULL) if layer_type not in config.rope]
     unused: Keys = {f"text_config.rope_parameters.{layer_type}": anything for layer_type in absent}
     if SLIDING in absent:
-        unused = {**unused, "text_config.sliding_window": is_whole}
+        unused = {**unused, "text_config.sliding_window": is_whole, "text_config.head_dim": is_whole}
     heads = [None, *(layer.num_kv_heads for kind, layer in config.kv_layers.items() if kind == FULL)]
     besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(*heads), **unused, **more}
     return [
