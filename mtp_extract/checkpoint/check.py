@@ -27,7 +27,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.strays import CARD, is_harmless, listed, strays
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import CheckpointError, DrafterError, escape
 
 __all__ = [
     "Verification",
@@ -171,7 +171,6 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
 
     Raises:
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
-        DrafterError: it holds no drafter that can be read.
     """
     folder = Path(directory)
     present = list(files_in(folder))
@@ -208,7 +207,10 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
             if found[name]["xxh3"] != expected.get("xxh3"):
                 wrong.append(f"{escape(name)} has other content")
     if not wrong:
-        wrong = strays(folder, beside) or list(_contradicted(folder, record))
+        try:
+            wrong = strays(folder, beside) or list(_contradicted(folder, record))
+        except DrafterError as error:
+            raise CheckpointError(f"{escape(folder)}: {error}") from error
     if wrong:
         raise CheckpointError(
             f"{escape(folder)}: does not match its {RECORD}: {listed(wrong)}. Extract it again, or fetch it again."
