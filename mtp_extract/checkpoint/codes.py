@@ -48,7 +48,7 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
         if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
         factor = tensor.steps.factor if tensor.steps is not None else None
-        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor}
+        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": tensor.scheme.axis}
         tensors += [
             PlannedTensor(
                 name=f"{weight.name}.codes",
@@ -160,7 +160,9 @@ class _Beside:
         zero_point = self._array("zero_point", "I64", np.dtype("<i8"))
         if scale.size != zero_point.size or not scale.size or not isinstance(factor, int | float) or not factor:
             raise CheckpointError(f"{self.path}: the scales of {escape(self.name)} are damaged.")
-        if scale.size == columns != rows:
+        # Scales of blocks lie in rows, those of channels in one; which axis these are of, earlier releases did not say.
+        channels = len(self.stored[f"{self.name}.scale"].shape) == 1
+        if channels and scale.size == columns and self.scheme.get("axis", int(columns != rows)) == 1:
             sizes, zeros = np.broadcast_to(scale, self.shape), np.broadcast_to(zero_point, self.shape)
             return Steps(1, sizes, zeros, factor)
         if scale.size % rows == 0 and columns % (scale.size // rows) == 0:
