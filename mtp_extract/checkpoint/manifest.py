@@ -113,8 +113,9 @@ def beyond(found: Mapping[str, Any], said: Said) -> Iterator[str]:
     """What ``found``, the content of a file, says beyond what may be there; in words."""
     yield from _beyond(found, said.made, said.besides, "")
     for name in said.needed:
-        outer, _, inner = name.rpartition(".") if name not in found else ("", "", name)
-        if (found[outer] if outer else found).get(inner) is None:
+        outer, _, inner = name.rpartition(".")
+        place = found.get(outer)
+        if found.get(name) is None and not (isinstance(place, Mapping) and place.get(inner) is not None):
             yield f"says nothing of {name}"
 
 

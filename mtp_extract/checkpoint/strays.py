@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from mtp_extract.checkpoint.codes import PLACES, said_of_codes
 from mtp_extract.checkpoint.formats import format_of, reading
@@ -80,12 +79,9 @@ def strays(place: Path, beside: Container[str] = ()) -> list[str]:
     manifest = format_of(place).manifest(place)
     files = [] if place.is_file() else sorted(_strange(place, manifest, beside))
     said = [*manifest.said, *(said_of_codes(place / name) for name in PLACES)]
-    said += [Said(place / name, {}, {"*": _names_no_code}) for name in _TOKENIZER if name.endswith("_config.json")]
-    return files + [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
-
-
-def _names_no_code(value: Any) -> bool:
-    return not (isinstance(value, Mapping) and _CODE in value)
+    found = [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
+    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
+    return files + found + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
 
 
 def _beyond(said: Said) -> Iterator[str]:

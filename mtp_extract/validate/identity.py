@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.formats.parts import static_scale
-from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.proof import prove
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
@@ -306,11 +306,27 @@ def _beside(directory: Path, written: Checkpoint, original: Checkpoint, tensors:
     coded = with_codes(directory, written)
     more = {role: there for role, there in coded.tensors.items() if there is not written.tensors[role]}
     for role, there in more.items():
-        found = _codes_compared(there, original.tensors.get(role, there))
-        if isinstance(found, str):
+        if found := _other_codes(there, original.tensors[role]):
             return _check("tensors", False, f"{CODES_FILE}: {role} {found}")
     told = f"; beside them {len(more)} have the file's codes" if more else ""
     return _check("tensors", True, tensors.evidence + told)
+
+
+def _other_codes(there: LazyTensor, expected: LazyTensor) -> str:
+    """What is wrong with the codes of ``there``; nothing where they are those of ``expected``."""
+    mine, theirs = expected.scheme, there.scheme
+    if mine is None or theirs is None or expected.steps is None or there.steps is None:
+        return "holds codes, and in the file it is stored as floats"
+    if mine.bits != theirs.bits:
+        return f"holds codes of {theirs.bits} bits, and in the file of {mine.bits}"
+    if not isinstance(row_codes(expected), str):
+        found = _codes_compared(there, expected)
+        return found if isinstance(found, str) else ""
+    # Scales that run across the rows.
+    columns = expected.shape[-1]
+    same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
+    steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
+    return "" if same and all(map(np.array_equal, *steps)) else "holds other codes than the file's"
 
 
 def _record(directory: Path, source: SourceDrafter, sound: bool) -> Check:
