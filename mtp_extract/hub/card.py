@@ -19,7 +19,7 @@ from typing import Any
 
 from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
 from mtp_extract.checkpoint.formats import ENGINES, EVERY
-from mtp_extract.errors import escape
+from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, plain, table
 from mtp_extract.validate.report.tables import measurements
@@ -77,9 +77,13 @@ class CardWords:
                 raise ValueError(f"{name} {escape(value)!r}: expected {expected}.")
 
     def over(self, record: Mapping[str, Any] | None) -> CardWords:
-        """These, and where there are none, those of a ``record``."""
-        known = (record or {}).get("card") or {}
-        return CardWords(**{key: value or known.get(key) for key, value in asdict(self).items()})
+        """These, and where there are none, those of a ``record``.
+
+        Raises:
+            CheckpointError: it says something else.
+        """
+        known = asdict(_words(record or {}))
+        return CardWords(**{key: value or known[key] for key, value in asdict(self).items()})
 
     def as_json(self) -> dict[str, str | None] | None:
         """For ``extraction.json``."""
@@ -106,11 +110,13 @@ def merged(old: str, mine: str, new: str) -> tuple[str, int]:
     for tag, first, last, begin, end in reversed(SequenceMatcher(None, before, after, autojunk=False).get_opcodes()):
         if tag == "equal":
             continue
-        around = [place.get(line) for line in range(max(first - 1, 0), last)]
-        if None in around or around != list(range(around[0] or 0, (around[0] or 0) + len(around))):
+        # The line before, and those that change, as whoever changed the text left them: one after the other.
+        around = [place.get(line, -1) for line in range(max(first - 1, 0), last)]
+        begins = around[0] if around else 0
+        if begins < 0 or around != list(range(begins, begins + len(around))):
             left += 1
             continue
-        start = (around[0] or 0) + (first > 0)
+        start = begins + (first > 0)
         own[start : start + last - first] = after[begin:end]
     return "".join(own), left
 
@@ -285,7 +291,10 @@ def _base_of(extraction: Mapping[str, Any]) -> str | None:
 
 
 def _words(extraction: Mapping[str, Any]) -> CardWords:
-    return CardWords(**(extraction.get("card") or {}))
+    try:
+        return CardWords(**(extraction.get("card") or {}))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"What the record says of the card is not what mtp-extract writes: {error}") from error
 
 
 def _is_head(extraction: Mapping[str, Any]) -> bool:
