@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import files_in, verify, with_record
+from mtp_extract.checkpoint.check import changed_card, files_in, verify, with_record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import format_of
@@ -24,32 +24,22 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.staging import RECORD, recorded
 from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.strays import require_manifest
 from mtp_extract.checkpoint.tensor_file import holds_tensors
-from mtp_extract.extraction import checkpoint_of, prove_checkpoint, prove_written, verify_against_source
+from mtp_extract.errors import escape
+from mtp_extract.extraction import prove_converted
 from mtp_extract.graph import Activation
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress
 from mtp_extract.validate.report.tables import REPORT_FILES
+from mtp_extract.verification import verify_against_source
 from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
 
 __all__ = ["ReadDirectory", "convert", "default_directory"]
 
 _READ = 1 << 18
-
-_UNKNOWN: Mapping[str, Any] = MappingProxyType(
-    {
-        "why": "the name it has in the directory that was converted",
-        "rounded_before": [],
-        "made_codes": None,
-        "factor": 1.0,
-        "name_confirms": False,
-        "source": None,
-        "quantization": None,
-        "activations": None,
-    }
-)
-"""What is known of a weight where no record says where it came from."""
 
 
 def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
@@ -71,6 +61,7 @@ def convert(
     tokenizer: str | os.PathLike[str] | None = None,
     source: Opened | None = None,
     overwrite: bool = False,
+    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
@@ -79,8 +70,8 @@ def convert(
         directory: what :func:`~mtp_extract.extraction.extract` or this function wrote, which is then held against its
             record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, progress: as for extracting; exactness is
-            towards ``directory``.
+        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
+            exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
 
@@ -104,6 +95,7 @@ def convert(
     inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
     check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
     read = ReadDirectory.of(place)
+    choice = replace(choice, card=card.over(read.old))
     prepared = choice.prepare(read.checkpoint)
 
     def describe(staged: Staged) -> dict[str, Any]:
@@ -143,13 +135,15 @@ class ReadDirectory:
 
     @classmethod
     def of(cls, directory: Path) -> ReadDirectory:
-        """``directory``, held against its record if it has one.
+        """``directory``, held against its record if it has one, and against what its format may hold.
 
         Raises:
             CheckpointError, DrafterError: it is damaged, or holds no drafter.
         """
         directory = with_record(directory)
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
+        if old is None:
+            require_manifest(directory, REPORT_FILES)
         format_ = format_of(directory)
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
@@ -178,7 +172,7 @@ class ReadDirectory:
         return {
             "name": self.directory.resolve().name,
             "size": sum(path.stat().st_size for path in self._weights),
-            "kind": "checkpoint",
+            "kind": record.CHECKPOINT,
             "version": None,
             "provenance": {},
             "section": None,
@@ -204,12 +198,16 @@ class ReadDirectory:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the directory."""
+        told_of_card: tuple[str, ...] = ()
+        if self.old is not None and changed_card(self.directory) is not None:
+            told_of_card = (f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.",)
         steps = {role: self.rounded_before(role) for role in self.entries}
         told = sorted({step for done in steps.values() for step in done})
         if not told:
-            return ()
+            return told_of_card
         count = sum(bool(done) for done in steps.values())
-        return (f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone.",)
+        rounded = f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone."
+        return (rounded, *told_of_card)
 
     def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
         """The record of what was made of it."""
@@ -217,7 +215,11 @@ class ReadDirectory:
         known = known_drafter(config) if isinstance(config, DrafterConfig) else None
 
         def evidence(role: str) -> dict[str, Any]:
-            return {**self.entries.get(role, _UNKNOWN), "rounded_before": self.rounded_before(role), "made_codes": None}
+            return {
+                **self.entries.get(role, record.UNKNOWN),
+                "rounded_before": self.rounded_before(role),
+                "made_codes": None,
+            }
 
         made = record_of(
             prepared,
@@ -248,12 +250,8 @@ class ReadDirectory:
             return {**proof, "inherited": True} if proof else None
         source.prefetch()
         drafter = source.drafter(self.checkpoint.mtp.sliding_window)
-        original = checkpoint_of(drafter)
-        if any(self.rounded_before(role) for role in self.entries) or prepared.made:
-            # That these numbers were rounded so, deriving them again shows.
-            proof = prove_checkpoint(drafter, replace(original, config=staged.written.config))
-        else:
-            proof = prove_written(drafter, original, prepared, staged.written)
+        rounded = any(self.rounded_before(role) for role in self.entries) or bool(prepared.made)
+        proof = prove_converted(drafter, prepared, staged.written, rounded=rounded)
         return {**proof.as_json(), "inherited": False}
 
 

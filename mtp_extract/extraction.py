@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,12 +14,12 @@ import numpy as np
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
 from mtp_extract.bundle import Drafter, Opened, open_bundle
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import Verification, read_record, verify_against
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.staging import recorded
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
@@ -28,12 +28,14 @@ from mtp_extract.writing import Choice, ExtractionResult, Prepared, Staged, reco
 
 __all__ = [
     "ExtractionResult",
+    "Hashes",
     "checkpoint_of",
     "default_directory",
     "extract",
     "prove_checkpoint",
+    "prove_converted",
     "prove_written",
-    "verify_against_source",
+    "record_of_drafter",
 ]
 
 
@@ -78,6 +80,7 @@ def extract(
     overwrite: bool = False,
     sliding_window: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
@@ -95,6 +98,7 @@ def extract(
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
+        card: what to say on the card.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
@@ -112,6 +116,7 @@ def extract(
         quantize=quantize,
         overwrite=overwrite,
         tokenizer=tokenizer,
+        card=card,
     )
     if isinstance(source, Opened):
         return _extract(source, out, choice, sliding_window, progress)
@@ -132,37 +137,20 @@ def _extract(
     opened.prefetch()
     drafter = opened.drafter(sliding_window)
     checkpoint = checkpoint_of(drafter)
-    hashes = _Hashes(drafter, checkpoint)
+    hashes = Hashes(drafter, checkpoint)
     if EVERY[choice.format.name].provenance_inside:
         hashes.hash_section()
-        checkpoint = replace(checkpoint, provenance=record.provenance(_source(drafter, hashes)))
+        checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
     prepared = choice.prepare(checkpoint)
     return write_checkpoint(
         prepared,
         target,
-        lambda staged: _record(drafter, checkpoint, prepared, staged, hashes),
+        lambda staged: record_of_drafter(drafter, checkpoint, prepared, staged, hashes),
         inputs=inputs,
         beside=hashes.jobs(),
         notes=_notes(drafter, checkpoint, choice.format),
         progress=progress,
     )
-
-
-def verify_against_source(
-    directory: str | os.PathLike[str], opened: Opened, beside: Container[str] = ()
-) -> Verification:
-    """Check ``directory`` against its own record, then derive every tensor from ``opened`` again and compare all bits.
-
-    Raises:
-        CheckpointError: something differs; the message lists what.
-        MtpExtractError: ``opened`` cannot be read.
-    """
-    window = read_record(Path(directory))["geometry"].get("sliding_window")
-    opened.prefetch()
-    drafter = opened.drafter(window if isinstance(window, int) else None)
-    found = verify_against(directory, checkpoint_of(drafter), opened.source.name, beside)
-    opened.source.confirm()
-    return found
 
 
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
@@ -195,6 +183,22 @@ def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, 
     return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
+def prove_converted(drafter: Drafter, prepared: Prepared, written: Checkpoint, *, rounded: bool) -> Proof:
+    """The same of a directory that was converted, and not extracted.
+
+    Args:
+        rounded: whether its numbers were rounded on the way, which deriving them again shows; what they were before is
+            executed then.
+
+    Raises:
+        ProofError, CheckpointError: as :func:`prove_written`.
+    """
+    original = checkpoint_of(drafter)
+    if rounded:
+        return prove_checkpoint(drafter, replace(original, config=written.config))
+    return prove_written(drafter, original, prepared, written)
+
+
 def prove_checkpoint(
     drafter: Drafter,
     checkpoint: Checkpoint,
@@ -222,11 +226,11 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
     return lambda role: tensors[role].floats()
 
 
-class _Hashes:
-    """SHA-256 of the section and of every role's stored bytes, computed beside the writing."""
+class Hashes:
+    """SHA-256 of the section and of every role's stored bytes, computed beside the writing; and what rests on them."""
 
     def __init__(self, drafter: Drafter, checkpoint: Checkpoint) -> None:
-        self._drafter = drafter
+        self._drafter, self._checkpoint = drafter, checkpoint
         self._tensors = {
             role: tensor.source for role, tensor in checkpoint.tensors.items() if isinstance(tensor, ConstantTensor)
         }
@@ -234,10 +238,12 @@ class _Hashes:
         self.roles: dict[str, str] = {}
 
     def jobs(self) -> list[Callable[[], object]]:
+        """What there is to compute."""
         jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
         return jobs if self.section else [self.hash_section, *jobs]
 
     def hash_section(self) -> None:
+        """Compute that of the section now."""
         # A model found by scanning has no end of its own to hash up to.
         if self._drafter.found_by != "scan":
             self.section = record.sha256_of_region(self._drafter.model.region)
@@ -248,28 +254,38 @@ class _Hashes:
 
         return job
 
+    def source(self) -> dict[str, Any]:
+        """What a record says of the file."""
+        drafter = self._drafter
+        return record.source_record(drafter, Path(drafter.opened.source.name).name, self.section)
 
-def _source(drafter: Drafter, hashes: _Hashes) -> dict[str, Any]:
-    return record.source_record(drafter, Path(drafter.opened.source.name).name, hashes.section)
+    def evidence(self, role: str) -> dict[str, Any]:
+        """What a record says of ``role``, before anything is done to it."""
+        found = next((one for one in self._drafter.walk.roles if one.role == role), None)
+        confirmed = role in self._drafter.names.confirmed
+        return record.evidence(found, self._checkpoint.tensors.get(role), self.roles.get(role), confirmed)
 
 
-def _record(
-    drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: _Hashes
+def record_of_drafter(
+    drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: Hashes
 ) -> dict[str, Any]:
+    """The record of what was extracted, with its proof.
+
+    Args:
+        checkpoint: the drafter's own.
+        hashes: whose jobs are done.
+
+    Raises:
+        ProofError, CheckpointError: as :func:`prove_written`.
+    """
     proof = prove_written(drafter, checkpoint, prepared, staged.written)
     drafter.opened.source.confirm()
-    confirmed = set(drafter.names.confirmed)
-    found = {role.role: role for role in drafter.walk.roles}
-
-    def evidence(role: str) -> dict[str, Any]:
-        return record.evidence(found.get(role), checkpoint.tensors.get(role), hashes.roles.get(role), role in confirmed)
-
     return record_of(
         prepared,
         staged,
-        source=_source(drafter, hashes),
+        source=hashes.source(),
         known_as=drafter.known["name"] if drafter.known else None,
-        evidence=evidence,
+        evidence=hashes.evidence,
         set_aside=record.set_aside(drafter),
         kv_inputs=record.caches(drafter),
         converted_from=[],

@@ -23,6 +23,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor
+from mtp_extract.checkpoint.strays import require_manifest
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import (
     CheckpointError,
@@ -46,6 +47,7 @@ from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
 from mtp_extract.proof.proof import Proof
+from mtp_extract.validate.report.tables import REPORT_FILES
 
 __all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
 
@@ -199,6 +201,7 @@ def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
     if Path(source).suffix == ".safetensors":
         raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
     if Path(source).is_dir() or Path(source).suffix == ".gguf":
+        require_manifest(Path(source), REPORT_FILES)
         return with_codes(Path(source), read_checkpoint(Path(source)))
     opened = stack.enter_context(open_bundle(source))
     opened.prefetch()

@@ -13,7 +13,7 @@ from typing import Any
 from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import CENTROIDS, shapes_of
 from mtp_extract.checkpoint import record
-from mtp_extract.checkpoint.check import files_in
+from mtp_extract.checkpoint.check import changed_card, files_in
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format, Holding
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.formats import EVERY, format_named, name_for
@@ -21,8 +21,9 @@ from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
 from mtp_extract.checkpoint.staging import RECORD, recorded, write_file
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.checkpoint.strays import CARD
+from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.hub.card import UNSAID, CardWords, model_card
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
 
@@ -59,6 +60,7 @@ class Choice:
         quantize: the rule by which matrices without codes are rounded; None for none.
         overwrite: replace the directory if it is a checkpoint of ours.
         tokenizer: the directory of the base's tokenizer, to be kept inside.
+        card: what to say on the card.
     """
 
     format: Format
@@ -68,6 +70,7 @@ class Choice:
     quantize: str | None = None
     overwrite: bool = False
     tokenizer: Path | None = None
+    card: CardWords = UNSAID
 
     @classmethod
     def of(
@@ -81,6 +84,7 @@ class Choice:
         quantize: str | None,
         overwrite: bool,
         tokenizer: str | os.PathLike[str] | None = None,
+        card: CardWords = UNSAID,
     ) -> Choice:
         """The choice of the format called ``name``, as ``engine`` wants it; in its own type where ``dtype`` is None.
 
@@ -102,7 +106,8 @@ class Choice:
             )
         if tokenizer is not None and not EVERY[name].tokenizer_inside:
             raise ValueError(f"tokenizer: the {name} layout has no room for one.")
-        return cls(format_, dtype, codes, exact, quantize, overwrite, None if tokenizer is None else Path(tokenizer))
+        kept = None if tokenizer is None else Path(tokenizer)
+        return cls(format_, dtype, codes, exact, quantize, overwrite, kept, card)
 
     def prepare(self, checkpoint: Checkpoint) -> Prepared:
         """``checkpoint`` as it is to be written, and how every weight will be held.
@@ -246,6 +251,8 @@ def write_checkpoint(
     choice = prepared.choice
     weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
+    changed = changed_card(target) is not None
+    replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
     with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as stage:
         tick = counter(progress, sum(t.length for file in files for t in file.tensors))
         written: dict[str, dict[str, Any]] = {}
@@ -263,7 +270,7 @@ def write_checkpoint(
         files=sizes,
         record=made,
         parameters=sum(map(math.prod, shapes_of(prepared.checkpoint.config).values())),
-        notes=(*notes, *prepared.notes(), *weights.notes),
+        notes=(*notes, *prepared.notes(), *weights.notes, *replaced),
     )
 
 
@@ -308,6 +315,7 @@ def record_of(
             for planned in staged.weights.tensors
         },
         "notes": list(staged.weights.notes),
+        **({"card": said} if (said := choice.card.as_json()) else {}),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,

@@ -36,6 +36,7 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.extraction import extract
 from mtp_extract.markdown import plain
 from mtp_extract.markdown import table as markdown_table
@@ -89,7 +90,11 @@ class Drafter:
         self._folder = folder
 
     def written(self, name: str) -> Path:
-        """The directory of what :data:`WRITTEN` calls ``name``."""
+        """The directory of what :data:`WRITTEN` calls ``name``.
+
+        Raises:
+            UnsupportedError: that format cannot hold the drafter.
+        """
         made = self._folder / name.replace(" ", "-")
         if not made.exists():
             format_, dtype = WRITTEN[name]
@@ -119,13 +124,22 @@ def scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[O
         yield Outcome(name, "–", note="not installed")
         return
     for format_ in available(engine.formats):
-        directory = drafter.written(format_)
+        try:
+            directory = drafter.written(format_)
+        except UnsupportedError as error:
+            yield not_held(name, format_, error)
+            continue
         command = [python, str(HERE / "_engines" / engine.script), str(base), str(directory), PROMPT, str(TOKENS)]
         done = run(command)
         if done.returncode:
             yield Outcome(name, format_, loads=False, note=last_line(done.stderr))
         else:
             yield from_json(name, format_, done.stdout)
+
+
+def not_held(engine: str, format_: str, error: UnsupportedError) -> Outcome:
+    """The row of a format that cannot hold the drafter, which is no fault of the engine."""
+    return Outcome(engine, format_, note=f"not written: {error}")
 
 
 def available(formats: Sequence[str]) -> list[str]:
@@ -139,10 +153,19 @@ def in_llama(programs: Path, source: Path, python: str, base: Path, drafter: Dra
     llama = llama_cpp.Llama(programs, target, PROMPT, LLAMA_TOKENS)
     llama.convert(source, base, target, python)
     converted = folder / "converted.gguf"
-    llama.convert(source, llama_cpp.with_tokenizer(drafter.written(F32), base, folder / "converted"), converted, python)
-    outcomes = llama.check(converted, f"{F32}, converted")
+    outcomes: list[Outcome] = []
+    try:
+        whole = llama_cpp.with_tokenizer(drafter.written(F32), base, folder / "converted")
+        llama.convert(source, whole, converted, python)
+        outcomes += llama.check(converted, f"{F32}, converted")
+    except UnsupportedError as error:
+        outcomes.append(not_held("llama-server", F32, error))
     for name in available(LLAMA_FORMATS):
-        (file,) = drafter.written(name).glob("*.gguf")
+        try:
+            (file,) = drafter.written(name).glob("*.gguf")
+        except UnsupportedError as error:
+            outcomes.append(not_held("llama-server", name, error))
+            continue
         outcomes += llama.check(file, name)
     # An engine's rows together, the reference first.
     return sorted(outcomes, key=lambda outcome: outcome.engine)

@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.formats import FORMATS, read_checkpoint
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.conversion import convert
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, OutputError, UnsupportedError
-from mtp_extract.extraction import verify_against_source
+from mtp_extract.verification import verify_against_source
 
 TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
 RULES = [(name, rule) for name, listed in FORMATS.items() for rule in listed.rules]

@@ -11,28 +11,38 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, plan_codes
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
-from mtp_extract.checkpoint.formats import EVERY, format_named
+from mtp_extract.checkpoint.formats import EVERY, format_named, format_of
+from mtp_extract.checkpoint.gguf_file import as_stored
+from mtp_extract.checkpoint.holdings import holdings_of
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import PlannedTensor
-from mtp_extract.checkpoint.record import FORMAT_VERSION
+from mtp_extract.checkpoint.record import FORMAT_VERSION, provenance
 from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.tensor_file import differing, header_sum, read_header, read_metadata, sums_of
-from mtp_extract.errors import CheckpointError, escape, few
+from mtp_extract.checkpoint.strays import CARD, is_harmless, strays
+from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
+from mtp_extract.errors import CheckpointError, DrafterError, escape, few
 
-__all__ = ["Verification", "files_in", "read_record", "verify", "verify_against", "with_record"]
+__all__ = [
+    "Verification",
+    "as_recorded",
+    "changed_card",
+    "files_in",
+    "read_record",
+    "verify",
+    "verify_against",
+    "with_record",
+]
 
 _WRITER = ("mtp_extract", "mtp_extract.version")
-_BESIDE_THE_DRAFTER = ("general.", "tokenizer.", "mtp_extract.source.", "mtp_extract.section.")
-"""What a header may say that a bundle does not: by whom it was written, where it came from, a tokenizer."""
-
+_TOKENIZER = "tokenizer."
+"""What a header may say that a bundle does not: which release wrote it, and a tokenizer."""
 
 _ACTIVATION = ({"dtype": str, "scale": object, "zero_point": object}, None)
 _PART = {"role": str, "xxh3": str}
@@ -62,7 +72,7 @@ _PROOF = {
 _RECORD = {
     "files": {},
     "tensors": {},
-    "source": {"name": str, "size": (int, None), "provenance": {}, "section": ({}, None)},
+    "source": {"name": str, "size": (int, None), "kind": str, "provenance": {}, "section": ({}, None)},
     "tool": {"version": str},
     "geometry": {},
     "known_as": (str, None),
@@ -87,20 +97,39 @@ class Verification:
     """What was checked and found in order.
 
     Attributes:
-        files, tensors: how many matched the record.
-        against: name of the bundle every tensor was derived from again; None when there was none.
+        found: by name, what there is to say of every file that decides: of all but the card. Those with tensors have
+            the sums of these, too.
+        tensors: how many matched the record.
+        against: name of the bundle that everything was derived from again; None when there was none.
     """
 
     directory: Path
     record: dict[str, Any]
-    files: int
+    found: dict[str, dict[str, Any]]
     tensors: int
     against: str | None = None
+
+    @property
+    def files(self) -> int:
+        """How many files matched the record."""
+        return len(self.found)
 
 
 def with_record(place: Path) -> Path:
     """``place``, or the directory of the file there where a record lies beside it, which speaks of both."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
+
+
+def changed_card(directory: Path) -> str | None:
+    """The card in ``directory``, if it is no longer as it was written; None if it is, or if nothing says so."""
+    if not all((directory / name).is_file() for name in (RECORD, CARD)):
+        return None
+    try:
+        record, card = json.loads((directory / RECORD).read_bytes()), (directory / CARD).read_bytes()
+        written = record["files"][CARD]["xxh3"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return None if xxh3_128_hexdigest(card) == written else card.decode("utf-8", "replace")
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -153,7 +182,8 @@ def _has(value: Any, expected: Any) -> bool:
 
 
 def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Verification:
-    """Check every file and every tensor of ``directory`` against its ``extraction.json``.
+    """Check ``directory`` against its ``extraction.json``: every file but the card, every tensor, and, as far as they
+    say it themselves, what the record says of them. Where it says that they came from is not looked at.
 
     Args:
         beside: files that may be there though the record does not list them: those of a report.
@@ -170,32 +200,64 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
     wrong = [
         f"{escape(name)} belongs neither to the checkpoint nor to a report"
         for name in present
-        if name not in record["files"] and name != RECORD and name not in beside
+        if name not in record["files"] and name != RECORD and name not in beside and not is_harmless(name)
     ]
+    found: dict[str, dict[str, Any]] = {}
     tensors = 0
     for name, expected in record["files"].items():
         path = folder / name
+        if name == CARD:
+            continue
         if not _inside(name) or not path.is_file():
             wrong.append(f"{escape(name)} is missing")
         elif path.stat().st_size != expected.get("size"):
             wrong.append(f"{escape(name)} has {path.stat().st_size} bytes, not {escape(expected.get('size'))}")
-        elif name == weights:
+        elif name == weights or "tensors" in expected:
+            own = record["tensors"] if name == weights else {}
+            sums = {tensor: entry.get("xxh3") for tensor, entry in own.items()} or expected.get("tensors", {})
             stored = read_header(path)
-            if expected.get("header", header := header_sum(path, stored)) != header:
+            found[name] = described(path, stored)
+            if expected.get("header", found[name]["header"]) != found[name]["header"]:
                 wrong.append(f"{escape(name)} has another header")
-            sums = {tensor: entry.get("xxh3") for tensor, entry in record["tensors"].items()}
-            wrong += [*_misdescribed(stored, record["tensors"]), *_differing(path, stored, sums)]
-            tensors += len(record["tensors"])
-        elif "tensors" in expected:
-            wrong += _differing(path, read_header(path), expected["tensors"])
-            tensors += len(expected["tensors"])
-        elif xxh3_128_hexdigest(path.read_bytes()) != expected.get("xxh3"):
-            wrong.append(f"{escape(name)} has other content")
+            wrong += [*_misdescribed(stored, own), *_differing(found[name]["tensors"], sums)]
+            tensors += len(sums)
+        else:
+            found[name] = {"size": path.stat().st_size, "xxh3": xxh3_128_hexdigest(path.read_bytes())}
+            if found[name]["xxh3"] != expected.get("xxh3"):
+                wrong.append(f"{escape(name)} has other content")
+    if not wrong:
+        try:
+            wrong = strays(folder, beside) or list(_contradicted(folder, record))
+        except DrafterError as error:
+            raise CheckpointError(f"{escape(folder)}: {error}") from error
     if wrong:
         raise CheckpointError(
-            f"{folder}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it again, or fetch it again."
+            f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it "
+            "again, or fetch it again."
         )
-    return Verification(folder, record, len(record["files"]), tensors)
+    return Verification(folder, record, found, tensors)
+
+
+def _contradicted(folder: Path, record: Mapping[str, Any]) -> Iterator[str]:
+    """What ``record`` says of the files beside it, and they say otherwise."""
+    found, layout = format_of(folder), format_named(record["layout"])
+    if layout.name not in (found.name, *EVERY[found.name].otherwise.values()):
+        yield f"the layout is {found.name}, not {layout.name}"
+        return
+    checkpoint = found.read(folder)
+    for key, value in json.loads(json.dumps(checkpoint.config.as_json())).items():
+        if record["geometry"].get(key) != value and key != "max_position_embeddings":
+            yield f"{key} is {escape(value)}, not {escape(record['geometry'].get(key))}"
+    weights, *_ = layout.plan(checkpoint, record["dtype"])
+    holdings = holdings_of(layout, checkpoint, record["dtype"])
+    for planned in weights.tensors:
+        entry = record["tensors"].get(planned.name, {})
+        said = {"role": planned.role, **({"part": planned.part} if planned.part else {})}
+        if not planned.part:
+            said["kept"] = holdings[planned.role].kept
+        for key, value in said.items():
+            if entry.get(key) != value:
+                yield f"tensor {escape(planned.name)} has the {key} {value}, not {escape(entry.get(key))}"
 
 
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
@@ -239,8 +301,7 @@ def _misdescribed(stored: Mapping[str, StoredTensor], expected: Mapping[str, Any
     ]
 
 
-def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
-    sums = sums_of(path, stored)
+def _differing(sums: Mapping[str, str], expected: Mapping[str, Any]) -> list[str]:
     wrong = [f"tensor {escape(name)} is missing" for name in expected if name not in sums]
     wrong += [f"tensor {escape(name)} is not in the record" for name in sums if name not in expected]
     wrong += [f"tensor {escape(n)} has other values" for n, found in sums.items() if expected.get(n, found) != found]
@@ -250,9 +311,8 @@ def _differing(path: Path, stored: Mapping[str, StoredTensor], expected: Mapping
 def verify_against(
     directory: str | os.PathLike[str], original: Checkpoint, name: str, beside: Container[str] = ()
 ) -> Verification:
-    """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again and compare all bits.
-
-    What the record says was rounded before, or made codes of, is so rounded again.
+    """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again, rounded as the record says, and
+    compare all bits.
 
     Args:
         name: what ``original`` is called in messages.
@@ -263,7 +323,7 @@ def verify_against(
     """
     own = verify(directory, beside)
     wrong: list[str] = []
-    original = _as_recorded(original, own.record)
+    original = as_recorded(original, own.record)
     weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
     codes = plan_codes(weights) if CODES_FILE in own.record["files"] else []
     for file in (weights, *codes, *documents):
@@ -277,8 +337,13 @@ def verify_against(
     return replace(own, against=name)
 
 
-def _as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
-    """``original`` with its numbers rounded as ``record`` says, and without the codes that were left behind."""
+def as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
+    """``original`` with its numbers rounded as ``record`` says, without the codes that were left behind, and with the
+    name and the place that ``record`` says it has.
+
+    Raises:
+        CheckpointError: what was done to it, as ``record`` says it, cannot be done.
+    """
     tensors = dict(original.tensors)
     beside = [file["tensors"] for name, file in record["files"].items() if name == CODES_FILE and "tensors" in file]
     for name, entry in record["tensors"].items():
@@ -288,7 +353,7 @@ def _as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
             tensor = rounded_again(tensors[role], steps)
             kept = entry.get("kept") == CODES or any(f"{name}.codes" in codes for codes in beside)
             tensors[role] = tensor if kept else rounded_again(tensor, [ROUNDED_TO["f32"]])
-    return replace(original, tensors=MappingProxyType(tensors))
+    return replace(original, tensors=MappingProxyType(tensors), provenance=provenance(record["source"]))
 
 
 def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:
@@ -304,16 +369,9 @@ def _said_otherwise(path: Path, planned: Mapping[str, Any]) -> list[str]:
     not what ``planned`` says.
     """
     found = read_metadata(path)
-    more = [key for key in found if key not in planned and not key.startswith(_BESIDE_THE_DRAFTER)]
+    expected = as_stored(planned)
     return [
         f"{path.name} says something else of {escape(key)}"
-        for key in [*planned, *more]
-        if key not in _WRITER and not key.startswith("tokenizer.") and found.get(key) != _as_stored(planned.get(key))
+        for key in dict.fromkeys([*planned, *found])
+        if key not in _WRITER and not key.startswith(_TOKENIZER) and found.get(key) != expected.get(key)
     ]
-
-
-def _as_stored(value: Any) -> Any:
-    """A number or a list of metadata as reading finds it: plain floats are FP32 there, lists tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    return np.float32(value) if type(value) is float else value

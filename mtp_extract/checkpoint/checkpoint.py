@@ -11,6 +11,7 @@ from typing import Protocol
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Config, Role, shapes_of
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
+from mtp_extract.checkpoint.manifest import Manifest
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph import Activation
@@ -117,6 +118,13 @@ class Format(Protocol):
 
         Raises:
             UnsupportedError: something of ``checkpoint`` that the format cannot express.
+        """
+
+    def manifest(self, directory: Path) -> Manifest:
+        """What belongs to the checkpoint in ``directory``, and what each file that says something may say.
+
+        Raises:
+            DrafterError, CheckpointError: as :meth:`read`.
         """
 
     def read_config(self, directory: Path) -> Config:

@@ -18,6 +18,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.checkpoint.staging import RECORD
@@ -25,10 +26,10 @@ from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeigh
 from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["CODES_FILE", "plan_codes", "with_codes"]
+__all__ = ["CODES_FILE", "PLACES", "plan_codes", "said_of_codes", "with_codes"]
 
 CODES_FILE = "codes/codes.safetensors"
-_PLACES = (CODES_FILE, "codes.safetensors")
+PLACES = (CODES_FILE, "codes.safetensors")
 """Where they lie; before version 0.2 they lay at the top."""
 
 _SCHEMES = "schemes"
@@ -49,7 +50,7 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
         if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
         factor = tensor.steps.factor if tensor.steps is not None else None
-        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor}
+        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": tensor.scheme.axis}
         tensors += [
             PlannedTensor(
                 name=f"{weight.name}.codes",
@@ -65,13 +66,19 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
 
 
+def said_of_codes(path: Path) -> Said:
+    """What the header of the file with the integers at ``path`` may say beside its tensors."""
+    header = said_by_header(path)
+    return replace(header, besides={**header.besides, _SCHEMES: is_text})
+
+
 def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint``, read from ``directory``, with the codes that lie beside its floats; without them as it is.
 
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
-    path = next((directory / place for place in _PLACES if os.path.lexists(directory / place)), None)
+    path = next((directory / place for place in PLACES if os.path.lexists(directory / place)), None)
     if path is None:
         return checkpoint
     stored = CONTAINER.read_header(path)
@@ -155,7 +162,9 @@ class _Beside:
         zero_point = self._array("zero_point", "I64", np.dtype("<i8"))
         if scale.size != zero_point.size or not scale.size or not isinstance(factor, int | float) or not factor:
             raise CheckpointError(f"{self.path}: the scales of {escape(self.name)} are damaged.")
-        if scale.size == columns != rows:
+        # Scales of blocks lie in rows, those of channels in one; which axis these are of, earlier releases did not say.
+        channels = len(self.stored[f"{self.name}.scale"].shape) == 1
+        if channels and scale.size == columns and self.scheme.get("axis", int(columns != rows)) == 1:
             sizes, zeros = np.broadcast_to(scale, self.shape), np.broadcast_to(zero_point, self.shape)
             return Steps(1, sizes, zeros, factor)
         if scale.size % rows == 0 and columns % (scale.size // rows) == 0:

@@ -22,7 +22,7 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import open_regular
 
-__all__ = ["ARCHITECTURE", "CONTAINER", "Header", "Texts", "read_gguf"]
+__all__ = ["ARCHITECTURE", "CONTAINER", "Header", "Texts", "as_stored", "read_gguf"]
 
 ARCHITECTURE = "general.architecture"
 """The key that every file must have."""
@@ -119,6 +119,17 @@ class Gguf:
 
 
 CONTAINER = Gguf()
+
+
+def as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """``metadata`` as reading finds them: plain floats are FP32 there, lists tuples, and of texts only the count."""
+
+    def stored(value: Any) -> Any:
+        if isinstance(value, list):
+            return Texts(len(value)) if value and isinstance(value[0], str) else tuple(value)
+        return np.float32(value) if type(value) is float else value
+
+    return {key: stored(value) for key, value in metadata.items()}
 
 
 def _aligned(size: int, alignment: int) -> int:

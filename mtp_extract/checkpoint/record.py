@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.bundle import Drafter
@@ -21,7 +22,9 @@ from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation
 
 __all__ = [
+    "CHECKPOINT",
     "FORMAT_VERSION",
+    "UNKNOWN",
     "caches",
     "evidence",
     "part_record",
@@ -33,8 +36,25 @@ __all__ = [
     "tensor_record",
 ]
 
+CHECKPOINT = "checkpoint"
+"""What a record calls a source that is a directory: nothing says where that came from."""
+
 FORMAT_VERSION = 3
 """Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it."""
+
+UNKNOWN: Mapping[str, Any] = MappingProxyType(
+    {
+        "why": "the name it has in the directory that was converted",
+        "rounded_before": [],
+        "made_codes": None,
+        "factor": 1.0,
+        "name_confirms": False,
+        "source": None,
+        "quantization": None,
+        "activations": None,
+    }
+)
+"""What is known of a weight where no record says where it came from."""
 
 _READ = 1 << 18
 

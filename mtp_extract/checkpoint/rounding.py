@@ -267,7 +267,7 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
         CheckpointError: one of them is none that this package takes, or nothing that ``tensor`` admits of.
     """
     for step in steps:
-        if step in RULES:
+        if step in RULES and len(tensor.shape) == 2 and tensor.shape[1] % (RULES[step].block or 1) == 0:
             # Rules are for matrices of floats: codes that there were had been left behind by then.
             tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
         elif step in ROUNDED_TO.values():

@@ -28,6 +28,7 @@ from mtp_extract.io.regular import open_regular
 
 __all__ = [
     "container_of",
+    "described",
     "differing",
     "header_sum",
     "holds_tensors",
@@ -177,6 +178,11 @@ def header_sum(path: Path, stored: Mapping[str, StoredTensor]) -> str:
     """XXH3-128 (32 hex digits) of what the file says before its data: in some containers, the configuration too."""
     with open_regular(path) as file:
         return _sum_of_range(path, file.fileno(), 0, min((t.offset for t in stored.values()), default=0))
+
+
+def described(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What a record says of the file at ``path``, read from the file: its size, and the sums of header and tensors."""
+    return {"size": path.stat().st_size, "header": header_sum(path, stored), "tensors": sums_of(path, stored)}
 
 
 def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:

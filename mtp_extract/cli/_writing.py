@@ -17,20 +17,25 @@ from mtp_extract.errors import escape
 from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
+    from mtp_extract.hub.card import CardWords
     from mtp_extract.writing import ExtractionResult
 
 __all__ = [
     "FORMATS_ABOUT",
     "HEADS_ABOUT",
     "AnyFormatName",
+    "BaseModel",
     "Codes",
     "Exact",
     "For",
     "FormatName",
+    "License",
     "Numbers",
     "Overwrite",
     "Quantize",
+    "Title",
     "Tokenizer",
+    "card_words",
     "check_usage",
     "holds",
     "show_written",
@@ -78,6 +83,30 @@ Tokenizer = Annotated[
 ]
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")]
+
+
+License = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--license", metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
+]
+
+BaseModel = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--base-model", metavar="ORG/NAME", help="The base's id on the Hub, for the card."),
+]
+
+Title = Annotated[Optional[str], typer.Option("--title", metavar="TEXT", help="Title of the card.")]  # noqa: UP045
+
+
+def card_words(license_: str | None, base_model: str | None, title: str | None) -> CardWords:
+    """What those options say; what is no licence, id or title is wrong usage."""
+    from mtp_extract.hub.card import CardWords
+
+    try:
+        return CardWords(license_, base_model, title)
+    except ValueError as error:
+        option, _, rest = str(error).partition(" ")
+        raise typer.BadParameter(f"--{option.replace('_', '-')} {rest}") from None
 
 
 def check_usage(format_: str, engine: str | None, dtype: str | None, tokenizer: Path | None) -> None:

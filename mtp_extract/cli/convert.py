@@ -16,13 +16,17 @@ from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
     HEADS_ABOUT,
     AnyFormatName,
+    BaseModel,
     Codes,
     Exact,
     For,
+    License,
     Numbers,
     Overwrite,
     Quantize,
+    Title,
     Tokenizer,
+    card_words,
     check_usage,
     show_written,
 )
@@ -62,6 +66,9 @@ def command(
         ),
     ] = None,
     overwrite: Overwrite = False,
+    license_: License = None,
+    base_model: BaseModel = None,
+    title: Title = None,
     download: Download = False,
     print_json: AsJson = False,
 ) -> None:
@@ -70,6 +77,7 @@ def command(
     What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
     the new format has room for them; what is written is read back and compared.
     """
+    card = card_words(license_, base_model, title)
     check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
 
     from mtp_extract.bundle import open_bundle
@@ -92,6 +100,7 @@ def command(
             tokenizer=tokenizer,
             source=opened,
             overwrite=overwrite,
+            card=card,
             progress=tick,
         )
     show_written(result, print_json, _head(result.record))

@@ -13,14 +13,18 @@ from mtp_extract.cli._drafter import found_in
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
 from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
+    BaseModel,
     Codes,
     Exact,
     For,
     FormatName,
+    License,
     Numbers,
     Overwrite,
     Quantize,
+    Title,
     Tokenizer,
+    card_words,
     check_usage,
     show_written,
     tensors_of,
@@ -72,6 +76,9 @@ def command(
     quantize: Quantize = None,
     tokenizer: Tokenizer = None,
     overwrite: Overwrite = False,
+    license_: License = None,
+    base_model: BaseModel = None,
+    title: Title = None,
     sliding_window: SlidingWindow = None,
     section: Annotated[
         Optional[int],  # noqa: UP045
@@ -88,6 +95,7 @@ def command(
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
+    card = card_words(license_, base_model, title)
     check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
 
     from mtp_extract.bundle import open_bundle
@@ -111,6 +119,7 @@ def command(
             overwrite=overwrite,
             sliding_window=sliding_window,
             tokenizer=tokenizer,
+            card=card,
             progress=tick,
         )
     show_written(result, print_json, _head(result.record))

@@ -148,10 +148,11 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify, with_record
     from mtp_extract.checkpoint.staging import RECORD
+    from mtp_extract.checkpoint.strays import require_manifest
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.extraction import verify_against_source
     from mtp_extract.inspection import inspect_checkpoint
     from mtp_extract.validate.report.tables import REPORT_FILES
+    from mtp_extract.verification import verify_against_source
 
     place = with_record(place)
     result: Verification | None = None
@@ -183,6 +184,8 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
             f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {len(wrong)}. "
             "Convert it, or change its config as said."
         )
+    if result is None:
+        require_manifest(place, REPORT_FILES)
 
 
 def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification | None) -> None:
@@ -194,9 +197,15 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         say(f"  {what} from {escape(record['source'].get('name'))} by {tool}")
         for line in _made(record):
             say(f"  {line}")
-        if result.against is not None:
+        if result.against is None:
+            say("  that this is what came out of it was not checked: no bundle was given")
+        else:
             how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
             say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
+            from mtp_extract.verification import UNTOLD
+
+            told = dict.fromkeys(what for place, what in UNTOLD.items() if "." in place or record.get(place))
+            say(f"  extraction.json made anew from it: the same, but for what no bundle decides ({', '.join(told)})")
     else:
         say(f"{escape(place)}: without extraction.json: nothing says where it came from")
     say_geometry(found["geometry"], found["parameters"])

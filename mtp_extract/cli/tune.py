@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli._writing import BaseModel, License, Title, card_words
 from mtp_extract.cli.terminal import doing, error, redrawn, say, table, write_json
 from mtp_extract.errors import escape
 
@@ -147,6 +148,9 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write also what is not better.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
+    license_: License = None,
+    base_model: BaseModel = None,
+    title: Title = None,
     print_json: AsJson = False,
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or train a new one.
@@ -159,6 +163,7 @@ def command(
     from mtp_extract.tune.run import Plan, default_directory, run_tuning
     from mtp_extract.tune.setting import Setting
 
+    card = card_words(license_, base_model, title)
     if (directory is None) != (new is not None):
         raise typer.BadParameter("name a DIR, or a kind of head with --new; one of the two.")
     if new is not None and (head is not None or mode is not None):
@@ -198,6 +203,7 @@ def command(
             steps=steps or HeadPlan.steps,
             force=force,
             overwrite=overwrite,
+            card=card,
         )
         with _progress(quiet=print_json) as tell:
             made = run_ordered_head(head_plan, (lambda line: None) if print_json else doing, tell)
@@ -218,6 +224,7 @@ def command(
         draft_vocab=draft_vocab or Plan.draft_vocab,
         force=force,
         overwrite=overwrite,
+        card=card,
     )
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"

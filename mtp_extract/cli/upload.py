@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli._writing import BaseModel, License, Title, card_words
 from mtp_extract.cli.terminal import say, size, table, write_json
 from mtp_extract.errors import escape
 
@@ -38,17 +39,23 @@ def command(
         bool,
         typer.Option("--dry-run", help="Check and list what would go, with sizes and hashes; send nothing."),
     ] = False,
+    license_: License = None,
+    base_model: BaseModel = None,
+    title: Title = None,
     print_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
     The directory is checked against its extraction.json first, and stays as it is. With a report.json in it, the model
-    card that is sent states the figures. An upload that was interrupted is resumed by running it again. The token is
-    the one that 'hf auth login' or HF_TOKEN left.
+    card that is sent states the figures; what was changed in the card by hand stays. An upload that was interrupted is
+    resumed by running it again. The token is the one that 'hf auth login' or HF_TOKEN left.
     """
     from mtp_extract.hub.upload import upload
 
-    result = upload(directory, repository, private=private, force=force, dry_run=dry_run, progress=not print_json)
+    card = card_words(license_, base_model, title)
+    result = upload(
+        directory, repository, private=private, force=force, dry_run=dry_run, card=card, progress=not print_json
+    )
     if print_json:
         write_json(
             {
@@ -59,6 +66,7 @@ def command(
                 "dry_run": result.dry_run,
                 "created": result.created,
                 "sent": result.sent,
+                "notes": result.notes,
                 "files": {file.path: {"size": file.size, "sha256": file.sha256} for file in result.files},
             }
         )
@@ -77,6 +85,8 @@ def _show(result: UploadResult) -> None:
     else:
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
     table([[file.path, size(file.size), file.sha256] for file in result.files], ["file", "size", "SHA-256"])
+    for note in result.notes:
+        say(f"Note: {note}")
     if result.dry_run:
         say("Nothing was sent.")
     else:

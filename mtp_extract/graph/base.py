@@ -7,7 +7,7 @@
     h            ← feed-forward and attention, as in the drafter
     stream of the first layer ← embeddings
     ple          ← (projected + per_layer_embeddings) / √2
-    projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width)
+    projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width), the root folded or not
     caches       ← k_norm(k_proj(x)) with RoPE, v_proj(x) normed;  x is the normed stream of the layer that owns them
 
 A prefill gives caches and no logits: it ends with the K and V of the last layer that owns any, so that layer has no
@@ -179,9 +179,14 @@ class _Walker(Blocks):
             raise RoleError(
                 f"per_layer_projection_norm: expected the input {PER_LAYER!r} beside it, found {what_is(strip(other))}."
             )
-        width = self.graph.inputs[EMBEDDINGS].tensor.shape[-1]
-        projected = self._scaled(norm.x, width**-0.5, "per_layer_model_projection")
-        source = self.linear("per_layer_model_projection", projected, "whose output is normed per layer")
+        factor, what = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
+        matrix = strip(norm.x).producer
+        if matrix is not None and is_matrix(matrix):
+            # The exporter has multiplied the weight, or its scales, by the factor.
+            source = self.linear(what, norm.x, "whose output, the factor in it, is normed per layer", factor)
+        else:
+            projected = self._scaled(norm.x, factor, what)
+            source = self.linear(what, projected, "whose output is normed per layer")
         if strip(source).input_name != EMBEDDINGS:
             raise RoleError(
                 f"per_layer_model_projection: expected to read the input {EMBEDDINGS!r}, it reads "

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from string import Template
 from types import MappingProxyType
@@ -17,14 +19,12 @@ from typing import Any
 
 from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
 from mtp_extract.checkpoint.formats import ENGINES, EVERY
-from mtp_extract.errors import escape
+from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, listed, paragraph, plain, table
 from mtp_extract.validate.report.tables import measurements
 
-__all__ = ["CARD", "card_metadata", "model_card"]
-
-CARD = "README.md"
+__all__ = ["UNSAID", "CardWords", "card_metadata", "merged", "model_card"]
 
 _TAGS = (
     "speculative-decoding",
@@ -40,6 +40,8 @@ _HEAD_TAGS = ("speculative-decoding", "eagle3", "draft-model", "gemma4", "mtp-ex
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+
 _UNKNOWN_LICENSE = "other"
 """What the Hub calls a licence that is none of those it lists."""
 
@@ -48,10 +50,81 @@ _UNKNOWN_LICENSE = "other"
 _BLOCK = re.compile(r"<!-- if (not )?(\w+) -->(\n?)((?:(?!<!-- if ).)*?)<!-- end -->\3", re.DOTALL)
 
 
+@dataclass(frozen=True)
+class CardWords:
+    """What whoever makes a checkpoint has to say on its card; None where that follows from the record.
+
+    Attributes:
+        license: as the Hub calls it ("apache-2.0").
+        base_model: the Hub's id of the base.
+        title: of the card.
+
+    Raises:
+        ValueError: one of them is nothing of the kind.
+    """
+
+    license: str | None = None
+    base_model: str | None = None
+    title: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, fits, expected in (
+            ("license", self.license, _LICENSE_ID.fullmatch, "the Hub's name of one, such as apache-2.0"),
+            ("base_model", self.base_model, _HUB_ID.fullmatch, "an id of the Hub, ORG/NAME"),
+            ("title", self.title, lambda text: text.strip() and text.isprintable(), "one line of text"),
+        ):
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} {escape(value)!r}: expected {expected}.")
+
+    def over(self, record: Mapping[str, Any] | None) -> CardWords:
+        """These, and where there are none, those of a ``record``.
+
+        Raises:
+            CheckpointError: it says something else.
+        """
+        known = asdict(_words(record or {}))
+        return CardWords(**{key: value or known[key] for key, value in asdict(self).items()})
+
+    def as_json(self) -> dict[str, str | None] | None:
+        """For ``extraction.json``."""
+        return asdict(self) if any(asdict(self).values()) else None
+
+
+UNSAID = CardWords()
+
+
+def merged(old: str, mine: str, new: str) -> tuple[str, int]:
+    """``mine``, which was ``old`` before it was changed by hand, with what became of ``old`` in ``new``.
+
+    Returns:
+        The text, and how many changes of ``new`` fell on lines that were changed by hand, and were left out.
+    """
+    before, own, after = (text.splitlines(keepends=True) for text in (old, mine, new))
+    place = {
+        block.a + k: block.b + k
+        for block in SequenceMatcher(None, before, own, autojunk=False).get_matching_blocks()
+        for k in range(block.size)
+    }
+    left = 0
+    # From the end, so that places before stay where they are.
+    for tag, first, last, begin, end in reversed(SequenceMatcher(None, before, after, autojunk=False).get_opcodes()):
+        if tag == "equal":
+            continue
+        # The line before, and those that change, as whoever changed the text left them: one after the other.
+        around = [place.get(line, -1) for line in range(max(first - 1, 0), last)]
+        begins = around[0] if around else 0
+        if begins < 0 or around != list(range(begins, begins + len(around))):
+            left += 1
+            continue
+        start = begins + (first > 0)
+        own[start : start + last - first] = after[begin:end]
+    return "".join(own), left
+
+
 def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
-    license_ = license_of(extraction)
-    metadata: dict[str, str | list[str]] = {"license": license_.id if license_ else _UNKNOWN_LICENSE}
+    license_, given = license_of(extraction), _words(extraction).license
+    metadata: dict[str, str | list[str]] = {"license": given or (license_.id if license_ else _UNKNOWN_LICENSE)}
     base = _base_of(extraction)
     if base:
         metadata["base_model"] = [base]
@@ -85,7 +158,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
         (Path(__file__).parent / ("eagle3.md" if _is_head(extraction) else "card.md")).read_text("utf-8"),
         {
             "metadata": _yaml(card_metadata(extraction)),
-            "heading": _heading(known_as, _is_head(extraction)),
+            "heading": plain(_words(extraction).title or "") or _heading(known_as, _is_head(extraction)),
             "target": f"[{escape(base)}](https://huggingface.co/{escape(base)})" if base else "its base model",
             "file": code(extraction["source"]["name"]),
             "version": plain(extraction["tool"]["version"]),
@@ -132,6 +205,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             **_head(head),
             "changed": tuning or head,
             "static": _static(extraction),
+            "license_given": code(_words(extraction).license or "") if _words(extraction).license else "",
             "license_name": license_.name if license_ else "",
             "license_url": license_.url if license_ else "",
         },
@@ -209,8 +283,17 @@ def _length(mean: float, interval: Sequence[float] | None, sign: str = "") -> st
 
 def _base_of(extraction: Mapping[str, Any]) -> str | None:
     """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
+    if given := _words(extraction).base_model:
+        return given
     named = extraction["geometry"].get("base")
     return named if named and _HUB_ID.fullmatch(named) else base_model_of(extraction)
+
+
+def _words(extraction: Mapping[str, Any]) -> CardWords:
+    try:
+        return CardWords(**(extraction.get("card") or {}))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"What the record says of the card is not what mtp-extract writes: {error}") from error
 
 
 def _is_head(extraction: Mapping[str, Any]) -> bool:

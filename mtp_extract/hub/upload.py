@@ -14,16 +14,18 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.check import files_in, verify
+from mtp_extract.checkpoint.check import changed_card, files_in, verify
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.strays import CARD, LEGAL
 from mtp_extract.errors import CheckpointError, HubError, escape
-from mtp_extract.hub.card import CARD, model_card
+from mtp_extract.hub.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
@@ -88,6 +90,7 @@ class UploadResult:
         created: the repository did not exist; None for a dry run, which asks nobody.
         sent: paths that were not there before.
         files: everything the repository now holds of the directory.
+        notes: what was made of a card that had been changed by hand.
     """
 
     repository: str
@@ -98,13 +101,17 @@ class UploadResult:
     created: bool | None
     sent: tuple[str, ...]
     files: tuple[HubFile, ...]
+    notes: tuple[str, ...] = ()
 
 
-def plan_upload(directory: str | os.PathLike[str]) -> tuple[HubFile, ...]:
-    """Check a directory and list what would be published from it.
+def plan_upload(
+    directory: str | os.PathLike[str], words: CardWords = UNSAID
+) -> tuple[tuple[HubFile, ...], tuple[str, ...]]:
+    """Check a directory and list what would be published from it; with what is to be told of its card.
 
-    With a ``report.json`` in the directory the card that is published is the one that states its figures, and the
-    record that is published lists that card; the files in the directory stay as they are.
+    With a ``report.json`` in the directory the card that is published is the one that states its figures, and with
+    ``words`` the one that says them; what was changed in it by hand stays. The record that is published lists the card
+    as it was made; the files in the directory stay as they are.
 
     Raises:
         CheckpointError: the directory does not match its record, or the report cannot be read.
@@ -113,24 +120,42 @@ def plan_upload(directory: str | os.PathLike[str]) -> tuple[HubFile, ...]:
     folder = Path(directory)
     record = verify(folder, beside=REPORT_FILES).record
     contents: dict[str, Path | bytes] = {path: folder / path for path in files_in(folder)}
-    if REPORT in contents:
-        card = _card(folder, record)
-        record["files"][CARD] = {"size": len(card), "xxh3": xxh3_128_hexdigest(card)}
+    ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
+    if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:
+        raise CheckpointError(
+            f"{escape(folder)}: {escape(odd[0])} belongs neither to the checkpoint nor to a report, and would be "
+            "published with it. Move it elsewhere."
+        )
+    notes: tuple[str, ...] = ()
+    report = _report(folder) if REPORT in contents else None
+    if report is not None or words.as_json():
+        before, record["card"] = _made(folder, record), words.over(record).as_json()
+        made = _made(folder, record, report)
+        card, left = made, 0
+        if (changed := changed_card(folder)) is not None:
+            card, left = merged(before, changed, made)
+            stay = f"; {left} places that were to be written anew stay as they were changed" if left else ""
+            notes = (f"{CARD} was changed by hand, and keeps those changes{stay}.",)
+        encoded = made.encode()
+        record["files"][CARD] = {"size": len(encoded), "xxh3": xxh3_128_hexdigest(encoded)}
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        contents |= {CARD: card, RECORD: text.encode("utf-8", "backslashreplace")}
+        contents |= {CARD: card.encode(), RECORD: text.encode("utf-8", "backslashreplace")}
     if CARD not in contents:
         raise CheckpointError(f"{escape(folder)}: no {CARD} in it. Extract again.")
     files = tuple(HubFile.of(path, contents[path]) for path in sorted(contents))
     _check_card(folder / CARD, _card_text(files))
-    return files
+    return files, notes
 
 
-def _card(folder: Path, record: Mapping[str, Any]) -> bytes:
-    """The card with the figures of the report in ``folder``."""
+def _report(folder: Path) -> Any:
     path = folder / REPORT
-    report = read_object(path, "Validate again.")
+    return read_object(path, "Validate again.")
+
+
+def _made(folder: Path, record: Mapping[str, Any], report: Any = None) -> str:
+    """The card that ``record`` and ``report`` make."""
     try:
-        return model_card(record, report).encode()
+        return model_card(record, report)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{escape(folder)}: {RECORD} or {REPORT} lacks what the model card states "
@@ -163,6 +188,7 @@ def upload(
     force: bool = False,
     dry_run: bool = False,
     token: str | None = None,
+    card: CardWords = UNSAID,
     progress: bool = True,
 ) -> UploadResult:
     """Publish a checkpoint directory.
@@ -178,6 +204,7 @@ def upload(
             history keeps them), others stay.
         dry_run: check and list, and ask nobody.
         token: None for the one that ``hf auth login`` or ``HF_TOKEN`` left.
+        card: what the card is to say.
         progress: show huggingface_hub's progress bars.
 
     Raises:
@@ -188,10 +215,10 @@ def upload(
     from huggingface_hub import constants
 
     _check_name(repo_id)
-    files = plan_upload(directory)
+    files, notes = plan_upload(directory, card)
     url = f"{constants.ENDPOINT}/{repo_id}"
     if dry_run:
-        return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files)
+        return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files, notes)
     secret = _token(token)
     with _quiet(progress), _explained(repo_id, secret):
         from huggingface_hub import CommitOperationAdd, HfApi, close_session
@@ -216,7 +243,7 @@ def upload(
         with watched(_PATIENCE, close_session):
             commit = commit or str(api.repo_info(repo_id).sha)
             _verify(api, repo_id, commit, files)
-    return UploadResult(repo_id, url, commit, private, False, held is None, sent, files)
+    return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes)
 
 
 def _check_name(repo_id: str) -> None:

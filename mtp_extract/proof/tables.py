@@ -134,8 +134,8 @@ def check_tables(
             worst = int(off.argmax())
             raise ProofError(
                 f"layers.{index}.attention: a query is turned by {measured[worst]:.6g} from position to position where "
-                f"the config's RoPE has {exact[worst]:.6g}: more than the type of the file's table explains. Nothing is "
-                "written. Please report the file."
+                f"the config's RoPE has {exact[worst]:.6g}: more than the type of the file's table explains. Nothing "
+                "is written. Please report the file."
             )
         for value in values:
             if id(value) not in tables:
@@ -264,8 +264,9 @@ def _identify(
                 break
         if open_.size:
             raise ProofError(
-                f"{layer}.attention: {value.label} meets its query, and depends on the position otherwise than a cosine "
-                "or a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the file."
+                f"{layer}.attention: {value.label} meets its query, and depends on the position otherwise than a "
+                "cosine or a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the "
+                "file."
             )
     factors = amplitude.astype(np.float32)
     return Table(value, factors, function, queries if several else 1, own, config, share + _rounded_after(value))

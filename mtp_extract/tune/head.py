@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.extras import require
 
@@ -47,6 +48,7 @@ class HeadPlan:
         steps: of the optimizer.
         force: write also what does not draft as the dense head does.
         overwrite: replace ``out`` if it is a checkpoint of ours.
+        card: what to say on the card.
     """
 
     setting: Setting
@@ -57,6 +59,7 @@ class HeadPlan:
     steps: int = 600
     force: bool = False
     overwrite: bool = False
+    card: CardWords = UNSAID
 
     def check(self) -> None:
         """What can be said before anything is loaded.
@@ -209,9 +212,16 @@ def run_ordered_head(
         )
     written = None
     if plan.force or not refused:
-        written = write_ordered(
-            pair.origin, after, plan.out, record, overwrite=plan.overwrite, inputs=plan.setting.inputs
-        ).directory
+        result = write_ordered(
+            pair.origin,
+            after,
+            plan.out,
+            record,
+            overwrite=plan.overwrite,
+            inputs=plan.setting.inputs,
+            card=plan.card,
+        )
+        written = result.directory
     head = OrderedHeadConfig(count, top_k)
     return Ordered(written, refused, comparisons, head, kept, corpus, record, tuple(notes))
 

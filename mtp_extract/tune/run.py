@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.extras import require
 
@@ -45,6 +46,7 @@ class Plan:
         draft_vocab: most tokens that a new head can propose.
         force: write also what is not better.
         overwrite: replace ``out`` if it is a checkpoint of ours.
+        card: what to say on the card.
     """
 
     setting: Setting
@@ -57,6 +59,7 @@ class Plan:
     draft_vocab: int = 32000
     force: bool = False
     overwrite: bool = False
+    card: CardWords = UNSAID
 
     def recipe(self) -> Recipe:
         """How to train."""
@@ -279,6 +282,14 @@ def _write(
         with kept(plan.setting.work):
             draw_progress(trained.history, plan.setting.work / "progress.png")
         if keep:
-            write_tuned(pair.origin, tuned, plan.out, record, overwrite=plan.overwrite, inputs=plan.setting.inputs)
+            write_tuned(
+                pair.origin,
+                tuned,
+                plan.out,
+                record,
+                overwrite=plan.overwrite,
+                inputs=plan.setting.inputs,
+                card=plan.card,
+            )
     pair.accelerator.wait_for_everyone()
     return plan.out if keep else None

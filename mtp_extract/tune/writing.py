@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.hub.card import UNSAID, CardWords
 from mtp_extract.io.place import Inputs
 from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
 
@@ -49,7 +50,7 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     Raises:
         UnsupportedError: the format of ``origin`` has no room for it.
     """
-    choice = _choice(origin, overwrite=False)
+    choice = _choice(origin)
     try:
         choice.format.plan(choice.prepare(like).checkpoint, choice.dtype)
     except UnsupportedError as error:
@@ -70,7 +71,7 @@ def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
     Raises:
         UnsupportedError: the format of ``origin`` has no room for it.
     """
-    choice = _choice(origin, overwrite=False)
+    choice = _choice(origin)
     prepared = choice.prepare(like)
     place = f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}"
     advice = "Convert the drafter to the transformers format first."
@@ -94,8 +95,9 @@ def _dtype(origin: ReadDirectory) -> str:
     return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
 
 
-def _choice(origin: ReadDirectory, *, overwrite: bool) -> Choice:
-    return Choice(format_named(origin.layout), _dtype(origin), codes=bool(origin.beside), overwrite=overwrite)
+def _choice(origin: ReadDirectory, *, overwrite: bool = False, card: CardWords = UNSAID) -> Choice:
+    format_, codes = format_named(origin.layout), bool(origin.beside)
+    return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite, card=card.over(origin.old))
 
 
 def write_tuned(
@@ -106,6 +108,7 @@ def write_tuned(
     *,
     overwrite: bool,
     inputs: Inputs,
+    card: CardWords = UNSAID,
 ) -> ExtractionResult:
     """Write ``tuned`` to ``target``, in the format, type and with the codes that ``origin`` has.
 
@@ -116,6 +119,7 @@ def write_tuned(
         tuning: what the record is to say of it.
         overwrite: replace ``target`` if it is a checkpoint of ours.
         inputs: what is read, and so is not replaced.
+        card: what to say on the card.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
@@ -125,7 +129,7 @@ def write_tuned(
         changed = _changed(origin.checkpoint, tuned, weights)
         return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
 
-    return _write(origin, tuned, target, describe, overwrite=overwrite, inputs=inputs)
+    return _write(origin, tuned, target, describe, overwrite=overwrite, inputs=inputs, card=card)
 
 
 def write_ordered(
@@ -136,6 +140,7 @@ def write_ordered(
     *,
     overwrite: bool,
     inputs: Inputs,
+    card: CardWords = UNSAID,
 ) -> ExtractionResult:
     """Write ``ordered``, which is what ``origin`` holds with an ordered head; the rest as :func:`write_tuned`.
 
@@ -149,7 +154,7 @@ def write_ordered(
                 record["tensors"][planned.name]["why"] = _MADE
         return {**record, "ordered_head": {**about, "made_from": origin.sums}}
 
-    return _write(origin, ordered, target, describe, overwrite=overwrite, inputs=inputs)
+    return _write(origin, ordered, target, describe, overwrite=overwrite, inputs=inputs, card=card)
 
 
 def _write(
@@ -160,8 +165,9 @@ def _write(
     *,
     overwrite: bool,
     inputs: Inputs,
+    card: CardWords,
 ) -> ExtractionResult:
-    prepared = _choice(origin, overwrite=overwrite).prepare(checkpoint)
+    prepared = _choice(origin, overwrite=overwrite, card=card).prepare(checkpoint)
 
     def checked(staged: Staged) -> dict[str, Any]:
         check_codes(staged.written, checkpoint, prepared.holdings)

@@ -6,33 +6,36 @@ Everything is derived from the file again; nothing that the directory says of it
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
-from mtp_extract.checkpoint.formats import FORMATS, format_of, reading
+from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.checkpoint.formats.parts import static_scale
-from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, DrafterError, ProofError, UnsupportedError, escape
+from mtp_extract.checkpoint.strays import strays
+from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError, escape, few
 from mtp_extract.extraction import checkpoint_of
 from mtp_extract.proof.proof import prove
+from mtp_extract.proof.words import in_words
 from mtp_extract.validate.report.tables import REPORT_FILES
+from mtp_extract.verification import verify_against_drafter
 
 __all__ = ["NEEDED", "Check", "check_identity", "drafter_for"]
 
@@ -54,37 +57,16 @@ class Check:
     evidence: str
 
 
-NEEDED = ("config", "tensors", "execution")
+NEEDED = ("config", "files", "tensors", "execution")
 """The checks without which nothing is proven. The others refute as well, and may be left out."""
 
 _WHAT = {
     "config": "every number of the config that the graph fixes is the graph's",
+    "files": "nothing lies here, and no file says anything, by which an engine would load something else",
     "tensors": "every tensor holds the file's codes, or its values, at most rounded once, bit for bit",
     "execution": "graph and checkpoint compute the same, operator by operator, nothing following the other",
     "record": "extraction.json describes what lies here",
 }
-
-# What no graph says, and what only names things.
-_FREE = frozenset(
-    {
-        *(
-            "architectures",
-            "dtype",
-            "initializer_range",
-            "max_position_embeddings",
-            "model_type",
-            "tensors",
-            "use_cache",
-        ),
-        # How weights are stored is read strictly; what they come to is compared by tensor.
-        *("quantization", "quantization_config"),
-        *("attention_dropout", "vocab_size_per_layer_input", "num_centroids", "centroid_intermediate_top_k"),
-        # Read strictly: what is there changes nothing.
-        *("num_kv_shared_layers", "use_bidirectional_attention", "tie_word_embeddings"),
-        # What they come to is compared by layer.
-        *("attention_k_eq_v", "num_global_key_value_heads"),
-    }
-)
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> SourceDrafter:
@@ -114,21 +96,22 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
     original = checkpoint_of(source)
     format_ = format_of(directory)
     found = require_mtp(format_.read_config(directory))
-    config = _config(directory, original, found)
+    config = _config(original, found)
     written, tensors = None, _check("tensors", False, "they were not read")
     compared: _Compared | None = None
     try:
         written = format_.read(directory)
         # Scales are read when they are asked for, and may turn out to be damaged.
         compared = _tensors(written, original, format_.name)
-        tensors = compared.check
+        tensors = compared.check if not compared.check.passed else _beside(directory, written, original, compared.check)
     except (DrafterError, CheckpointError) as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
     execution = _check("execution", None, "not of the shape of the file's drafter")
     if written is not None and compared is not None and comparable:
         execution = _execution(source, written, original, compared)
-    return (config, tensors, execution, _record(directory, source)), comparable
+    checks = (config, _files(directory), tensors, execution)
+    return (*checks, _record(directory, source, all(check.passed for check in checks))), comparable
 
 
 def _check(name: str, passed: bool | None, evidence: str) -> Check:
@@ -142,26 +125,25 @@ def _shape(config: DrafterConfig) -> object:
     return layers, sizes, config.num_heads, config.ordered_head
 
 
-def _config(directory: Path, original: Checkpoint, found: DrafterConfig) -> Check:
-    """By key, as the directory's format writes them; and by what is read from it, whatever form that has."""
-    format_ = format_of(directory)
-    types = set(original.mtp.layer_types)
-    free = {*_FREE, *({SLIDING, FULL} - types), *(() if SLIDING in types else ("sliding_window",))}
-    count, wrong = 0, list[str]()
-    dtype = next(dtype for dtype in ("f32", CODES) if dtype in FORMATS[format_.name].dtypes)
+def _files(directory: Path) -> Check:
     try:
-        document = next((file.text for file in format_.plan(original, dtype) if file.name == format_.marker), "")
-    except UnsupportedError:
-        # The file's drafter cannot be in this format, so what lies here was made otherwise: its meaning is compared.
-        document = ""
-    if document:
-        count, wrong = _differences(json.loads(document), reading.read_json(directory / format_.marker), free)
-    if not wrong:
-        mine, theirs = (_meaning(config) for config in (original.mtp, found))
-        count, wrong = max(count, len(mine)), _differences(mine, theirs, frozenset())[1]
-        wrong += [f"{key}: the graph has none" for key in theirs if key not in mine]
+        found = strays(directory, REPORT_FILES)
+    except MtpExtractError as error:
+        return _check("files", False, " ".join(str(error).split()))
+    return _check(
+        "files",
+        not found,
+        few(found, separator="; ") or "every file and key is one of the drafter's, or read by nobody",
+    )
+
+
+def _config(original: Checkpoint, found: DrafterConfig) -> Check:
+    """By what is read from it, whatever form that has: what it says besides is a matter of the files."""
+    mine, theirs = (_meaning(config) for config in (original.mtp, found))
+    count, wrong = _differences(mine, theirs)
+    wrong += [f"{key}: the graph has none" for key in theirs if key not in mine]
     if wrong:
-        return _check("config", False, "; ".join(wrong))
+        return _check("config", False, few(wrong, separator="; "))
     return _check("config", True, f"{count} values agree")
 
 
@@ -172,19 +154,15 @@ def _meaning(config: DrafterConfig) -> dict[str, Any]:
     return {**fields, **{f"layers.{index}": layer for index, layer in enumerate(layers)}}
 
 
-def _differences(
-    expected: Mapping[str, Any], found: Mapping[str, Any], free: Collection[str], prefix: str = ""
-) -> tuple[int, list[str]]:
+def _differences(expected: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> tuple[int, list[str]]:
     """How many values are in both, and those that differ, with both values."""
     count = 0
     wrong: list[str] = []
     for key, value in expected.items():
         name = f"{prefix}{key}"
-        if key in free or key.endswith("_token_id") or key not in found:
-            continue
-        theirs = found[key]
+        theirs = found.get(key)
         if isinstance(value, Mapping) and isinstance(theirs, Mapping):
-            inner = _differences(value, theirs, free, f"{name}.")
+            inner = _differences(value, theirs, f"{name}.")
             count, wrong = count + inner[0], wrong + inner[1]
             continue
         count += 1
@@ -310,29 +288,55 @@ def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint,
             proof = prove(source.graph, source.walk, written.mtp, read)
     except (ProofError, CheckpointError) as error:
         return _check("execution", False, str(error).split(". ")[0])
+    except UnsupportedError as error:
+        # The graph is none that a proof can be made of: nothing is shown of the directory.
+        return _check("execution", None, str(error).split(". ")[0])
     except (ValueError, ArithmeticError):
         if not compared.different:
             raise
         return _check("execution", None, "its numbers cannot be computed with")
-    figures = ", ".join(
-        f"{name} within {max(f):.1g}" for name, f in (("logits", proof.logits), ("state", proof.projected))
-    )
-    return _check(
-        "execution",
-        True,
-        f"{figures} of their range at {len(proof.positions)} positions, {proof.tolerance:g} being allowed",
-    )
+    return _check("execution", True, "; ".join(in_words(proof.as_json())))
 
 
-def _record(directory: Path, source: SourceDrafter) -> Check:
+def _beside(directory: Path, written: Checkpoint, original: Checkpoint, tensors: Check) -> Check:
+    """``tensors``, where the codes beside the floats, if there are any, are the file's, too.
+
+    Raises:
+        CheckpointError: they are not those of the floats.
+    """
+    coded = with_codes(directory, written)
+    more = {role: there for role, there in coded.tensors.items() if there is not written.tensors[role]}
+    for role, there in more.items():
+        if found := _other_codes(there, original.tensors[role]):
+            return _check("tensors", False, f"{CODES_FILE}: {role} {found}")
+    told = f"; beside them {len(more)} have the file's codes" if more else ""
+    return _check("tensors", True, tensors.evidence + told)
+
+
+def _other_codes(there: LazyTensor, expected: LazyTensor) -> str:
+    """What is wrong with the codes of ``there``; nothing where they are those of ``expected``."""
+    mine, theirs = expected.scheme, there.scheme
+    if mine is None or theirs is None or expected.steps is None or there.steps is None:
+        return "holds codes, and in the file it is stored as floats"
+    if mine.bits != theirs.bits:
+        return f"holds codes of {theirs.bits} bits, and in the file of {mine.bits}"
+    if not isinstance(row_codes(expected), str):
+        found = _codes_compared(there, expected)
+        return found if isinstance(found, str) else ""
+    # Scales that run across the rows.
+    columns = expected.shape[-1]
+    same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
+    steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
+    return "" if same and all(map(np.array_equal, *steps)) else "holds other codes than the file's"
+
+
+def _record(directory: Path, source: SourceDrafter, sound: bool) -> Check:
+    """Of what is ``sound``, made anew; of anything else, held against what lies here."""
     if not (directory / RECORD).exists():
         return _check("record", None, f"there is no {RECORD}")
     try:
-        found = verify(directory, REPORT_FILES)
-    except CheckpointError as error:
+        found = verify_against_drafter(directory, source, REPORT_FILES) if sound else verify(directory, REPORT_FILES)
+    except MtpExtractError as error:
         return _check("record", False, str(error))
-    geometry = json.loads(json.dumps(source.config.as_json()))
-    if geometry != found.record["geometry"]:
-        wrong = _differences(geometry, found.record["geometry"], frozenset(), "geometry.")[1]
-        return _check("record", False, "; ".join(wrong) or "its geometry is incomplete")
-    return _check("record", True, f"{found.files} files and {found.tensors} tensors as recorded")
+    told = f"{found.files} files and {found.tensors} tensors as recorded"
+    return _check("record", True, f"{told}, and the record is the one that the file gives" if sound else told)

@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.formats import FORMATS, Listed, format_named, format_of, read_checkpoint, reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
+from mtp_extract.checkpoint.manifest import Manifest, Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
@@ -44,6 +45,13 @@ class ToyFormat:
             OutputFile(self.weights_file, tensors=tensors),
             OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
         ]
+
+    def manifest(self, directory: Path) -> Manifest:
+        path = directory / self.marker
+        said = Said(path, json.loads(json.dumps(asdict(self.read_config(directory)))), {"dtype": is_text})
+        return Manifest(
+            frozenset({self.marker, self.weights_file}), (said, said_by_header(directory / self.weights_file))
+        )
 
     def read_config(self, directory: Path) -> DrafterConfig:
         fields = {key: value for key, value in reading.read_json(directory / self.marker).items() if key != "dtype"}
@@ -82,7 +90,7 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
         "extraction.json",
         "README.md",
     }
-    assert verify(directory).files == 4
+    assert verify(directory).files == 3
     assert format_of(directory) is FORMAT
     found = read_checkpoint(directory)
     extract(sample, tmp_path / "known", dtype=dtype)

@@ -34,8 +34,9 @@ from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of, prove_checkpoint, verify_against_source
+from mtp_extract.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.proof.proof import Proof
+from mtp_extract.verification import verify_against_source
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 FILE = "drafter.gguf"
@@ -386,6 +387,7 @@ def test_a_key_that_is_changed_and_a_record_that_is_forged(key: str, copy: Path,
     reader.data.flush()
     record = json.loads((copy / "extraction.json").read_text())
     record["files"][FILE]["header"] = header_sum(copy / FILE, read_header(copy / FILE))
+    record["geometry"] = read_checkpoint(copy).config.as_json()
     (copy / "extraction.json").write_text(json.dumps(record))
     verify(copy)
     with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=f"says something else of {key}"):

@@ -29,8 +29,9 @@ from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of, verify_against_source
+from mtp_extract.extraction import checkpoint_of
 from mtp_extract.graph import Activation
+from mtp_extract.verification import verify_against_source
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")

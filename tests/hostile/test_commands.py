@@ -334,7 +334,7 @@ def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: by
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.check import verify
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.extraction import verify_against_source
+    from mtp_extract.verification import verify_against_source
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())

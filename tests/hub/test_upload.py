@@ -276,7 +276,6 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a bit of the weights": lambda d: _flip(d / "model.safetensors"),
     "a bit of the codes": lambda d: _flip(d / "codes/codes.safetensors"),
     "the configuration": lambda d: _flip(d / "config.json"),
-    "the card": lambda d: _flip(d / "README.md"),
     "a longer file": lambda d: (d / "config.json").write_bytes((d / "config.json").read_bytes() + b" "),
     "a file gone": lambda d: (d / "generation_config.json").unlink(),
     "a file added": lambda d: (d / "token.txt").write_text("x"),

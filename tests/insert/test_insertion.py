@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+from helpers.blocks import blockwise_int2
 from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, load, pack, parts_of
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
@@ -496,3 +497,19 @@ def test_a_graph_for_a_bundle_that_has_one(sample: Path, tmp_path: Path) -> None
         planned_insertion(source, sample, graph_from=sample),
     ):
         raise AssertionError("it was planned")
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("name", FORMATS)
+def test_int2_in_blocks_goes_back_as_it_was(tmp_path: Path, name: str, block: int) -> None:
+    """A row of 256 in blocks of 128 has as many scales in all as columns: they were taken for those of columns."""
+    path = tmp_path / "blocks.tflite"
+    path.write_bytes(blockwise_int2(block, zeros=True))
+    try:
+        extract(path, tmp_path / "d", format=name, codes=True)
+    except UnsupportedError as error:
+        assert name == "gemma" and block < 128, error
+        return
+    with planned_insertion(tmp_path / "d", path) as plan:
+        plan.write(tmp_path / "again.tflite")
+    assert (tmp_path / "again.tflite").read_bytes() == path.read_bytes()

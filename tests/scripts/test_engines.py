@@ -11,6 +11,7 @@ import engines
 import pytest
 from _engines import litert_lm, llama_cpp
 from _engines.outcome import Outcome, cells, from_json, last_line, shortfalls
+from helpers.blocks import blockwise_int2
 
 SPECULATIVE_SIMPLE = """\
 0.00.018.008 E llama_init_from_model: failed to initialize the context: Gemma4Assistant requires ctx_other to be set \
@@ -131,3 +132,20 @@ def test_an_interpreter_that_is_none_is_wrong_usage(words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "expected one of transformers, mlx-vlm" in done.stderr
+
+
+def test_a_format_that_cannot_hold_the_drafter_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, base: Path, tmp_path: Path
+) -> None:
+    """gemma has a scale a row, and this drafter one for each block of 32: it is said, and the next format is run."""
+
+    def finished(command: list[str], *_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, '{"version": "5", "identical": true}', "")
+
+    monkeypatch.setattr(engines, "run", finished)
+    (tmp_path / "blocks.tflite").write_bytes(blockwise_int2(32))
+    drafter = engines.Drafter(tmp_path / "blocks.tflite", tmp_path)
+    found = {o.format: o for o in engines.scripted("transformers", sys.executable, base, drafter)}
+    assert [(o.loads, o.identical) for o in found.values()] == [(True, True), (True, True), (None, None)], found
+    assert found["gemma"].note.startswith("not written: The gemma format is for matrices of integers")
+    assert shortfalls(found.values()) == []

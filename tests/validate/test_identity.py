@@ -63,7 +63,7 @@ def test_a_sound_directory(stored: Path, source: SourceDrafter, tmp_path: Path) 
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(stored / name, bare)
-    assert [check.passed for check in checked(bare, source).values()] == [True, True, True, None]
+    assert [check.passed for check in checked(bare, source).values()] == [True] * len(NEEDED) + [None]
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"jax_hadamard"}))
@@ -164,13 +164,14 @@ def test_another_file(stored: Path) -> None:
     assert not comparable
     assert {check.name: check.passed for check in checks if check.name in NEEDED} == {
         "config": False,
+        "files": True,
         "tensors": False,
         "execution": None,
     }
     with open_bundle(variant("torch_int2")) as opened:
         checks, comparable = check_identity(stored, opened.drafter())
     assert comparable
-    assert [check.passed for check in checks[:3]] == [True, False, False]
+    assert [check.passed for check in checks[:4]] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -178,7 +179,7 @@ def test_every_format(name: str, sample: Path, source: SourceDrafter, tmp_path: 
     """Codes are told to be the file's, and scales to be rounded where they are."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
     found = checked(tmp_path / "d", source)
-    assert [check.passed for check in found.values()] == [True] * 4, found
+    assert [check.passed for check in found.values()] == [True] * 5, found
     if "codes" in FORMATS[name].dtypes:
         kept = 23 - name.endswith("sglang")
         assert found["tensors"].evidence.startswith(f"{kept} of 48 tensors are the file's codes, the others in F32")
@@ -238,7 +239,7 @@ def test_numbers_rounded_on_the_way(sample: Path, source: SourceDrafter, tmp_pat
     mtp_extract.extract(sample, tmp_path / "bf16")
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
     found = checked(tmp_path / "f32", source)
-    assert [check.passed for check in found.values()] == [True] * 4, found
+    assert [check.passed for check in found.values()] == [True] * 5, found
     assert found["tensors"].evidence == "48 tensors in F32, 47 rounded to BF16, every bit"
     convert(tmp_path / "bf16", tmp_path / "int8", format="compressed-tensors", quantize="int8")
     found = checked(tmp_path / "int8", source)

@@ -64,7 +64,9 @@ def test_sample(tmp_path: Path) -> None:
         *("--report", tmp_path / "report"),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, ")
+    assert result.stdout.startswith(
+        "Proven: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
+    )
     assert result.stderr.splitlines()[0] == "extracting the sample …"
     assert "Traceback" not in result.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())

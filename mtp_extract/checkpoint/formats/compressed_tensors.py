@@ -8,6 +8,7 @@ SGLang has no packed head and would leave it as it was made, without a word: for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import Role
@@ -15,6 +16,7 @@ from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.packed import GROUPS, HEAD, PackedFormat, group_of
 from mtp_extract.checkpoint.formats.parts import Packed, Part
 from mtp_extract.checkpoint.integers import RowCodes
+from mtp_extract.checkpoint.manifest import anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.errors import DrafterError, escape
 
@@ -22,6 +24,7 @@ __all__ = ["FORMAT", "SGLANG"]
 
 _QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
 _FIXED = {"num_bits": None, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False}
+_UNSAID = ("actorder", "block_structure", "scale_dtype", "zp_dtype")
 _OFF = ("kv_cache_scheme", "sparsity_config", "transform_config")
 """What would change the numbers that an engine computes."""
 
@@ -31,6 +34,18 @@ class CompressedTensorsFormat(PackedFormat):
 
     key = "quantization_config"
     unties = True
+    besides = MappingProxyType(
+        {
+            # Read here, or by nothing that computes.
+            **dict.fromkeys(_OFF, off),
+            "config_groups.*.format": some(None, "pack-quantized"),
+            "config_groups.*.*_activations": off,
+            **dict.fromkeys((f"config_groups.*.weights.{key}" for key in _UNSAID), some(None)),
+            "config_groups.*.weights.observer*": anything,
+            "version": is_text,
+            "global_compression_ratio": is_number,
+        }
+    )
 
     def __init__(self, name: str, dense_head_for: str = "") -> None:
         """With a head in floats, for an engine that takes no other."""

@@ -12,6 +12,7 @@ from typing import Any
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.eagle3_lint import IDS
 from mtp_extract.checkpoint.formats import llama, reading
+from mtp_extract.checkpoint.manifest import is_text, some
 from mtp_extract.errors import DrafterError
 
 __all__ = ["FORMAT", "config_document", "parse_config"]
@@ -73,4 +74,11 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     )
 
 
-FORMAT = llama.HeadFormat("eagle3", config_document, parse_config)
+_BESIDES = {
+    **llama.BESIDES,
+    _BASE: is_text,
+    "architectures": some(["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]),
+    **{f"eagle_config.{key}": some(True, False, None) for key in ("norm_before_fc", "use_aux_hidden_state")},
+}
+
+FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _BESIDES)

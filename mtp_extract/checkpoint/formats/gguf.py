@@ -21,18 +21,21 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.gguf_metadata import (
     ARCH,
+    BESIDES,
     OWN,
     config_metadata,
     config_of,
+    needed_of,
     notes_of_config,
     rope_frequency_factors,
 )
 from mtp_extract.checkpoint.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Steps, read_floats
+from mtp_extract.checkpoint.manifest import Manifest, Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.errors import CheckpointError, DrafterError, escape
@@ -123,6 +126,11 @@ class GgufFormat:
             if key.startswith((f"{OWN}source.", f"{OWN}section.")) and isinstance(value, str)
         }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
+
+    def manifest(self, directory: Path) -> Manifest:
+        path = _file_in(directory)
+        made = config_metadata(_config(path)[1])
+        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), BESIDES, needed_of(made)),))
 
 
 FORMAT = GgufFormat()

@@ -7,6 +7,7 @@ decimal; one that does not come back as the same number stands in float64 under 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,19 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.transformers import MAX_POSITIONS
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
+from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, is_whole, some
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 
-__all__ = ["ARCH", "OWN", "config_metadata", "config_of", "notes_of_config", "rope_frequency_factors"]
+__all__ = [
+    "ARCH",
+    "BESIDES",
+    "OWN",
+    "config_metadata",
+    "config_of",
+    "needed_of",
+    "notes_of_config",
+    "rope_frequency_factors",
+]
 
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
@@ -40,6 +51,43 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "rope.scaling.factor": (None, 1.0),
 }
 """Keys that change what is computed, and the values that do not."""
+
+BESIDES: Keys = MappingProxyType(
+    {
+        # What it is called, who made it, and how one samples from a model that is no drafter.
+        **{
+            f"general.{key}": anything
+            for key in (
+                *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
+                *("size_label", "license*", "url", "doi", "uuid", "repo_url", "source.*", "base_model.*", "dataset.*"),
+                *("tags", "languages", "sampling.*", "file_type", "alignment", "quantization_version"),
+            )
+        },
+        ARCHITECTURE: some(ARCH),
+        "general.type": some("model"),
+        # Drafts are tokens of the base, whatever this file calls them; that they are as many is read.
+        "tokenizer.*": anything,
+        "quantize.imatrix.*": anything,
+        # In other words, which are read.
+        **{f"{ARCH}.{key}": some(*values) for key, values in _FIXED.items()},
+        f"{ARCH}.attention.head_count_kv": anything,
+        f"{ARCH}.expert_used_count": some(0),
+        f"{ARCH}.context_length": is_whole,
+        f"{OWN}version": is_text,
+        **dict.fromkeys((f"{OWN}source.*", f"{OWN}section.*"), is_text),
+        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}final_logit_softcapping"), is_number),
+    }
+)
+"""What a file may say beside what it is written here; by whom, of what, and for which tokens."""
+
+_IMPLIED = ("vocab_size", "context_length", "final_logit_softcapping")
+"""Keys of the architecture that llama.cpp does without: its converter writes all others."""
+
+
+def needed_of(made: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of :func:`config_metadata` without which llama.cpp takes something else."""
+    return tuple(key for key in made if key.startswith(f"{ARCH}.") and not key.endswith(_IMPLIED))
+
 
 Floats = npt.NDArray[np.float32]
 

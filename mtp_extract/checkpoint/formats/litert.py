@@ -19,6 +19,7 @@ from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
+from mtp_extract.checkpoint.manifest import Manifest, Said, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
@@ -82,6 +83,15 @@ class LitertFormat:
         if dtype != "f32":
             raise DrafterError(f"{escape(path)}: expected tensors in F32, found {', '.join(sorted(types))}")
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+
+    def manifest(self, directory: Path) -> Manifest:
+        path = directory / self.marker
+        parsed = reading.read_json(path)
+        config = _parse_config(parsed)
+        made = Said(path, _config(config, _read_names(parsed, shapes_of(config))), {})
+        return Manifest(
+            frozenset({self.marker, self.weights_file}), (made, said_by_header(directory / self.weights_file))
+        )
 
 
 FORMAT = LitertFormat()

@@ -16,17 +16,19 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.eagle3_lint import Finding, lint
+from mtp_extract.checkpoint.eagle3_lint import LLAMA, Finding, lint
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
-from mtp_extract.checkpoint.formats.transformers import plan_weight
+from mtp_extract.checkpoint.formats.transformers import UNCOMPUTED, plan_weight
 from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
+from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight, common_dtype
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 from mtp_extract.io.regular import open_regular
 
 __all__ = [
+    "BESIDES",
     "LAYOUTS",
     "MARKER",
     "WEIGHTS_FILE",
@@ -71,11 +73,13 @@ class HeadFormat:
         name: of the layout.
         document: ``config.json`` of a head whose weights have this transformers dtype.
         parse: the head of a parsed ``config.json``; told whether a table of embeddings lies beside it.
+        besides: what ``config.json`` may say otherwise than it is written here.
     """
 
     name: str
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]
     parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
+    besides: Keys
     marker: str = MARKER
     weights_file: str = WEIGHTS_FILE
 
@@ -95,9 +99,36 @@ class HeadFormat:
     def read(self, directory: Path) -> Checkpoint:
         return _read_head(*self._opened(directory), self.name)
 
+    def manifest(self, directory: Path) -> Manifest:
+        config, stored = self._opened(directory)
+        weights = reading.shards_of(directory, self.weights_file, stored)
+        said = Said(directory / self.marker, self.document(config, ""), self.besides)
+        return Manifest(weights.files | {self.marker}, (*weights.said, said))
+
     def _opened(self, directory: Path) -> tuple[Eagle3Config, Mapping[str, tuple[Path, StoredTensor]]]:
         document, stored = reading.read_json(directory / self.marker), _stored_head(directory)
         return self.parse(document, _EMBED in stored), stored
+
+
+_UNSET = ("head_dim", "num_key_value_heads", "target_hidden_size", "draft_vocab_size")
+_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+BESIDES: Keys = MappingProxyType(
+    at(
+        ("", f"{LLAMA}."),
+        {
+            **UNCOMPUTED,
+            **{key: some(*values) for key, values in _FIXED.items()},
+            # Read, and made what it stands for.
+            **dict.fromkeys((*_UNSET, *_FLAGS), some(None)),
+            "rope_parameters": anything,
+            # By nothing that computes what is drafted.
+            **dict.fromkeys(("sliding_window", "use_sliding_window"), off),
+            "max_window_layers": is_whole,
+            "pretraining_tp": some(1, None),
+        },
+    )
+)
+"""What the Llama configuration and the keys beside it may say otherwise than they are written here."""
 
 
 def llama_document(config: Eagle3Config) -> dict[str, Any]:

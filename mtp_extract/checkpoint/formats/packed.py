@@ -24,9 +24,11 @@ from mtp_extract.checkpoint.formats.transformers import (
     generation_document,
     parse_config,
     plan_weight,
+    said_of,
 )
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.manifest import Keys, Manifest, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
@@ -55,12 +57,14 @@ class PackedFormat(ABC):
         key: of the configuration's entry that says how.
         unties: whether a packed head is a module of its own; else it is the embedding.
         metadata: of the weights file.
+        besides: what that entry may say otherwise than it is written here.
     """
 
     name: str
     key: str
     unties: bool
     metadata: Mapping[str, str] = MappingProxyType({"format": "pt", "mtp_extract": __version__})
+    besides: Keys = MappingProxyType({})
     marker = "config.json"
     weights_file = "model.safetensors"
 
@@ -180,6 +184,21 @@ class PackedFormat(ABC):
         plain = {key: value for key, value in document.items() if key not in (self.key, "tie_word_embeddings")}
         plain["text_config"] = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
         return parse_config(plain), reading.table(document, self.key), tied[0]
+
+    def manifest(self, directory: Path) -> Manifest:
+        config, document, tied = self._read_config(directory)
+        modules = {
+            _name(role, tied).removesuffix(_WEIGHT): shape
+            for role, shape in shapes_of(config).items()
+            if role.kind == MATRIX
+        }
+        found = self.packed_modules(document, modules)
+        packed = {module: Packed(modules[module], *found[module]) for module in modules if module in found}
+        made = config_document(config, "", tied=tied)
+        made[self.key] = self.document(packed, [module for module in modules if module not in packed])
+        more = {f"{self.key}.{key}": fits for key, fits in self.besides.items()}
+        said = [said_by_header(directory / self.weights_file), *said_of(directory, config, made, more)]
+        return Manifest(frozenset(one.path.name for one in said), tuple(said))
 
     def read(self, directory: Path) -> Checkpoint:
         config, document, tied = self._read_config(directory)

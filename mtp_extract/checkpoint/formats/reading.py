@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtp_extract.checkpoint.manifest import Manifest, said_by_header, said_by_index
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
@@ -27,6 +28,7 @@ __all__ = [
     "read_tensors",
     "require",
     "sequence",
+    "shards_of",
     "table",
 ]
 
@@ -40,7 +42,7 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        parsed = json.loads(read_regular(path, largest).decode("utf-8"))
+        parsed = json.loads(read_regular(path, largest).decode("utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise DrafterError(
@@ -49,6 +51,15 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
     return parsed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON each key of which stands once: of two, readers take the one or the other."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} twice")
+    return made
 
 
 _QUANTIZED = ("compressed-tensors", "gemma")
@@ -114,11 +125,25 @@ def read_shards(directory: Path, name: str) -> dict[str, tuple[Path, StoredTenso
         )
     found: dict[str, tuple[Path, StoredTensor]] = {}
     for file in files:
-        found |= {tensor: (directory / file, stored) for tensor, stored in read_tensors(directory / file).items()}
+        stored = read_tensors(directory / file)
+        if twice := sorted(stored.keys() & found.keys()):
+            raise DrafterError(f"{escape(twice[0])}: expected it in one file of {escape(index)}, found it in two")
+        found |= {tensor: (directory / file, there) for tensor, there in stored.items()}
     there = {tensor: path.name for tensor, (path, _) in found.items()}
     if odd := [tensor for tensor in {**places, **there} if places.get(tensor) != there.get(tensor)]:
         raise DrafterError(f"expected {escape(odd[0])} where {escape(index)} says it is, found it elsewhere or nowhere")
     return found
+
+
+def shards_of(directory: Path, name: str, places: Mapping[str, tuple[Path, StoredTensor]]) -> Manifest:
+    """What belongs to the tensors that :func:`read_shards` has found at ``places``."""
+    files = {path.name: path for path, _ in places.values()}
+    said = [said_by_header(path) for path in files.values()]
+    index = directory / f"{name}.index.json"
+    if name in files or not index.is_file():
+        return Manifest(frozenset({*files, name}), tuple(said))
+    said.append(said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()}))
+    return Manifest(frozenset({*files, index.name}), tuple(said))
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.eagle3_lint import IDS, LLAMA
 from mtp_extract.checkpoint.formats import llama, reading
+from mtp_extract.checkpoint.manifest import anything, is_text
 from mtp_extract.errors import DrafterError, escape
 
 __all__ = ["FORMAT", "config_document", "parse_config"]
@@ -75,4 +76,13 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     )
 
 
-FORMAT = llama.HeadFormat("speculators", config_document, parse_config)
+_BESIDES = {
+    **llama.BESIDES,
+    "speculators_version": is_text,
+    f"{LLAMA}.architectures": anything,
+    # Which base it is for, and how many tokens to propose.
+    "speculators_config.verifier*": anything,
+    "speculators_config.*proposal_method*": anything,
+}
+
+FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _BESIDES)

@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.formats import reading
 from mtp_extract.checkpoint.formats.holding import hold_floats
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
+from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_number, is_text, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
 from mtp_extract.data import load_mapping
@@ -28,11 +29,13 @@ from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, 
 __all__ = [
     "FORMAT",
     "GENERATION_FILE",
+    "UNCOMPUTED",
     "config_document",
     "generation_document",
     "parse_config",
     "plan_weight",
     "rope_parameters",
+    "said_of",
 ]
 
 # What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
@@ -105,6 +108,12 @@ class TransformersFormat:
             _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+
+    def manifest(self, directory: Path) -> Manifest:
+        config = self.read_config(directory)
+        weights = reading.shards_of(directory, self.weights_file, reading.read_shards(directory, self.weights_file))
+        said = said_of(directory, config, config_document(config, ""))
+        return Manifest(weights.files | {one.path.name for one in said}, (*weights.said, *said))
 
 
 FORMAT = TransformersFormat()
@@ -226,6 +235,82 @@ def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
         if rope.factor != 1.0:
             parameters[layer_type]["factor"] = rope.factor
     return parameters
+
+
+_FLOATS = some(None, *(dtype.transformers for dtype in DTYPES.values()))
+UNCOMPUTED: Keys = MappingProxyType(
+    {
+        # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
+        **dict.fromkeys(("dtype", "torch_dtype"), _FLOATS),
+        **dict.fromkeys(("*_token_id", "max_position_embeddings"), is_whole),
+        **dict.fromkeys(("initializer_range", "attention_dropout"), is_number),
+        **dict.fromkeys(("transformers_version", "_name_or_path", "problem_type"), is_text),
+        # What a model gives beside its result, of which a drafter has none.
+        **dict.fromkeys(("output_attentions", "output_hidden_states", "chunk_size_feed_forward"), off),
+        "is_encoder_decoder": off,
+        **dict.fromkeys(("id2label", "label2id"), anything),
+        **dict.fromkeys(("use_cache", "return_dict"), some(True, False, None)),
+    }
+)
+"""Keys of transformers' configurations from which nothing is computed."""
+
+_BESIDES: Keys = MappingProxyType(
+    {
+        **at(("", "text_config."), UNCOMPUTED),
+        # What engines know it by.
+        "architectures": some(None, ["Gemma4AssistantForCausalLM"], ["Gemma4UnifiedAssistantForCausalLM"]),
+        "model_type": some(*_ASSISTANT_TYPES),
+        # Of an ordered head that is not there, and of experts, where reading refuses any.
+        **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k"), is_whole),
+        **{f"text_config.{key}": is_whole for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
+        # In other words, all of which are read: by layer, or as what is on or off.
+        **at(("", "text_config."), {key: some(*values) for key, values in _FIXED.items()}),
+        "text_config.per_layer_config": anything,
+        "text_config.attention_k_eq_v": some(True, False, None),
+        "text_config.num_kv_shared_layers": some(0, None),
+        **{f"text_config.rope_parameters.*.{key}": some(1, None) for key in ("factor", "partial_rotary_factor")},
+    }
+)
+"""What ``config.json`` may say otherwise than it is written here."""
+
+_NEEDED = tuple(f"text_config.{size}_per_layer_input" for size in ("hidden_size", "vocab_size"))
+"""Without them transformers takes sizes of embeddings a layer, of which a drafter has none."""
+
+_GENERATION: Keys = MappingProxyType(
+    {
+        **UNCOMPUTED,
+        "_from_model_config": some(True, False, None),
+        "is_assistant": some(True, None),
+        # How many drafts a round has, and how tokens are drawn: not what is drafted from.
+        **dict.fromkeys(("num_assistant_tokens", "assistant_confidence_threshold"), is_number),
+        "num_assistant_tokens_schedule": is_text,
+        "do_sample": some(True, False, None),
+        **dict.fromkeys(("temperature", "top_k", "top_p"), is_number),
+    }
+)
+"""What ``generation_config.json`` may say."""
+
+
+def said_of(
+    directory: Path, config: DrafterConfig, document: Mapping[str, Any], more: Keys = MappingProxyType({})
+) -> list[Said]:
+    """What both configurations in ``directory`` may say.
+
+    Args:
+        config: as it was read.
+        document: what would be written of it.
+        more: what ``config.json`` may say besides.
+    """
+    absent = [layer_type for layer_type in (SLIDING, FULL) if layer_type not in config.rope]
+    unused: Keys = {f"text_config.rope_parameters.{layer_type}": anything for layer_type in absent}
+    if SLIDING in absent:
+        unused = {**unused, "text_config.sliding_window": is_whole, "text_config.head_dim": is_whole}
+    heads = [None, *(layer.num_kv_heads for kind, layer in config.kv_layers.items() if kind == FULL)]
+    besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(*heads), **unused, **more}
+    return [
+        Said(directory / FORMAT.marker, document, besides, _NEEDED),
+        Said(directory / GENERATION_FILE, generation_document(), _GENERATION),
+    ]
 
 
 def generation_document() -> dict[str, Any]:

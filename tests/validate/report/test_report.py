@@ -26,6 +26,7 @@ from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 
+CHECKS = ["config", "files", "tensors", "execution", "record", "transformers", "interpreter"]
 TIMES = {
     "base_tokens_per_s",
     "speculative_tokens_per_s",
@@ -74,11 +75,11 @@ def test_schema(written: Path) -> None:
         assert entry.keys() >= {"accepted", "drafted", "acceptance", "mean_accepted_length", *TIMES - {
             "base_ms", "best_draft_steps", "predicted_speedup", "break_even_draft_steps", "speedups"}}  # fmt: skip
     assert found["verdict"].startswith(
-        "Proven: the checkpoint is the drafter of sample.litertlm (config, tensors, exec"
+        "Proven: the checkpoint is the drafter of sample.litertlm (config, files, tensors, "
     )
     assert "the loop's greedy text, whatever is drafted, is the base's own" in found["verdict"]
     assert (found["proven"], found["refuted"]) == (True, False)
-    assert [check["passed"] for check in found["checks"]] == [True] * 6
+    assert [check["passed"] for check in found["checks"]] == [True] * len(CHECKS)
     assert found["settings"]["prompts"] == {"code": 4, "prose": 3}
 
 
@@ -212,10 +213,10 @@ def test_parts_that_were_not_asked_for(plan: Plan, validation: Validation) -> No
     assert "Parity" not in markdown(no_source)
 
 
-@pytest.mark.parametrize("name", ["config", "tensors", "execution", "record", "transformers", "interpreter"])
+@pytest.mark.parametrize("name", CHECKS)
 def test_any_check_refutes(validation: Validation, name: str) -> None:
     checks = {check.name: check for check in validation.checks}
-    assert list(checks) == ["config", "tensors", "execution", "record", "transformers", "interpreter"]
+    assert list(checks) == CHECKS
     wrong = dataclasses.replace(checks[name], passed=False, evidence="so and so")
     found = dataclasses.replace(validation, checks=(*({**checks, name: wrong}).values(),))
     assert found.refuted

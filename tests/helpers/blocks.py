@@ -1,0 +1,50 @@
+"""A drafter whose matrices are INT2, each block of a row with a scale of its own: no exporter at hand makes one."""
+
+from __future__ import annotations
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+
+from helpers.make_bundle import pack
+from helpers.make_drafter import DrafterSpec, plain_model
+
+__all__ = ["blockwise_int2"]
+
+_SPEC = DrafterSpec(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, backbone=128, windows=(4, None))
+
+
+def blockwise_int2(block: int = 64, seed: int = 0, *, zeros: bool = False) -> bytes:
+    """A model with every matrix in codes of 2 bits and FP16 scales for each ``block`` of a row.
+
+    Args:
+        zeros: give some blocks a scale of 0, as blocks that are all 0 may have.
+    """
+    model = plain_model(_SPEC)
+    rng, main = np.random.default_rng(seed), model.subgraphs[0]
+
+    def constant(values: np.ndarray, name: bytes, shape: tuple[int, ...], kind: int) -> int:
+        buffer, tensor = schema.BufferT(), schema.TensorT()
+        buffer.data = values.view(np.uint8).reshape(-1)
+        model.buffers.append(buffer)
+        tensor.name, tensor.shape, tensor.type = name, list(shape), kind
+        tensor.buffer = len(model.buffers) - 1
+        main.tensors.append(tensor)
+        return len(main.tensors) - 1
+
+    for tensor in [t for t in main.tensors if t.quantization is not None]:
+        rows, columns = tensor.shape
+        codes = rng.integers(-2, 2, (rows, columns)).astype(np.int8)
+        scales = rng.uniform(0.02, 0.5, (rows, columns // block)).astype(np.float16)
+        if zeros:
+            scales[::3, 0] = 0
+        packed = (codes.reshape(-1, 4) & 3).astype(np.uint8)
+        packed = packed[:, 0] | packed[:, 1] << 2 | packed[:, 2] << 4 | packed[:, 3] << 6
+        model.buffers[tensor.buffer].data = packed.astype(np.uint8)
+        tensor.type = schema.TensorType.INT2
+        details = schema.BlockwiseQuantizationT()
+        details.scales = constant(scales, tensor.name + b"_scales", scales.shape, schema.TensorType.FLOAT16)
+        details.zeroPoints, details.blockSize = -1, block
+        quantization = schema.QuantizationParametersT()
+        quantization.details, quantization.detailsType = details, schema.QuantizationDetails.BlockwiseQuantization
+        tensor.quantization = quantization
+    return pack(model)

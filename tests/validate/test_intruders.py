@@ -1,0 +1,282 @@
+"""Directories that an engine would load as something else, and records that lie: none is proven, each is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import intruders
+from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
+
+from mtp_extract import extract
+from mtp_extract.bundle import Drafter, open_bundle
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.formats import FORMATS, format_named, format_of
+from mtp_extract.checkpoint.strays import strays
+from mtp_extract.checkpoint.tensor_file import write_tensors
+from mtp_extract.conversion import ReadDirectory, convert
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.extraction import checkpoint_of
+from mtp_extract.hub.upload import plan_upload
+from mtp_extract.insertion import planned_insertion
+from mtp_extract.validate.identity import NEEDED, check_identity
+from mtp_extract.validate.report.tables import REPORT_FILES
+from mtp_extract.verification import UNTOLD, verify_against_drafter
+
+TRANSFORMERS = ("transformers", "mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
+
+
+@pytest.fixture(scope="module")
+def source(sample: Path) -> Iterator[Drafter]:
+    with open_bundle(sample) as opened:
+        yield opened.drafter()
+
+
+@pytest.fixture(scope="module")
+def original(source: Drafter) -> Checkpoint:
+    return checkpoint_of(source)
+
+
+@pytest.fixture(scope="module")
+def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("written")
+    for name in FORMATS:
+        extract(sample, folder / name, format=name, codes=True)
+    return {name: folder / name for name in FORMATS}
+
+
+def copied(directory: Path, place: Path) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    return Path(shutil.copytree(directory, place))
+
+
+def proven(directory: Path, source: Drafter) -> bool:
+    """Whether validation would say so. What reading refuses, or what is no part of the drafter, needs no execution."""
+    try:
+        if strays(directory, REPORT_FILES):
+            return False
+        checks = check_identity(directory, source)[0]
+    except MtpExtractError as error:
+        assert str(error)
+        return False
+    return {check.name for check in checks if check.passed} >= set(NEEDED) and all(
+        c.passed is not False for c in checks
+    )
+
+
+def refused(directory: Path) -> bool:
+    """Whether converting refuses it; and so do the others, which ask the same."""
+    try:
+        ReadDirectory.of(directory)
+    except MtpExtractError:
+        return True
+    return False
+
+
+def test_sound_ones_are_proven(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    """What the faults are planted into is proven, with what is harmless beside it, with its record and without."""
+    for name, directory in written.items():
+        bare = copied(directory, tmp_path / name)
+        for file in (
+            *("LICENSE", "README.md", "picture.png", ".gitattributes", "report.json"),
+            *("tokenizer.json", "tokenizer_config.json", ".git/config", ".cache/model.safetensors"),
+        ):
+            (bare / file).parent.mkdir(exist_ok=True)
+            (bare / file).write_text("{}")
+        assert proven(bare, source) and not refused(bare), name
+        (bare / "extraction.json").unlink()
+        assert proven(bare, source) and not refused(bare), name
+
+
+@pytest.mark.parametrize("record", ["none", "re-summed"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str, record: str) -> None:
+    directory = copied(written[name], tmp_path / "d")
+    weights = directory / format_named(name).weights_file
+    if record == "none":
+        (directory / "extraction.json").unlink()
+    kept = (directory / "extraction.json").read_bytes() if record != "none" else b""
+    for file, content in intruders.FILES.items():
+        intruders.add_file(directory, file, content, weights)
+        if kept:
+            intruders.resum(directory)
+        named = strays(directory, REPORT_FILES)
+        assert named and file.rpartition("/")[2] in " ".join(named), file
+        assert not proven(directory, source), file
+        # A file of a report is let through where there is one; nothing else is.
+        assert refused(directory), file
+        (directory / file).unlink()
+        if kept:
+            (directory / "extraction.json").write_bytes(kept)
+    assert not strays(directory, REPORT_FILES)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_key_of_the_configuration(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str) -> None:
+    directory = copied(written[name], tmp_path / "d")
+    (directory / "extraction.json").unlink()
+    for file, keys in (
+        ("config.json", intruders.CONFIG_KEYS),
+        ("generation_config.json", intruders.GENERATION_KEYS),
+    ):
+        sound = (directory / file).read_text()
+        for key, value in keys.items():
+            document = json.loads(sound)
+            intruders.put(document, key, value)
+            (directory / file).write_text(json.dumps(document))
+            assert not proven(directory, source), key
+        (directory / file).write_text(sound.replace("{", '{"text_config": 1, "is_assistant": true,', 1))
+        assert not proven(directory, source), "twice"
+        (directory / file).write_text(sound)
+    assert proven(directory, source)
+
+
+def test_a_key_of_the_litert_layout(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    directory = copied(written["litert"], tmp_path / "d")
+    (directory / "extraction.json").unlink()
+    path = directory / "mtp_drafter_config.json"
+    sound = path.read_text()
+    for key, value in intruders.LITERT_KEYS.items():
+        document = json.loads(sound)
+        intruders.put(document, key, value)
+        path.write_text(json.dumps(document))
+        assert not proven(directory, source), key
+
+
+def test_a_key_of_a_gguf(original: Checkpoint, source: Drafter, tmp_path: Path) -> None:
+    (file,) = format_named("gguf").plan(original, "codes")
+    for key, value in intruders.GGUF_KEYS.items():
+        metadata = {**file.metadata, key: value}
+        if value is None:
+            del metadata[key]
+        (tmp_path / file.name).unlink(missing_ok=True)
+        write_tensors(tmp_path, replace(file, metadata=metadata))
+        assert not proven(tmp_path, source), key
+        assert not proven(tmp_path / file.name, source), key
+        # One key in which numbers of heads are told in another form is read in that form.
+        assert refused(tmp_path) or format_of(tmp_path).read_config(tmp_path) != original.config, key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head(tmp_path: Path, layout: str) -> None:
+    """No bundle holds one, so that nothing is proven; converting refuses what engines would take for another head."""
+    directory = write_head(tmp_path / "d", random_head(head_config()), layout)
+    assert not refused(directory)
+    for file, content in intruders.FILES.items():
+        intruders.add_file(directory, file, content, directory / "model.safetensors")
+        assert refused(directory), file
+        (directory / file).unlink()
+    sound = (directory / "config.json").read_text()
+    for key, value in intruders.HEAD_KEYS.items():
+        document = json.loads(sound)
+        inner = layout == "speculators" and key not in ("architectures", "auto_map", "dtype")
+        intruders.put(document["transformer_layer_config"] if inner else document, key, value)
+        (directory / "config.json").write_text(json.dumps(document))
+        assert refused(directory), key
+
+
+@pytest.mark.parametrize("name", ["transformers", "litert"])
+def test_edited_codes(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str) -> None:
+    from mtp_extract.checkpoint.tensor_file import read_header
+
+    directory = copied(written[name], tmp_path / "d")
+    (directory / "extraction.json").unlink()
+    path = directory / "codes/codes.safetensors"
+    sound = path.read_bytes()
+    assert proven(directory, source)
+    for part in ("codes", "scale", "zero_point"):
+        entry = next(stored for tensor, stored in read_header(path).items() if tensor.endswith(part))
+        data = bytearray(sound)
+        data[entry.offset + 2] ^= 1
+        path.write_bytes(data)
+        assert not proven(directory, source), part
+    for bits in (b'\\"bits\\":', b'\\"bits\\": '):
+        path.write_bytes(sound.replace(bits + b"4", bits + b"8"))
+        if path.read_bytes() != sound:
+            assert not proven(directory, source)
+
+
+@pytest.mark.parametrize("command", ["convert", "insert", "upload"])
+def test_no_command_takes_an_intruder(written: dict[str, Path], sample: Path, tmp_path: Path, command: str) -> None:
+    directory = copied(written["transformers"], tmp_path / "d")
+    shutil.copy(directory / "model.safetensors", directory / "a.safetensors")
+    for record in ("as it was", "re-summed", "none"):
+        if record == "re-summed":
+            intruders.resum(directory)
+        elif record == "none":
+            (directory / "extraction.json").unlink()
+        with pytest.raises(MtpExtractError, match=r"a\.safetensors belongs|extraction\.json"):
+            if command == "convert":
+                convert(directory, tmp_path / "out", format="litert")
+            elif command == "upload":
+                plan_upload(directory)
+            else:
+                with planned_insertion(directory, sample):
+                    raise AssertionError
+
+
+def _tell(path: Path, record: dict[str, object], key: str, value: object) -> None:
+    told = json.loads(json.dumps(record))
+    matrix = next(name for name in told["tensors"] if "gate_proj" in name or "ffn_gate" in name)
+    place = told["tensors"][matrix] if key.startswith("tensors.*.") else told
+    intruders.put(place, key.removeprefix("tensors.*."), value)
+    assert told != record, key
+    path.write_text(json.dumps(told))
+
+
+def test_a_record_that_lies(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    """Each statement of it, where the bundle is at hand; what no bundle decides is listed and passes."""
+    directory = copied(written["transformers"], tmp_path / "d")
+    record = json.loads((directory / "extraction.json").read_text())
+    verify_against_drafter(directory, source)
+    for key, value in intruders.LIES.items():
+        _tell(directory / "extraction.json", record, key, value)
+        with pytest.raises(MtpExtractError) as raised:
+            verify_against_drafter(directory, source)
+            pytest.fail(key)
+        assert "\n" not in str(raised.value), key
+    untold = {
+        "tool.version": "0",
+        "source.name": "x",
+        "source.provenance": {"url": "https://x.test/y"},
+        "converted_from": [{"layout": "litert", "dtype": "f32", "version": None, "files": {}}],
+    }
+    for key, value in untold.items():
+        assert any(pattern.startswith(key) for pattern in UNTOLD)
+        _tell(directory / "extraction.json", record, key, value)
+        verify_against_drafter(directory, source)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "transformers"])
+def test_a_record_that_lies_in_every_format(
+    written: dict[str, Path], source: Drafter, tmp_path: Path, name: str
+) -> None:
+    directory = copied(written[name], tmp_path / "d")
+    record = json.loads((directory / "extraction.json").read_text())
+    for key in ("source.section.sha256", "tensors.*.source.sha256", "proof.tolerance", "set_aside"):
+        _tell(directory / "extraction.json", record, key, intruders.LIES[key])
+        with pytest.raises(MtpExtractError, match=key.rpartition(".")[2]):
+            verify_against_drafter(directory, source)
+    checks = {check.name: check for check in check_identity(directory, source)[0]}
+    assert checks["record"].passed is False
+    assert "set_aside" in checks["record"].evidence
+    (directory / "extraction.json").write_text(json.dumps(record))
+    verify_against_drafter(directory, source)
+
+
+def test_a_record_of_a_conversion_that_lies(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    """The steps in between are taken from the record; what the bundle says of each weight is not."""
+    convert(written["litert"], tmp_path / "d", format="gguf")
+    record = json.loads((tmp_path / "d/extraction.json").read_text())
+    verify_against_drafter(tmp_path / "d", source)
+    for key in (
+        *("source.section.sha256", "tensors.*.source.sha256", "tensors.*.factor", "tensors.*.why", "proof.seed"),
+        *("proof.tolerance", "kv_inputs", "known_as", "geometry.more", "tensors.*.rounded_before"),
+    ):
+        _tell(tmp_path / "d/extraction.json", record, key, intruders.LIES[key])
+        with pytest.raises(MtpExtractError):
+            verify_against_drafter(tmp_path / "d", source)
