@@ -15,7 +15,7 @@ import numpy as np
 
 from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.litertlm.quantized import NUMBER_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor, stored_floats
 
 Interval = tuple[float, float]
 """Smallest and largest number that an element can be."""
@@ -85,7 +85,11 @@ class Bounds:
         if not tensor.elements or tensor.type not in NUMBER_TYPES:
             return ANYTHING
         if tensor.elements <= _LARGEST_READ:
-            numbers = self.graph.floats(value)
+            # As they are: a masked score may be −∞.
+            plain = tensor.type in FLOAT_TYPES
+            numbers = (
+                stored_floats(self.graph.model.locate(tensor).read(), tensor) if plain else self.graph.floats(value)
+            )
             return float(numbers.min()), float(numbers.max())
         chunks = [(c.min(), c.max()) for c in QuantizedTensor.of(self.graph.model, tensor).chunks()]
         return float(np.min([low for low, _ in chunks])), float(np.max([high for _, high in chunks]))

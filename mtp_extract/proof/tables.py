@@ -263,10 +263,14 @@ def _identify(
             if not open_.size:
                 break
         if open_.size:
+            entry = open_[0]
+            likeliest = functions[:, query, [likely[entry], likely[entry] + half]]
+            apart = np.abs(np.abs(numbers[:, [entry]]) - np.abs(likeliest))
+            where = tried[int(apart[:, apart.max(0).argmin()].argmax())]
             raise ProofError(
                 f"{layer}.attention: {value.label} meets its query, and depends on the position otherwise than a "
-                "cosine or a sine of its RoPE does; no checkpoint computes that. Nothing is written. Please report the "
-                "file."
+                f"cosine or a sine of its RoPE does (entry {entry}, at position {where} if not elsewhere); no checkpoint "
+                "computes that. Nothing is written. Please report the file."
             )
     factors = amplitude.astype(np.float32)
     return Table(value, factors, function, queries if several else 1, own, config, share + _rounded_after(value))

@@ -11,6 +11,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.one_op import Grid, OneOp, const
 
 from mtp_extract.errors import FormatError, MtpExtractError, UnsupportedError
+from mtp_extract.graph.evaluate import Stacked, evaluate
 from mtp_extract.graph.kernels import KERNELS
 
 Array = np.ndarray
@@ -245,6 +246,26 @@ def test_samples_in_lock_step_are_each_on_its_own(case: OneOp) -> None:
     for alone, together in zip(case.evaluated(), case.evaluated(samples=3), strict=True):
         for sample in together:
             np.testing.assert_allclose(sample, alone[0], rtol=1e-6, atol=1e-6)
+
+
+PLAIN = [case for case in CASES if case.inputs() and case.input_grid is None]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=[f"{case.kind}-{n}" for n, case in enumerate(PLAIN)])
+def test_samples_side_by_side_are_each_on_its_own(case: OneOp) -> None:
+    """Thousands of positions are computed as one array; three here, the others with their elements in another order."""
+    graph, inputs = case.flat(), case.inputs()
+    turned = {name: [np.roll(v, by).copy() for by in range(3)] for name, v in inputs.items()}
+    wanted = list(graph.outputs.values())
+    try:
+        one_by_one = evaluate(graph, {name: tuple(v) for name, v in turned.items()}, wanted)
+    except MtpExtractError:
+        # Shapes or offsets that only fit in their own order.
+        return
+    together = evaluate(graph, {name: Stacked(np.stack(v)) for name, v in turned.items()}, wanted)
+    for single, whole in zip(one_by_one, together, strict=True):
+        for sample in range(3):
+            np.testing.assert_allclose(whole[sample], single[sample], rtol=1e-5, atol=1e-6)
 
 
 def test_every_operator_of_the_list_is_tried() -> None:

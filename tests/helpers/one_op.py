@@ -14,7 +14,7 @@ from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import Memory, pack
 from mtp_extract.graph.arrays import Coded
 from mtp_extract.graph.evaluate import evaluate
-from mtp_extract.graph.flat import flatten
+from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.tflite import read_model
 
@@ -122,11 +122,15 @@ class OneOp:
         interpreter.invoke()
         return [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
 
-    def evaluated(self, samples: int = 1) -> list[list[npt.NDArray[Any]]]:
-        """The evaluator's results, each an array a sample; all samples hold the same."""
+    def flat(self) -> FlatGraph:
+        """The graph of the model."""
         data = self.model()
         model = read_model(Region(Memory(data), 0, len(data), "the model"))
-        graph = flatten(model, model.signatures[0])
+        return flatten(model, model.signatures[0])
+
+    def evaluated(self, samples: int = 1) -> list[list[npt.NDArray[Any]]]:
+        """The evaluator's results, each an array a sample; all samples hold the same."""
+        graph = self.flat()
         grid = self.input_grid
         fed = {
             name: (Coded(v, grid.scale[0], grid.zero_point[0]) if grid and v.dtype.kind == "i" else v,) * samples

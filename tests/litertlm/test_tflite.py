@@ -36,6 +36,15 @@ def test_operator_names_are_the_schemas() -> None:
     assert names_of(tflite.BuiltinOperator).items() <= dict(enumerate(names)).items()
 
 
+def test_types_of_options_are_the_schemas() -> None:
+    """Each is the one of the operator's own options; only where the name differs is it told here."""
+    reducers = ("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_PROD", "REDUCE_ANY", "REDUCE_ALL")
+    named = dict.fromkeys(reducers, "Reducer") | {"L2_NORMALIZATION": "L2Norm"}
+    ids = {name.lower(): number for number, name in names_of(schema.BuiltinOptions).items()}
+    for kind, number in load_mapping("tflite_schema")["option_types"].items():
+        assert ids[f"{named.get(kind, kind.replace('_', ''))}options".lower()] == number
+
+
 @pytest.fixture(scope="module", params=["sample", *sorted(VARIANTS)])
 def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
     """A model as we read it, as the published schema reads it, and its bytes."""
