@@ -342,7 +342,7 @@ class _Proving:
         if not ordinary:
             activations[0] *= np.float32(_small_activations(self.checkpoint, self.walk.rms_norm_eps))
             activations[-1] *= np.float32(_LOUD)
-        fed: dict[str, Samples] = {**feed(self.graph, self.outputs, positions, interface.queries)}
+        fed: dict[str, Samples] = {**feed(self.graph, interface.needed, positions, interface.queries)}
         fed.update(interface.masks(shown, additive))
         tensor = self.graph.inputs[ACTIVATIONS].tensor
         # Of a quantized input too: on the grid, most numbers would leave the calibrated range.

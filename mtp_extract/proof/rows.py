@@ -30,9 +30,9 @@ _MOST_SCORES = 1 << 25
 """Slots that are looked at in all layers and rows: every row of a small cache, some hundreds of a large one."""
 _MOST_RESULTS = 1 << 25
 """Weights that are, where the position or a mask meets K, V or the weights themselves."""
-_FEW = 6
+_FEW = 3
 """Rows whose weights and results are held where nothing of the kind does."""
-_AT_ONCE = 1 << 19
+_AT_ONCE = 1 << 17
 _QUIET = 1.2
 """Standard deviation of scores: every slot that is seen has a say."""
 _QUIET_CODE = 10
@@ -197,7 +197,7 @@ class _Check:
         largest = np.float32(min(self.span.largest_score, _LARGEST))
         with np.errstate(invalid="ignore", over="ignore"):
             factor = _slope(scored, product, seen)
-            moved = scored - factor * product[:, None]
+            moved = scored - (product if factor == 1 else np.float32(factor) * product)[:, None]
             # A softmax does not see what is added to a whole row.
             first = np.broadcast_to(seen.argmax(-1)[..., None], (*moved.shape[:-1], 1))
             base = np.take_along_axis(moved, first, -1)
@@ -241,9 +241,10 @@ class _Check:
             # Where a softmax is spelled out, its sum is divided by later; and heads may stand in another order.
             found = weights.reshape(softmax.shape)
             with np.errstate(all="ignore"):
-                found = np.sort(found / found.sum(-1, keepdims=True), 2)
-            expected = np.sort(softmax, 2)
-            wrong = ~np.where(view, np.abs(found - expected) <= _ALIKE * expected, found == 0)
+                found = found / found.sum(-1, keepdims=True)
+            wrong = _differing(found, softmax, view)
+            if wrong.any():
+                wrong = _differing(np.sort(found, 2), np.sort(softmax, 2), view)
             if wrong.any():
                 sample, _, _, slot = (int(i) for i in np.argwhere(wrong)[0])
                 self._refuse(int(positions[sample]), f"slot {slot} weighs otherwise than the softmax of q · K has it")
@@ -282,7 +283,7 @@ class _Check:
         return np.asarray(every), query.reshape(len(positions), *self.span.layer.query.tensor.shape)
 
     def _inputs(self, positions: Positions, shown: Shown) -> dict[str, Samples]:
-        fed = feed(self.interface.graph, [self.span.layer.mixed], positions, self.interface.queries)
+        fed = feed(self.interface.graph, self.interface.needed, positions, self.interface.queries)
         return {**fed, **self.interface.masks(shown, self.additive)}
 
     def _evaluate(
@@ -297,13 +298,17 @@ class _Check:
         )
 
 
+def _differing(found: Floats, expected: Floats, view: Bools) -> Bools:
+    wrong: Bools = ~np.where(view, np.abs(found - expected) <= np.float32(_ALIKE) * expected, found == 0)
+    return wrong
+
+
 def _slope(scored: Floats, product: Floats, seen: Bools) -> float:
     """What a score is multiplied with on the way: the same for all slots in view. Where no row shows two, 1."""
     sample = int(seen[:, 0].sum(-1).argmax())
     slots = np.flatnonzero(seen[sample, 0])
     if slots.size < 2:
         return 1.0
-    order = slots[np.argsort(product[sample, slots])]
-    low, high = order[0], order[-1]
+    low, high = slots[product[sample, slots].argmin()], slots[product[sample, slots].argmax()]
     rise = float(product[sample, high]) - float(product[sample, low])
     return (float(scored[sample, 0, high]) - float(scored[sample, 0, low])) / (rise or 1.0)
