@@ -22,6 +22,7 @@ from mtp_extract.checkpoint.formats import ENGINES, EVERY
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.markdown import code, listed, paragraph, plain, table
+from mtp_extract.proof.words import in_words
 from mtp_extract.validate.report.tables import measurements
 
 __all__ = ["UNSAID", "CardWords", "card_metadata", "merged", "model_card"]
@@ -167,6 +168,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
             "origin": "bundle" if bundle else "checkpoint",
             "again": f"mtp-extract {_source_argument(extraction)}" if bundle else "mtp-convert DRAFTER",
             "source": _source_argument(extraction),
+            "proven": "; ".join(map(plain, in_words(extraction["proof"]))) if extraction.get("proof") else "",
             "before": ", ".join(sorted({plain(s) for e in tensors.values() for s in e.get("rounded_before") or ()})),
             "made": _made(list(tensors.values())),
             "ordered": any(entry.get("role", "") in HEAD_ROLES for entry in tensors.values()),
