@@ -166,6 +166,7 @@ class Proof:
                 "tried": self.rows.tried,
                 "with_results": self.rows.moved,
                 "of": self.rows.of,
+                "alike": self.rows.alike,
                 "largest_scores": [float(f"{score:.4g}") for score in self.rows.largest_scores],
             },
             "choosing": {by: dict(kinds) for by, kinds in self.allowed.choosing.items()},

@@ -2,8 +2,8 @@
 
 An attention is linear in K and V but for its softmax (:mod:`mtp_extract.proof.operators`), so what its masks do shows
 where every slot holds a number of its own. A score is tried where it would leak: what is hidden is as loud as the norms
-allow, and what is seen as low. Where there are too many rows to try all, those at the edges are tried and others drawn
-anew, and the record says how many.
+allow, and what is seen as low. Where there are too many rows to try all, and all are the same up to a shift
+(:mod:`mtp_extract.proof.shifts`), those at the edges are tried and others drawn anew.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from mtp_extract.graph.rope import frequencies
 from mtp_extract.proof.forward import rotate
 from mtp_extract.proof.inputs import Bools, Interface, Layouts
 from mtp_extract.proof.operators import Side, Span
+from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.tables import Tables, feed
 
-_MOST_SCORES = 1 << 25
-"""Slots that are looked at in all layers and rows: every row of a small cache, some hundreds of a large one."""
+_MOST_SCORES = 1 << 23
+"""Slots that are looked at in all layers and rows: every row of a small cache, some of a large one."""
 _MOST_RESULTS = 1 << 25
 """Weights that are, where the position or a mask meets K, V or the weights themselves."""
 _FEW = 3
@@ -57,12 +58,14 @@ class Rows:
         tried: rows of masks.
         moved: rows for which also weights and results were held, of layers that read other slots at other positions.
         of: rows that there are.
+        alike: whether all are the same up to a shift, so that the first and the last show all.
         largest_scores: how large |q · K| was taken to be, by layer.
     """
 
     tried: int
     moved: int
     of: int
+    alike: bool
     largest_scores: tuple[float, ...]
 
 
@@ -83,7 +86,10 @@ def check_rows(
     """
     random = np.random.default_rng(seed)
     size = interface.slots * interface.queries
-    rows = _chosen(interface, max(64, _MOST_SCORES // (size * len(spans))), random)
+    most = max(64, _MOST_SCORES // (size * len(spans)))
+    alike = interface.queries == 1 and rows_are_alike(interface.graph, spans, interface.slots, interface.last)
+    # Rows that differ otherwise than by a shift are tried all, which takes a minute where there are 32 003.
+    rows = _chosen(interface, most if alike else interface.last + 1, random)
     held = len(rows)
     checks = [_Check(interface, span, index, tables, layouts, additive, random) for index, span in enumerate(spans)]
     for at in _pieces(rows, size * max(check.width for check in checks)):
@@ -96,7 +102,7 @@ def check_rows(
         held = min(held, len(some)) if check.meets_caches else held
         for at in _pieces(some, size * interface.config.num_heads):
             check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
-    return Rows(len(rows), held, interface.last + 1, tuple(span.largest_score for span in spans))
+    return Rows(len(rows), held, interface.last + 1, alike, tuple(span.largest_score for span in spans))
 
 
 def _pieces(rows: Positions, size: int) -> Iterator[Positions]:

@@ -11,7 +11,8 @@ from mtp_extract.errors import escape
 def in_words(proof: Mapping[str, Any]) -> list[str]:
     """What the ``proof`` of a record says, in sentences: what was held, and what is not the checkpoint's."""
     below, tables, rows = max(proof["differences_below"].values()), proof["position_tables"], proof["mask_rows"]
-    tried = f"all {rows['of']}" if rows["tried"] == rows["of"] else f"{rows['tried']} of {rows['of']}"
+    alike = f"all {rows['of']} (alike up to a shift; {rows['tried']} tried)"
+    tried = f"all {rows['of']}" if rows["tried"] == rows["of"] else alike
     said = [
         f"RoPE at all {tables['positions']} positions, masks at {tried} rows, no operator that chooses by an "
         f"activation; on random inputs at {len(proof['positions'])} positions graph and checkpoint agree to {below:g} "

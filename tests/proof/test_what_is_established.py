@@ -20,8 +20,10 @@ from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError, ProofError, RoleError, UnsupportedError
 from mtp_extract.proof.inputs import interface_of
+from mtp_extract.proof.operators import check_operators
 from mtp_extract.proof.proof import seed_of
 from mtp_extract.proof.rows import _chosen
+from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.words import in_words
 
 
@@ -43,17 +45,45 @@ def test_every_position_and_row_of_a_small_cache_is_held(sample: Path) -> None:
     assert set(proof.as_json()["choosing"]["mask"]) == {"LOGICAL_AND", "SELECT_V2"}
 
 
-def test_of_a_large_cache_rows_at_the_edges_and_some_hundreds_are() -> None:
+def test_of_a_large_cache_rows_at_the_edges_and_some_others_are() -> None:
     spec = DrafterSpec(windows=(16, None), cache=6000)
     proof = held(Memory(plain_drafter(spec)))
     assert proof.tables.positions == proof.rows.of == 6000
-    assert 300 < proof.rows.tried < 6000
+    assert proof.rows.alike
+    assert 64 < proof.rows.tried < 6000
     with open_bundle(Memory(plain_drafter(spec))) as opened:
         drafter = opened.drafter()
         interface = interface_of(drafter.graph, drafter.walk, drafter.config, frozenset(drafter.graph.inputs))
     rows = set(_chosen(interface, 500, np.random.default_rng(1)).tolist())
     assert {0, 1, 2, 14, 15, 16, 17, 31, 32, 33, 5997, 5998, 5999} <= rows
     assert len(rows) > 450
+
+
+def test_rows_that_are_not_alike_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a window that opens in one row alone, which no sample would find among thousands."""
+    monkeypatch.setattr("mtp_extract.proof.rows._MOST_SCORES", 0)
+    with pytest.raises(ProofError, match="position 37"):
+        held(of("positions/window_of_all_at_37"))
+    assert held(variant("torch_plain_norm")).rows.tried < 100
+
+
+NOT_ALIKE = [
+    "positions/window_of_all_at_37",
+    "positions/window_late_at_37",
+    "positions/value_halved_at_2",
+    "positions/keys_scaled_from_120_to_250",
+    "tables/window_table_row_37",
+    "mistakes/window_by_position_modulo_200",
+    "mistakes/window_in_blocks_of_3_above_120",
+]
+
+
+@pytest.mark.parametrize("label", NOT_ALIKE)
+def test_a_change_of_one_row_is_no_shift(label: str) -> None:
+    with open_bundle(of(label)) as opened:
+        drafter = opened.drafter()
+        spans = check_operators(drafter.graph, drafter.walk, list(drafter.graph.outputs.values())).spans
+        assert not rows_are_alike(drafter.graph, spans, 256, 255)
 
 
 def test_what_is_drawn_follows_from_the_bytes(sample: Path) -> None:
