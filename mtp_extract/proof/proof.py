@@ -289,9 +289,10 @@ class _Proving:
     def _positions(self) -> npt.NDArray[np.int64]:
         """At the edges of window and caches, and some drawn anew."""
         last, window = self.interface.last, self.interface.window or self.interface.slots // 4
-        edges = [p for p in (1, window - 1, window, last) if 0 <= p <= last]
-        drawn = np.random.default_rng(self.seed).integers(0, last + 1, _DRAWN_POSITIONS)
-        return np.unique(np.concatenate([edges, drawn]).astype(np.int64))
+        edges = np.unique([p for p in (1, window - 1, window, last) if 0 <= p <= last])
+        others = np.setdiff1d(np.arange(last + 1), edges)
+        drawn = np.random.default_rng(self.seed).permutation(others)[:_DRAWN_POSITIONS]
+        return np.union1d(edges, drawn).astype(np.int64)
 
     def _cut_off(self, narrowed: Sequence[Value], sample: _Sample, tables: Tables) -> float:
         """The largest share of activations of ordinary size that lies beyond the grid that holds them.

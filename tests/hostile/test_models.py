@@ -661,7 +661,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a soft cap on the scores": (
         lambda m: _insert(m, "TANH", _scores(m), 1),
-        r"layers\.0\.attention: .*layers\.0\.q_norm's result is turned or scored otherwise",
+        "TANH bends numbers inside of an attention",
     ),
     "a bias on the scores": (
         lambda m: _insert(m, "ADD", _scores(m), 1, _constant(m, *_slots(m))),
