@@ -22,7 +22,7 @@ from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples, Stacked
 from mtp_extract.graph.fill import fill_mask
-from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache
@@ -284,8 +284,3 @@ def _scale_downstream(graph: FlatGraph, value: Value) -> float | None:
 def reach_of(spread: float, scale: float, largest: int) -> int:
     """The largest code of numbers drawn evenly, so that they have the standard deviation ``spread``."""
     return min(max(round(spread * math.sqrt(3) / scale), 2), largest)
-
-
-def reads_mask(value: Value) -> bool:
-    """Whether ``value`` depends on a mask input."""
-    return bool(value.depends & Depends.MASK)

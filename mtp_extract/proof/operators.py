@@ -204,15 +204,15 @@ class _Rules:
 
     def _exponential(self, node: Node, inside: bool) -> None:
         producer = strip(node.operand(0)).producer
-        if producer is not None and producer.kind == "SUB" and producer.binary:
-            largest = strip(producer.operand(1)).producer
-            if (
-                largest is not None
-                and largest.kind == "REDUCE_MAX"
-                and strip(largest.operand(0)) is strip(producer.operand(0))
-            ):
-                return
+        largest = strip(producer.operand(1)).producer if producer is not None and producer.kind == "SUB" else None
         if producer is not None and producer.kind == "LOG_SOFTMAX":
+            return
+        if (
+            producer is not None
+            and largest is not None
+            and largest.kind == "REDUCE_MAX"
+            and _subtracts(producer, largest)
+        ):
             return
         if not self.bounds.of(node.operand(0))[1] < _LARGEST_EXPONENT:
             raise _refused(node, f"raises numbers that may be large ({_told(self.bounds.of(node.operand(0)))})")
@@ -321,7 +321,7 @@ class _Rules:
                 if chosen and span.sides[id(node.outputs[0])] == Side.QUERY:
                     raise _refused(node, "moves the query's elements by the position")
             elif node.kind in PRODUCTS:
-                if len(several) > 1 and not _separate(several):
+                if len(several) > 1 and frozenset(several) not in _PAIRS:
                     raise _refused(node, "multiplies what depends on the same part of an attention")
             elif node.kind == "DIV":
                 if len(sides) == 2 and sides[1] and sides[1] != Side.WEIGHTS:
@@ -337,16 +337,21 @@ class _Rules:
                 raise _refused(node, "bends numbers inside of an attention, where only its softmax may")
 
 
+_PAIRS = frozenset(
+    map(
+        frozenset,
+        (
+            (Side.QUERY, Side.KEY),
+            (Side.WEIGHTS, Side.VALUE),
+            (Side.WEIGHTS,),
+            (Side.WEIGHTS, Side.WEIGHTS | Side.VALUE),
+        ),
+    )
+)
+"""What may be multiplied inside an attention; weights with weights, where their sum is divided by."""
+
 _ALLOWED_ELSEWHERE = frozenset({"SELECT", "SELECT_V2", "MAXIMUM", "MINIMUM", "RELU", "REDUCE_MAX", "ABS"})
 """Operators that the rules for activations have checked already."""
-
-
-def _separate(sides: list[Side]) -> bool:
-    """Whether a product of such factors is linear in each part."""
-    return set(sides) in ({Side.QUERY, Side.KEY}, {Side.WEIGHTS, Side.VALUE}, {Side.WEIGHTS}) or set(sides) == {
-        Side.WEIGHTS,
-        Side.WEIGHTS | Side.VALUE,
-    }
 
 
 def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Interval]]:
