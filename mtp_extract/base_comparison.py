@@ -243,7 +243,7 @@ def stored_as(place: Place) -> LazyTensor:
     found = place.found
     if found.tensor is None:
         return FilledTensor(found.shape)
-    return ConstantTensor(found.shape, QuantizedTensor.of(place.model, found.tensor), found.factor, found.transposed)
+    return ConstantTensor.of(place.model, found)
 
 
 def of_place(weight: LazyTensor, place: Place) -> LazyTensor:
@@ -289,7 +289,7 @@ def grouped(places: Sequence[Place]) -> list[tuple[Place, ...]]:
             where = stored.source.location.file_offset
             # Summed, since a vocabulary has a scale a row and a table a layer.
             sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
-            key = where, *sums, stored.factor, stored.transposed
+            key = where, *sums, stored.factor, stored.transposed, stored.offset
         found.setdefault((key, place.columns), []).append(place)
     return [tuple(group) for group in found.values()]
 

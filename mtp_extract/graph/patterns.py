@@ -305,7 +305,8 @@ def _summed(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, 
         axes = {int(a) % len(terms.tensor.shape) for a in graph.integers(constant)}
         return (terms, 1 / size if node.kind == "MEAN" else 1.0, ()) if axes == {len(terms.tensor.shape) - 1} else None
     # A product with a row of equal numbers.
-    if node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL") or not node.binary or constant.tensor.elements != size:
+    others = [v for v in node.inputs[2:] if v is not None]
+    if node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL") or others or constant.tensor.elements != size:
         return None
     row = graph.floats(constant)
     if (row != row[0]).any() or node.outputs[0].tensor.elements * size != terms.tensor.elements:

@@ -138,7 +138,7 @@ def _finishes(node: Node) -> bool:
     """Whether a norm's weight is multiplied last: its partner is the normed vector, not one number a row."""
     result = node.outputs[0].tensor.elements
     partners = [value for value in node.inputs if value is not None and constant_under(value) is None]
-    return all(value.tensor.elements == result for value in partners)
+    return bool(partners) and all(value.tensor.elements == result for value in partners)
 
 
 def _readers(consumers: list[tuple[Node, int]]) -> list[Node]:
