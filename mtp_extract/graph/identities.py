@@ -37,15 +37,21 @@ def mark_identities(graph: FlatGraph) -> Iterator[Aside]:
         the constants that are used up so, each with the reason.
     """
     for node in graph.nodes:
-        if node.op.activation or not node.outputs or not node.outputs[0].depends & Depends.DATA:
+        if node.op.activation or not node.outputs:
             continue
-        if node.kind in _MOVES - PASSES:
+        # What depends on nothing is constant, or an op before it was lost; positions and masks are tried one by one.
+        depends = node.outputs[0].depends
+        if depends and not depends & Depends.DATA:
+            continue
+        if node.kind in _MOVES - PASSES and depends:
             for result in node.outputs:
                 result.same = _unmoved(graph, result)
             continue
         for position, decides, reason in _RULES.get(node.kind, ()):
             kept, constant = _operand(node, position), _operand(node, decides[0])
             if kept is None or constant is None or kept.tensor.elements != node.outputs[0].tensor.elements:
+                continue
+            if constant_under(kept) is not None:
                 continue
             numbers, under = _numbers(graph, constant), constant_under(constant)
             if numbers is not None and under is not None and decides[1](numbers):

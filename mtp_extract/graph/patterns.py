@@ -282,9 +282,9 @@ def _multiple(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside
         if scaled is not None and scaled[2] > 0:
             inner, constant, factor = scaled[0], scaled[1], factor * scaled[2]
             aside += (Aside(constant, "1/N of an RMSNorm's mean"),)
-        elif node.kind == "RELU" and node.unary:
-            inner = node.operand(0)
-        elif node.kind == "MAXIMUM" and node.binary and scalar(graph, node.operand(1)) == 0.0:
+        elif (node.kind == "RELU" and node.unary) or (
+            node.kind == "MAXIMUM" and node.binary and scalar(graph, node.operand(1)) == 0.0
+        ):
             inner = node.operand(0)
         else:
             break

@@ -94,11 +94,15 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
             sharing.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role.role)
     order = {id(node): index for index, node in enumerate(graph.nodes)}
     shapes = {role.role: role.shape for role in source.walk.roles}
+    parts = {role.role: role.result for role in source.walk.roles if role.first is not None}
     subgraph = source.signature.subgraph
     found: dict[str, Reading] = {}
     for key, roles in sharing.items():
         value = graph.constants.get(key)
         nodes = sorted(_readers(value.consumers) if value else [], key=lambda node: order[id(node)])
+        if len(nodes) == 1 and parts.keys() >= set(roles):
+            # One operator multiplies by all of them; each has its part of the result.
+            nodes *= len(roles)
         if len(nodes) != len(roles):
             continue
         for name, node in zip(sorted(roles, key=_execution_order), nodes, strict=True):
@@ -106,7 +110,11 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
                 continue
             operand = node.inputs[0] if node.kind == "FULLY_CONNECTED" else None
             found[name] = Reading(
-                name, node, _in_subgraph(node.outputs[0], subgraph), _in_subgraph(operand, subgraph), factors[name]
+                name,
+                node,
+                _in_subgraph(parts.get(name) or node.outputs[0], subgraph),
+                _in_subgraph(operand, subgraph),
+                factors[name],
             )
     return found
 
