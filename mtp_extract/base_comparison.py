@@ -22,7 +22,6 @@ from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import PairError, escape
-from mtp_extract.litertlm.quantized import QuantizedTensor
 
 __all__ = [
     "NOT_FOUND",
