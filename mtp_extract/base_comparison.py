@@ -22,7 +22,6 @@ from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.litertlm.quantized import QuantizedTensor
 
 __all__ = [
     "NOT_FOUND",
@@ -242,7 +241,7 @@ def stored_as(place: Place) -> LazyTensor:
     found = place.found
     if found.tensor is None:
         return FilledTensor(found.shape)
-    return ConstantTensor(found.shape, QuantizedTensor.of(place.model, found.tensor), found.factor, found.transposed)
+    return ConstantTensor.of(place.model, found)
 
 
 def of_place(weight: LazyTensor, place: Place) -> LazyTensor:
@@ -288,7 +287,7 @@ def grouped(places: Sequence[Place]) -> list[tuple[Place, ...]]:
             where = stored.source.location.file_offset
             # Summed, since a vocabulary has a scale a row and a table a layer.
             sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
-            key = where, *sums, stored.factor, stored.transposed
+            key = where, *sums, stored.factor, stored.transposed, stored.offset
         found.setdefault((key, place.columns), []).append(place)
     return [tuple(group) for group in found.values()]
 

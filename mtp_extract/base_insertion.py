@@ -211,6 +211,11 @@ def _decided(
             )
         if decision.how == REQUANTIZED and _is_stored(decision.content, stored):
             decision = replace(decision, how=KEPT, content=as_stored(stored.source))
+        if decision.how != KEPT and group[0].found.first is not None:
+            raise UnsupportedError(
+                f"{role}: {_tensor(group[0]).label} holds it beside other weights, so it cannot be changed alone. "
+                "Keep it."
+            )
         yield group, decision
 
 

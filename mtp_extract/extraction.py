@@ -59,8 +59,7 @@ def checkpoint_of(drafter: Drafter) -> Checkpoint:
         if found.tensor is None:
             tensors[found.role] = FilledTensor(found.shape)
         else:
-            source = QuantizedTensor.of(drafter.model, found.tensor)
-            tensors[found.role] = ConstantTensor(found.shape, source, found.factor, found.transposed)
+            tensors[found.role] = ConstantTensor.of(drafter.model, found)
     activations = {found.role: (found.input, found.output) for found in drafter.walk.roles if len(found.shape) == 2}
     return Checkpoint(
         GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)

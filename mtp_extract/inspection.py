@@ -134,6 +134,8 @@ def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
                 "name": role.tensor.name if role.tensor else None,
                 "type": role.tensor.type_name if role.tensor else None,
                 "factor": role.factor,
+                "offset": role.offset,
+                "first_row": role.first,
                 "why": role.why,
                 "name_confirms": role.role in confirmed,
             }

@@ -66,7 +66,7 @@ class Distance:
 def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
     """How far ``stored``, a constant of a bundle, is from ``new``; they have one shape."""
     dtype = new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
-    in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None
+    in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
     same, most, outside = True, 0.0, 0
     squares = reference = 0.0
     for ours, theirs, step in _rows(stored, new):
@@ -130,7 +130,7 @@ def _steps(stored: LazyTensor, rows: int, columns: int) -> Callable[[int, int], 
     if scheme is None or not isinstance(stored, ConstantTensor):
         return lambda first, last: np.ones((1, 1))
     scale = np.abs(stored.scale.astype(np.float64) / stored.factor)
-    if scheme.kind == "per_tensor" or math.prod(stored.shape) != stored.source.tensor.elements:
+    if scheme.kind == "per_tensor" or stored.folded:
         return lambda first, last: scale.reshape(1, 1)
     if scheme.kind == "blockwise":
         blocks = scale.reshape(rows, -1)
@@ -142,7 +142,7 @@ def _steps(stored: LazyTensor, rows: int, columns: int) -> Callable[[int, int], 
 
 def _requantized(stored: ConstantTensor, new: LazyTensor) -> tuple[int | None, bool]:
     """How many codes quantizing ``new`` gives otherwise, and whether it gives the stored scales."""
-    if stored.transposed or math.prod(stored.shape) != stored.source.tensor.elements:
+    if stored.transposed or stored.folded:
         return None, False
     storage = Storage.of(stored.source)
 

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import CheckpointError, FormatError
+from mtp_extract.graph import FoundRole
 from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
+from mtp_extract.litertlm.tflite import TfliteModel
 
 __all__ = [
     "ArrayTensor",
@@ -164,20 +166,41 @@ class FloatsOnly:
 
 @dataclass(frozen=True)
 class ConstantTensor:
-    """A constant of a graph, divided by the ``factor`` that the converter folded into it (stored = factor × weight).
+    """A constant of a graph, less what the converter folded into it: stored = factor × (weight − offset).
 
-    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned.
+    A ``transposed`` one is stored ``[in, out]``, and is in memory as a whole while it is turned. ``source`` may be some
+    rows of a constant that holds several weights.
     """
 
     shape: tuple[int, ...]
     source: QuantizedTensor
     factor: float = 1.0
     transposed: bool = False
+    offset: float = 0.0
+
+    @classmethod
+    def of(cls, model: TfliteModel, found: FoundRole) -> ConstantTensor:
+        """The constant of a role that has one.
+
+        Raises:
+            UnsupportedError: weights this release cannot read.
+            FormatError: damaged quantization.
+        """
+        assert found.tensor is not None
+        source = QuantizedTensor.of(model, found.tensor)
+        if found.first is not None:
+            source = source.rows(found.first, found.shape[0])
+        return cls(found.shape, source, found.factor, found.transposed, found.offset)
+
+    @property
+    def folded(self) -> bool:
+        """Whether one number is stored for a vector of equal ones, as converters do."""
+        return self.source.tensor.elements != math.prod(self.shape)
 
     @property
     def scheme(self) -> Scheme | None:
         source = self.source
-        if source.packing is None or (self.transposed and source.kind == "blockwise"):
+        if source.packing is None or (self.transposed and source.kind == "blockwise") or self.offset:
             return None
         return Scheme(
             bits=source.packing.bits,
@@ -226,22 +249,23 @@ class ConstantTensor:
 
     @property
     def origin(self) -> object:
-        return self.source.tensor.subgraph, self.source.tensor.index
+        location = self.source.location
+        return self.source.tensor.subgraph, self.source.tensor.index, location.offset, location.length
 
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        if self.source.tensor.elements != math.prod(self.shape):
-            # Converters fold a vector of equal weights into one number.
-            value = self.source.dequantize().reshape(-1)[:1]
-            yield divided(np.repeat(value, math.prod(self.shape)), self.factor)
-            return
-        if self.transposed:
-            yield divided(self._turned(self.source.dequantize(), first, last), self.factor)
-            return
-        for chunk in self.source.chunks(*self._grid_rows(first, last)):
-            yield divided(chunk, self.factor)
+        if self.folded:
+            chunks = iter([np.repeat(self.source.dequantize().reshape(-1)[:1], math.prod(self.shape))])
+        elif self.transposed:
+            chunks = iter([self._turned(self.source.dequantize(), first, last)])
+        else:
+            chunks = self.source.chunks(*self._grid_rows(first, last))
+        for chunk in chunks:
+            values = divided(chunk, self.factor)
+            # A sum in float32, as the graph has it.
+            yield values + np.float32(self.offset) if self.offset else values
 
     def integers(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
-        if self.source.tensor.elements != math.prod(self.shape):
+        if self.folded:
             yield np.repeat(self.source.codes().reshape(-1)[:1], math.prod(self.shape))
         elif self.transposed:
             yield self._turned(self.source.codes(), first, last)

@@ -142,6 +142,7 @@ def tensor_record(
         "rounded_to": holding.rounded_to or None,
         "rounded_before": list(evidence["rounded_before"]),
         "made_codes": dict(made) if made else evidence["made_codes"],
+        **({"offset": evidence["offset"]} if evidence.get("offset") else {}),
         **{key: evidence[key] for key in ("factor", "name_confirms", "source", "quantization", "activations")},
     }
 
@@ -161,6 +162,7 @@ def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | N
         "rounded_before": [],
         "made_codes": None,
         "factor": found.factor if found else 1.0,
+        "offset": found.offset if found else 0.0,
         "name_confirms": confirmed,
         "source": _stored(source, sha256) if source else None,
         "quantization": _quantization(source) if source else None,

@@ -17,7 +17,7 @@ from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.fill import is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Edge, FlatGraph, Node, Value, walk_back
-from mtp_extract.graph.patterns import SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
+from mtp_extract.graph.patterns import MATRICES, SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.quantized import NUMBER_TYPES
 
@@ -172,7 +172,7 @@ def _region(graph: FlatGraph, start: Value, layer: str, ends: Callable[[Node], b
         norm = match_rms_norm(graph, found) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
         if norm is not None:
             norms[id(norm.x)] = (norm, found)
-        elif node.kind == "FULLY_CONNECTED" and _is_weight(graph, node):
+        elif node.kind in MATRICES and _is_weight(graph, node):
             raise RoleError(
                 f"{layer}.q_norm: expected an RMSNorm with a weight between {node.op.label} and the softmax; "
                 "there is none."

@@ -96,10 +96,10 @@ class _Walker(Blocks):
             stream = self.norm("final_norm", head, "which feeds the head").x
             if ACTIVATIONS in graph.outputs:
                 self.same("activations", graph.outputs[ACTIVATIONS], head)
-            self.count = count_layers(graph, {id(graph.outputs[LOGITS]), id(soft_cap.x)})
+            self.count = count_layers(graph)
         else:
             top = self._unread_caches()
-            self.count = count_layers(graph, set())
+            self.count = count_layers(graph)
             name = f"layers.{self.count}"
             fed = self._fed(self._key(top[0], name)[0].x, f"{name}.k_proj")
             stream = self.norm(f"{name}.pre_attention_norm", fed, "which feeds the K projection").x
@@ -286,7 +286,7 @@ class _Walker(Blocks):
         self.eps.add(float(f"{v_norm.eps:.6g}"))
         self.set_aside(v_norm.aside)
         if v_norm.weight is not None:
-            if any(self.graph.floats(v_norm.weight) != 1):
+            if any(self.graph.floats(v_norm.weight) + v_norm.offset != 1):
                 raise UnsupportedError(f"{name}: its V norm has a weight, {v_norm.weight.label}; Gemma 4's has none.")
             self.set_aside((Aside(v_norm.weight, "ones of the V norm, which has no weight"),))
         if strip(v_norm.x) is strip(norm.x):

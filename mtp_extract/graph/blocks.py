@@ -6,17 +6,21 @@ its constants a role or sets them aside with a reason; one left over is an error
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import EXPONENTIALS
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, walk_back
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, walk_back
+from mtp_extract.graph.identities import mark_identities, taken_from
+from mtp_extract.graph.kernels import refuse_wide_filter
+from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import (
+    MATRICES,
     PASSES,
     SHAPE_OPERANDS,
     WEIGHT_PASSES,
@@ -28,7 +32,7 @@ from mtp_extract.graph.patterns import (
     strip,
 )
 from mtp_extract.graph.probe import measure_gate
-from mtp_extract.litertlm.quantized import NUMBER_TYPES
+from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, stored_floats
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 __all__ = ["Activation", "Blocks", "FoundRole", "SetAside", "count_layers", "in_order", "is_matrix", "what_is"]
@@ -60,12 +64,14 @@ class FoundRole:
         role: "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``.
         tensor: the constant; None for a norm's weight of ones that the converter folded away.
         shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
-        factor: stored = factor × weight; 1 unless something is folded into the weight.
+        factor: stored = factor × (weight − offset); 1 unless something is folded into the weight.
         why: the evidence, in words.
         known_as: names of the tensors that carry the result, for the cross-check of names.
         input, output: static quantization of the op's activations; None where they are float.
         result: the value of the graph that carries the role's result.
         transposed: whether the constant is stored ``[in, out]``.
+        offset: what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1.
+        first: the row of the constant where the role's rows begin; None where it has all of them.
     """
 
     role: str
@@ -78,6 +84,8 @@ class FoundRole:
     output: Activation | None = None
     result: Value | None = field(default=None, repr=False, compare=False)
     transposed: bool = False
+    offset: float = 0.0
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,7 @@ class Blocks:
         self.eps: set[float] = set()
         self.hidden_activations: set[str] = set()
         self.count = 0
+        self.set_aside(tuple(mark_identities(graph)))
 
     def layer_scalar(self, name: str, out: Value) -> Value:
         """What a layer's result is before its factor, if it has one."""
@@ -195,7 +204,7 @@ class Blocks:
             f"{name}.up_proj",
             down_in,
             f"{name}.down_proj",
-            lambda value, node: is_matrix(node),
+            lambda value, node: is_matrix(node) or self._rows(value) is not None,
         )
         gate_in = self.linear(f"{name}.gate_proj", gate, "whose output goes through GELU")
         up_in = self.linear(f"{name}.up_proj", up, "whose output is multiplied with GELU(gate)")
@@ -204,6 +213,7 @@ class Blocks:
         return gate_in
 
     def residual(self, name: str, norm: str, value: Value) -> Node:
+        value = strip(value)
         node = value.producer
         if node is None or node.kind != "ADD" or not node.binary or node.op.activation:
             raise RoleError(
@@ -239,14 +249,21 @@ class Blocks:
             names = tuple(_names(result))
             self.roles.append(FoundRole(role, None, (norm.size,), 1.0, why, names, result=result))
         else:
-            self.found(role, norm.weight, f"weight of the RMSNorm {why}", result, shape=(norm.size,))
+            stored = f", stored less {norm.offset:g}" if norm.offset else ""
+            why = f"weight of the RMSNorm {why}{stored}"
+            self.found(role, norm.weight, why, result, shape=(norm.size,), offset=norm.offset)
 
     def linear(self, role: str, value: Value, why: str, factor: float = 1.0) -> Value:
         """The matrix that ``value`` is a product with; takes it as the weight of ``role`` and returns its input."""
-        root = strip(value)
+        result = root = strip(value)
+        part = self._rows(root)
+        if part is not None:
+            root = part[0]
         node = root.producer
-        if node is None or node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL"):
+        if node is None or node.kind not in MATRICES:
             raise RoleError(f"{role}: expected a FULLY_CONNECTED op {why}, found {what_is(root)}.")
+        if node.kind == "CONV_2D":
+            refuse_wide_filter(node)
         if node.op.activation:
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a fused activation, which no drafter is known to have."
@@ -266,17 +283,42 @@ class Blocks:
         if len(shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in shape):
             raise RoleError(f"{role}: expected a weight [out, in], found {weight.label}.")
         factor /= scale
+        shape = shape[::-1] if transposed else shape
+        first, rows = (part[1], part[2]) if part is not None else (0, shape[0])
+        whole = (first, rows) == (0, shape[0])
+        if transposed and not whole:
+            raise UnsupportedError(
+                f"{role}: {weight.label} holds it beside another role and is stored [in, out], which this release "
+                "cannot take apart."
+            )
         self.found(
             role,
             weight,
-            f"weight of {node.op.label}, {why}",
-            root,
+            f"{'' if whole else f'rows {first} to {first + rows} of the '}weight of {node.op.label}, {why}",
+            result,
             factor=1.0 if abs(factor - 1.0) < _NO_FACTOR else factor,
             node=node,
-            shape=shape[::-1] if transposed else shape,
+            shape=(rows, shape[1]),
             transposed=transposed,
+            first=None if whole else first,
         )
         return node.operand(0)
+
+    def _rows(self, value: Value) -> tuple[Value, int, int] | None:
+        """For neighbouring columns of a product with a matrix: the product, the first of them, and how many."""
+        if value.producer is None or value.producer.kind not in LAYOUT:
+            return None
+        taken = taken_from(self.graph, value)
+        if taken is None or taken[0].producer is None or not is_matrix(taken[0].producer):
+            return None
+        product, elements = taken
+        width = product.tensor.shape[-1]
+        count, odd = divmod(elements.size * width, product.tensor.elements)
+        if odd or not count:
+            return None
+        columns = elements.reshape(-1, count)
+        expected = np.arange(len(columns))[:, None] * width + columns[0, 0] + np.arange(count)
+        return (product, int(columns[0, 0]), count) if np.array_equal(columns, expected) else None
 
     def _matrix(self, node: Node) -> tuple[Value, bool, float]:
         """The weight of ``node``, whether it is stored ``[in, out]``, and the number it is multiplied by before use."""
@@ -300,11 +342,17 @@ class Blocks:
         constant = strip(bias, WEIGHT_PASSES)
         if not constant.constant:
             raise UnsupportedError(f"{role}: the bias of {node.op.label} is computed.")
-        if constant.tensor.elements > _LARGEST_WIDTH or any(self.graph.model.locate(constant.tensor).read()):
+        if constant.tensor.elements > _LARGEST_WIDTH or self._bytes_of(constant).any():
             raise UnsupportedError(
                 f"{role}: {node.op.label} has a bias, which the drafter's checkpoint has no place for."
             )
         self.set_aside((Aside(constant, "a bias of zeros"),))
+
+    def _bytes_of(self, constant: Value) -> npt.NDArray[np.generic]:
+        """Numbers or bytes that are all 0 where those of ``constant`` are; a float's 0 may have a sign."""
+        stored = self.graph.model.locate(constant.tensor).read()
+        floats = constant.tensor.type in FLOAT_TYPES
+        return stored_floats(stored, constant.tensor) if floats else np.frombuffer(stored, np.uint8)
 
     def found(
         self,
@@ -316,6 +364,8 @@ class Blocks:
         node: Node | None = None,
         shape: tuple[int, ...] = (1,),
         transposed: bool = False,
+        offset: float = 0.0,
+        first: int | None = None,
     ) -> None:
         if constant.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: weights of type {constant.tensor.type_name} are not supported.")
@@ -332,6 +382,8 @@ class Blocks:
                 _activation(node.outputs[0]) if node and node.outputs else None,
                 result,
                 transposed,
+                offset,
+                first,
             )
         )
 
@@ -362,18 +414,25 @@ class Blocks:
 
     def _account_readers(self) -> None:
         """A weight is read once for every role it plays: another reader would make the graph another function."""
-        roles: dict[tuple[int, int], list[str]] = {}
+        roles: dict[tuple[int, int], list[FoundRole]] = {}
         for role in self.roles:
             if role.tensor is not None and role.tensor.elements > 1:
-                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role.role)
-        for key, names in roles.items():
-            readers = list(_readers(self.graph.constants[key]))
-            if len(readers) != len(names):
+                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role)
+        for key, found in roles.items():
+            constant, names = self.graph.constants[key], " and ".join(role.role for role in found)
+            readers = list(_readers(constant))
+            # A product with the rows of several roles is one reader of all of them.
+            parts = sorted({(role.first, role.shape[0]) for role in found if role.first is not None})
+            if len(readers) * max(len(parts), 1) != len(found):
                 ops = ", ".join(reader.op.label for reader in readers[:_MOST_SHOWN])
                 raise RoleError(
-                    f"{' and '.join(names)}: {self.graph.constants[key].label} is read {len(readers)} times, by {ops}. "
+                    f"{names}: {constant.label} is read {len(readers)} times, by {ops}. "
                     "No checkpoint is written, because it would not be the same function."
                 )
+            rows = constant.tensor.elements // found[0].shape[-1]
+            ends = [0, *(first + count for first, count in parts)]
+            if parts and ([first for first, _ in parts] != ends[:-1] or ends[-1] != rows):
+                raise RoleError(f"{names}: {constant.label} has {rows} rows, of which they are not one each.")
 
     def _account_uncomputed(self) -> None:
         """Every value that is read is an input, a constant, or computed."""
@@ -534,21 +593,24 @@ def _plain_reason(node: Node, position: int, constant: Value, between: str = CHE
     return between
 
 
-def count_layers(graph: FlatGraph, logits: set[int]) -> int:
-    """One softmax a layer, or, where exporters spell it out, one exponential; what the logits feed is no layer."""
-    kinds = Counter(
-        node.kind
-        for node in graph.nodes
-        if node.kind in EXPONENTIALS
-        and not any(id(v) in logits for source in node.inputs if source is not None for v in ancestors(source))
-    )
-    return kinds["SOFTMAX"] or kinds["EXP"]
+def count_layers(graph: FlatGraph) -> int:
+    """One softmax a layer, or, where exporters spell it out, one exponential: of what a cache was multiplied into.
+
+    What norms, activations and a softmax of the logits raise is computed from products with matrices alone.
+    """
+    return sum(node.kind in EXPONENTIALS and _reads_cache(node.operand(0)) for node in graph.nodes)
+
+
+def _reads_cache(value: Value) -> bool:
+    """Whether an input of activations or a cache leads to ``value``, past every product with a matrix."""
+    _, leaves = walk_back([value], lambda _, node: is_matrix(node))
+    return any(leaf.input_name is not None and leaf.depends & Depends.DATA for leaf in leaves)
 
 
 def is_matrix(node: Node) -> bool:
     """Whether ``node`` multiplies by a constant of two axes."""
-    if node.kind != "BATCH_MATMUL" or len(node.inputs) < 2 or node.inputs[1] is None:
-        return node.kind == "FULLY_CONNECTED"
+    if node.kind not in MATRICES or len(node.inputs) < 2 or node.inputs[1] is None:
+        return False
     return all(value.producer is not None or value.constant for value in ancestors(node.inputs[1]))
 
 

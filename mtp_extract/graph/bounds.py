@@ -15,6 +15,7 @@ import numpy as np
 
 from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.patterns import strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor, stored_floats
 
 Interval = tuple[float, float]
@@ -25,6 +26,7 @@ NEVER_REACHED = 1e30
 """A bound so far out that numbers beyond it would be no result in float32 either."""
 
 _LARGEST_READ = 1 << 20
+_RESHAPES = frozenset({"RESHAPE", "SQUEEZE", "EXPAND_DIMS"})
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Bounds:
             if kind == "MINIMUM":
                 low, high, other_low, other_high = -high, -low, -other_high, -other_low
             return low >= other_high or other_low >= high or other_high <= -NEVER_REACHED or high <= -NEVER_REACHED
+        if kind == "ABS" and _only_squared(node):
+            return True
         ends = _ENDS.get(kind)
         return ends is not None and low >= ends[0] and high <= ends[1]
 
@@ -108,8 +112,27 @@ def _sum(count: int, interval: Interval) -> Interval:
     return count * interval[0], count * interval[1]
 
 
+def _squares(node: Node) -> bool:
+    """Whether a MUL multiplies every element by itself, perhaps in another shape."""
+    sizes = {v.tensor.elements for v in (*node.inputs, *node.outputs) if v is not None}
+    return node.binary and len(sizes) == 1 and len({id(strip(node.operand(i), _RESHAPES)) for i in (0, 1)}) == 1
+
+
+def _only_squared(node: Node) -> bool:
+    """Whether whatever reads an absolute value squares it."""
+
+    def squares(reader: Node) -> bool:
+        made = [strip(v, _RESHAPES).producer for v in reader.inputs if v is not None]
+        of = [strip(m.operand(0), _RESHAPES) for m in made if m is not None and m.kind == "ABS"]
+        same_size = len({v.tensor.elements for v in (*reader.inputs, *reader.outputs) if v is not None}) == 1
+        return reader.kind == "SQUARE" or (reader.kind == "MUL" and same_size and len(of) == 2 and of[0] is of[1])
+
+    readers = [reader for reader, _ in node.outputs[0].consumers]
+    return bool(readers) and all(map(squares, readers))
+
+
 def _mul(node: Node, operands: list[Interval]) -> Interval:
-    if node.binary and node.inputs[0] is node.inputs[1]:
+    if _squares(node):
         largest = max(map(abs, operands[0]))
         return 0.0, largest * largest
     return _products(*operands)
@@ -122,6 +145,8 @@ def _div(node: Node, operands: list[Interval]) -> Interval:
 
 def _power(node: Node, operands: list[Interval]) -> Interval:
     (low, high), (exponent, same) = operands
+    if exponent == same == 2:
+        return 0.0, max(abs(low), abs(high)) ** 2
     if exponent != same or low <= 0:
         return ANYTHING
     ends = low**exponent, high**exponent

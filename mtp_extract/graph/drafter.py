@@ -102,7 +102,7 @@ class _Walker(Blocks):
             raise RoleError(
                 "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
             )
-        self.count = count = count_layers(graph, {id(graph.outputs[LOGITS]), id(soft_cap.x)})
+        self.count = count = count_layers(graph)
         attentions: list[Attention] = []
         stream = norm.x
         for index in reversed(range(count)):

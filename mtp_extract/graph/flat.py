@@ -88,6 +88,7 @@ class Value:
         input_name: its name among the signature's inputs; None for anything else.
         consumers: every (node, operand position) that reads it.
         depends: what it is computed from.
+        same: the value that it is again, element by element, where that has been shown.
     """
 
     tensors: list[Tensor]
@@ -97,6 +98,7 @@ class Value:
     input_name: str | None = None
     consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)
     depends: Depends = Depends.CONSTANT
+    same: Value | None = field(default=None, repr=False)
 
     @property
     def tensor(self) -> Tensor:

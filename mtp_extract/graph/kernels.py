@@ -12,13 +12,15 @@ from types import MappingProxyType
 
 import numpy as np
 
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.arithmetic import ARITHMETIC, STRICT
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of, matmul
 from mtp_extract.graph.call import DTYPES, Call, Kernel, grid_of, ints, one
+from mtp_extract.graph.flat import Node
 from mtp_extract.graph.moving import LAYOUT, MOVING
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["ELEMENTWISE", "KERNELS", "LAYOUT"]
+__all__ = ["ELEMENTWISE", "KERNELS", "LAYOUT", "refuse_wide_filter"]
 
 
 def _cast(call: Call, x: Numbers) -> Numbers:
@@ -104,8 +106,44 @@ def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | No
     return call.activate(made.reshape((*values.shape[:-1], rows) if keeps else (-1, rows)))
 
 
-def _check_weight(call: Call, weight: Weight, axis: int) -> None:
-    """What LiteRT's kernel makes of a quantized weight must be what its scales and zero points say."""
+def refuse_wide_filter(node: Node) -> None:
+    """Check that a CONV_2D is a product with a matrix: a filter ``[out, 1, 1, in]``, moved by 1.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    shape, options = node.operand(1).tensor.shape, node.op.options
+    steps = [options.integer(slot, "i") for slot in (1, 2)] if options is not None else [0, 0]
+    dilation = [options.scalar(slot, "i", 1) for slot in (4, 5)] if options is not None else [1, 1]
+    if len(shape) != 4 or [*shape[1:3], *steps, *dilation] != [1] * 6:
+        raise UnsupportedError(
+            f"{node.op.label} has a filter of {list(shape)}, strides of {steps} and dilations of {dilation}; only a "
+            "convolution of 1 by 1, which is a product with a matrix, can be read."
+        )
+
+
+def _convolution(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Array:
+    refuse_wide_filter(call.node)
+    values = array_of(x)
+    rows, columns = weight.shape[0], weight.shape[-1]
+    if values.ndim != 4 or values.shape[-1] != columns:
+        raise call.refuse(f"multiplies {list(values.shape)} with a filter of {list(weight.shape)}")
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
+    if isinstance(weight, Weight):
+        _check_weight(call, weight, 0, rank=4)
+        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
+    else:
+        made = matmul(flat, array_of(weight).reshape(rows, columns), transposed=True)
+    if bias is not None:
+        made = _biased(call, made, bias)
+    return call.activate(made.reshape(*values.shape[:-1], rows))
+
+
+def _check_weight(call: Call, weight: Weight, axis: int, rank: int = 2) -> None:
+    """What LiteRT's kernel makes of a quantized weight must be what its scales and zero points say.
+
+    ``axis`` is that of the outputs, among the last ``rank``.
+    """
     source = weight.source
     if weight.through_dequantize or source.kind == "none":
         return
@@ -113,7 +151,7 @@ def _check_weight(call: Call, weight: Weight, axis: int) -> None:
         raise call.refuse(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
     if weight.exchanged:
         raise call.refuse(f"reads {source.tensor.label} transposed, as codes")
-    if source.kind == "per_channel" and source.axis != axis + len(source.tensor.shape) - 2:
+    if source.kind == "per_channel" and source.axis != axis + len(source.tensor.shape) - rank:
         where = f"whose scales run along axis {source.axis}"
         raise call.refuse(f"reads {source.tensor.label}, {where}: LiteRT applies them to the outputs")
     if not source.symmetric:
@@ -170,6 +208,7 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         "DEQUANTIZE": _dequantize,
         "QUANTIZE": _dequantize,
         "BATCH_MATMUL": _batch_matmul,
+        "CONV_2D": _convolution,
         "FULLY_CONNECTED": _fully_connected,
     }
 )

@@ -15,6 +15,7 @@ from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.litertlm.tflite import TensorType
 
 __all__ = [
+    "MATRICES",
     "Aside",
     "RmsNorm",
     "SoftCap",
@@ -28,6 +29,9 @@ PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "TRANSPOSE", "B
 
 WEIGHT_PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
 """The same for weights, whose order of elements must not change."""
+
+MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
+"""Operators that multiply by a matrix."""
 
 SHAPE_OPERANDS = {
     "RESHAPE": (1,),
@@ -50,6 +54,8 @@ SHAPE_OPERANDS = {
 }
 """Operand positions that hold shapes, axes, permutations or offsets."""
 
+_ROOTS = {"RSQRT": -0.5, "SQRT": 0.5}
+
 _RELATIVE = 1e-5
 _MOST_FACTORS = 32
 _LARGEST_CAP = 1e6
@@ -68,7 +74,7 @@ class RmsNorm:
     """``x · weight / sqrt(mean(x²) + eps)`` over the last axis, which has ``size`` elements.
 
     ``weight`` is None where there is no multiplication: converters fold a weight of ones away. It has one element
-    where they folded equal weights into one number.
+    where they folded equal weights into one number. What it is multiplied by is ``weight + offset``.
     """
 
     x: Value
@@ -76,6 +82,7 @@ class RmsNorm:
     size: int
     eps: float
     aside: tuple[Aside, ...]
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,13 @@ class SoftCap:
 
 def strip(value: Value, passes: frozenset[str] = PASSES) -> Value:
     """``value`` without the operators that only hand it on."""
-    while value.producer is not None and value.producer.kind in passes and value.producer.inputs:
-        operand = value.producer.inputs[0]
-        if operand is None:
-            break
-        value = operand
-    return value
+    while True:
+        node = value.producer
+        operand = node.inputs[0] if node is not None and node.kind in passes and node.inputs else None
+        further = value.same or operand
+        if further is None:
+            return value
+        value = further
 
 
 def constant_under(value: Value) -> Value | None:
@@ -131,25 +139,28 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_RELATIVE)
 
 
-def _factors(value: Value, stop: Value | None = None) -> Iterator[Value]:
-    """The factors of a product, multiplications opened up, down to ``stop``."""
-    queue, opened = [value], 0
+def _factors(graph: FlatGraph, value: Value, stop: Value | None = None) -> Iterator[tuple[Value, int]]:
+    """The factors of a product, multiplications and divisions opened up, down to ``stop``; -1 with a divisor."""
+    queue, opened = [(value, 1)], 0
     while queue:
-        root = strip(queue.pop())
+        found, sign = queue.pop()
+        root = strip(found)
         node = root.producer
         # Squares of squares have exponentially many factors; what remains of them is handed out unopened.
         if (
             root is stop
             or node is None
-            or node.kind != "MUL"
+            or node.kind not in ("MUL", "DIV")
             or node.op.activation
             or opened == _MOST_FACTORS
             or not node.binary
         ):
-            yield root
-        else:
-            opened += 1
-            queue.extend(node.operand(i) for i in (0, 1))
+            yield root, sign
+            continue
+        opened += 1
+        if node.kind == "MUL" or scalar(graph, node.operand(0)) != 1.0:
+            queue.append((node.operand(0), sign))
+        queue.append((node.operand(1), sign if node.kind == "MUL" else -sign))
 
 
 def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
@@ -163,60 +174,78 @@ def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
             f"{node.op.label} has no decomposition, so its epsilon is unknown. "
             "Export the drafter with the bodies of its composites."
         )
-    if node.kind == "DIV" and node.binary and not node.op.activation:
-        numerator, denominator = node.operand(0), strip(node.operand(1))
-        if denominator.producer is None or denominator.producer.kind != "SQRT" or not denominator.producer.unary:
-            return None
-        return _norm_from(graph, numerator, denominator.producer.operand(0), None)
-    if node.kind != "MUL":
+    if node.kind not in ("MUL", "DIV"):
         return None
-    for factor in _factors(root):
-        producer = factor.producer
-        if producer is None or producer.op.activation:
-            continue
-        if (producer.kind == "RSQRT" and producer.unary) or (
-            producer.kind == "POW" and producer.binary and scalar(graph, producer.operand(1)) == -0.5
-        ):
-            norm = _norm_from(graph, root, producer.operand(0), factor)
-            return norm and replace(norm, aside=(*norm.aside, *_exponent(producer)))
-        if producer.kind == "DIV" and producer.binary:
-            below = strip(producer.operand(1))
-            if below.producer is not None and below.producer.kind == "SQRT" and below.producer.unary:
-                if scalar(graph, producer.operand(0)) == 1.0:
-                    return _norm_from(graph, root, below.producer.operand(0), factor)
-                return _norm_from(graph, root, below.producer.operand(0), factor, producer.operand(0))
+    for factor, sign in _factors(graph, root):
+        variance, exponent, aside = _as_power(graph, factor)
+        norm = _norm_from(graph, root, variance, factor) if sign * exponent == -0.5 else None
+        if norm is not None:
+            return replace(norm, aside=(*norm.aside, *aside))
     return None
 
 
-def _norm_from(
-    graph: FlatGraph, product: Value, variance: Value, inverse: Value | None, quotient: Value | None = None
-) -> RmsNorm | None:
+def _as_power(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]]:
+    """``value`` as a number above 0 raised to an exponent: that number, the exponent, and its constants."""
+    base, exponent, aside = strip(value), 1.0, tuple[Aside, ...]()
+    while (node := base.producer) is not None and not node.op.activation:
+        constant: Value | None = None
+        if node.kind in _ROOTS and node.unary:
+            inner, power = node.operand(0), _ROOTS[node.kind]
+        elif node.kind == "POW" and node.binary and (number := scalar(graph, node.operand(1))) is not None:
+            inner, power, constant = node.operand(0), number, constant_under(node.operand(1))
+        elif node.kind == "DIV" and node.binary and scalar(graph, node.operand(0)) == 1.0:
+            inner, power, constant = node.operand(1), -1.0, constant_under(node.operand(0))
+        elif node.kind == "EXP" and node.unary and (found := _multiple_of_logarithm(graph, node)) is not None:
+            inner, power, constant = found
+        else:
+            break
+        base, exponent = strip(inner), exponent * power
+        aside += (Aside(constant, "exponent of an RMSNorm"),) if constant is not None else ()
+    return base, exponent, aside
+
+
+def _multiple_of_logarithm(graph: FlatGraph, node: Node) -> tuple[Value, float, Value] | None:
+    """For EXP(c · LOG(v)): v and c."""
+    product = strip(node.operand(0)).producer
+    scaled = split_scalar(graph, product) if product is not None else None
+    logarithm = strip(scaled[0]).producer if scaled is not None else None
+    if scaled is None or logarithm is None or logarithm.kind != "LOG" or not logarithm.unary:
+        return None
+    return logarithm.operand(0), scaled[2], scaled[1]
+
+
+def _norm_from(graph: FlatGraph, product: Value, variance: Value, inverse: Value) -> RmsNorm | None:
     """The norm whose variance (with epsilon) is ``variance``; ``inverse`` is the factor that divides by its root."""
     summed = _mean_of_squares(graph, variance)
     if summed is None:
         return None
     x, size, eps, aside = summed
-    rest = [f for f in _factors(product, x) if f is not inverse]
-    if inverse is None or quotient is None:
-        if sum(f is x for f in rest) != 1:
-            return None
-        rest = [f for f in rest if f is not x]
-    elif strip(quotient) is not x:
+    factors = list(_factors(graph, product, x))
+    rest = [f for f, sign in factors if sign > 0 and f is not x and f is not inverse]
+    divisors = [f for f, sign in factors if sign < 0 and f is not inverse]
+    if divisors or sum(f is x for f, _ in factors) != 1 or sum(f is inverse for f, _ in factors) != 1 or len(rest) > 1:
         return None
     if not rest:
         return RmsNorm(x, None, size, eps, aside)
-    weight = constant_under(rest[0])
-    if len(rest) != 1 or weight is None or weight.tensor.elements not in (1, size):
+    weight, offset, one = _stored_weight(graph, rest[0])
+    if weight is None or weight.tensor.elements not in (1, size):
         return None
     # As many elements along another axis would be something else.
     if weight.tensor.elements == size and size > 1 and weight.tensor.shape[-1] != size:
         return None
-    return RmsNorm(x, weight, size, eps, aside)
+    return RmsNorm(x, weight, size, eps, (*aside, *one), offset)
 
 
-def _exponent(power: Node) -> tuple[Aside, ...]:
-    constant = constant_under(power.operand(1)) if power.kind == "POW" else None
-    return (Aside(constant, "exponent of an RMSNorm"),) if constant is not None else ()
+def _stored_weight(graph: FlatGraph, value: Value) -> tuple[Value | None, float, tuple[Aside, ...]]:
+    """A norm's weight: the constant, and the 1 that is added to it where it is stored less that."""
+    node = strip(value, WEIGHT_PASSES).producer
+    if node is None or node.kind != "ADD" or not node.binary or node.op.activation:
+        return constant_under(value), 0.0, ()
+    for position in (0, 1):
+        weight, one = constant_under(node.operand(1 - position)), constant_under(node.operand(position))
+        if weight is not None and one is not None and one is not weight and scalar(graph, one) == 1.0:
+            return weight, 1.0, (Aside(one, "what is added to the weight of an RMSNorm"),)
+    return None, 0.0, ()
 
 
 def _mean_of_squares(graph: FlatGraph, variance: Value) -> tuple[Value, int, float, tuple[Aside, ...]] | None:
@@ -228,99 +257,130 @@ def _mean_of_squares(graph: FlatGraph, variance: Value) -> tuple[Value, int, flo
         eps, constant = scalar(graph, node.operand(position)), constant_under(node.operand(position))
         if eps is None or constant is None:
             continue
-        mean = _mean(graph, node.operand(1 - position))
-        if mean is None:
+        total, share, outer = _multiple(graph, node.operand(1 - position))
+        summed = _summed(graph, total)
+        squares, part, inner = _multiple(graph, summed[0]) if summed is not None else (total, 0.0, ())
+        squared = _squared(graph, squares)
+        if summed is None or squared is None:
             return None
-        squared, aside = mean
-        x = _squared(graph, squared)
-        if x is None:
+        size = summed[0].tensor.shape[-1]
+        if not _close(share * summed[1] * part * squared[1] * size, 1.0):
             return None
-        return x, squared.tensor.shape[-1], eps, (Aside(constant, "epsilon of an RMSNorm"), *aside)
+        aside = (Aside(constant, "epsilon of an RMSNorm"), *outer, *summed[2], *inner, *squared[2])
+        return squared[0], size, eps, aside
     return None
 
 
-def _mean(graph: FlatGraph, value: Value) -> tuple[Value, tuple[Aside, ...]] | None:
-    """What ``value`` is the mean of, over the last axis."""
-    root = strip(value)
-    node = root.producer
-    if node is None:
-        return None
-    if node.kind == "MEAN":
-        return (node.operand(0), ()) if _over_last_axis(graph, node) else None
-    scaled = split_scalar(graph, node)
-    if scaled is None:
-        return None
-    inner, constant, factor = scaled
-    total = strip(inner).producer
-    if total is None or total.kind != "SUM" or not _over_last_axis(graph, total):
-        return None
-    if not _close(factor * total.operand(0).tensor.shape[-1], 1.0):
-        return None
-    return total.operand(0), (Aside(constant, "1/N of an RMSNorm's mean"),)
+def _multiple(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]]:
+    """``value``, squares or a sum of them, as a multiple of another: that, the factor, and the constants on the way.
+
+    Of what is not negative a bound at 0 is no bound.
+    """
+    root, factor, aside = strip(value), 1.0, tuple[Aside, ...]()
+    while (node := root.producer) is not None and not node.op.activation:
+        scaled = split_scalar(graph, node)
+        if scaled is not None and scaled[2] > 0:
+            inner, constant, factor = scaled[0], scaled[1], factor * scaled[2]
+            aside += (Aside(constant, "1/N of an RMSNorm's mean"),)
+        elif (node.kind == "RELU" and node.unary) or (
+            node.kind == "MAXIMUM" and node.binary and scalar(graph, node.operand(1)) == 0.0
+        ):
+            inner = node.operand(0)
+        else:
+            break
+        root = strip(inner)
+    return root, factor, aside
 
 
-def _over_last_axis(graph: FlatGraph, node: Node) -> bool:
-    if not node.binary:
-        return False
-    shape, axes = node.operand(0).tensor.shape, constant_under(node.operand(1))
-    if axes is None or not shape:
-        return False
-    return {int(a) % len(shape) for a in graph.integers(axes)} == {len(shape) - 1}
+def _summed(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]] | None:
+    """What ``value`` is a sum of over the last axis, times the factor: 1/N for a mean."""
+    node = value.producer
+    if node is None or node.op.activation or len(node.inputs) < 2:
+        return None
+    terms, constant = node.operand(0), constant_under(node.operand(1))
+    size = terms.tensor.shape[-1] if terms.tensor.shape else 0
+    if constant is None or not size:
+        return None
+    if node.kind in ("MEAN", "SUM"):
+        axes = {int(a) % len(terms.tensor.shape) for a in graph.integers(constant)}
+        return (terms, 1 / size if node.kind == "MEAN" else 1.0, ()) if axes == {len(terms.tensor.shape) - 1} else None
+    # A product with a row of equal numbers.
+    others = [v for v in node.inputs[2:] if v is not None]
+    if node.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL") or others or constant.tensor.elements != size:
+        return None
+    row = graph.floats(constant)
+    if (row != row[0]).any() or node.outputs[0].tensor.elements * size != terms.tensor.elements:
+        return None
+    return terms, float(row[0]), (Aside(constant, "1/N of an RMSNorm's mean"),)
 
 
-def _squared(graph: FlatGraph, value: Value) -> Value | None:
-    node = strip(value).producer
+def _squared(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]] | None:
+    """For squares: of what, times the factor, and their constants."""
+    node = value.producer
     if node is None or node.op.activation:
         return None
     if node.kind == "SQUARE" and node.unary:
-        return strip(node.operand(0))
+        return _absolute(node.operand(0)), 1.0, ()
     if not node.binary:
         return None
-    if node.kind == "MUL" and strip(node.operand(0)) is strip(node.operand(1)):
-        return strip(node.operand(0))
-    if node.kind == "POW" and scalar(graph, node.operand(1)) == 2.0:
-        return strip(node.operand(0))
+    left, right = (strip(node.operand(i)) for i in (0, 1))
+    if node.kind == "MUL":
+        aside: tuple[Aside, ...] = ()
+        factor = 1.0
+        # x · (x · 1/N): a factor that is no square itself may have any sign.
+        for one, other in ((left, right), (right, left)):
+            scaled = split_scalar(graph, one.producer) if one.producer is not None and one is not other else None
+            if scaled is not None and strip(scaled[0]) is other:
+                left = right = other
+                factor, aside = scaled[2], (Aside(scaled[1], "1/N of an RMSNorm's mean"),)
+                break
+        if left is not right and _absolute(left) is not left and _absolute(right) is not right:
+            left, right = _absolute(left), _absolute(right)
+        return (_absolute(left), factor, aside) if left is right else None
+    number, constant = scalar(graph, right), constant_under(right)
+    if constant is not None and (node.kind, number) in (("POW", 2.0), ("SQUARED_DIFFERENCE", 0.0)):
+        return _absolute(left), 1.0, (Aside(constant, "the square of an RMSNorm"),)
     return None
+
+
+def _absolute(value: Value) -> Value:
+    """What ``value`` is the absolute value of, which has the same square; ``value`` where it is none."""
+    node = value.producer
+    return strip(node.operand(0)) if node is not None and node.kind == "ABS" and node.unary else strip(value)
 
 
 def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     """``cap · tanh(scale · x)``, with or without either factor, or no soft cap at all."""
-    aside: list[Aside] = []
     root = strip(value)
-    scaled = split_scalar(graph, root.producer) if root.producer else None
-    above = strip(scaled[0]) if scaled else root
+    above, cap, outer = _scaled(graph, root, "soft cap: the factor after tanh")
     if above.producer is None or above.producer.kind != "TANH" or not above.producer.unary:
-        x = _unclamped(graph, root, aside)
-        return SoftCap(x, None, 1.0, tuple(aside))
-    cap = scaled[2] if scaled else 1.0
-    if scaled:
-        aside.append(Aside(scaled[1], "soft cap: the factor after tanh"))
-    inner = strip(above.producer.operand(0))
-    scale = 1.0
-    while inner.producer is not None and (below := split_scalar(graph, inner.producer)) is not None:
-        inner, constant, factor = strip(below[0]), below[1], below[2]
-        scale *= factor
-        aside.append(Aside(constant, "soft cap: the factor before tanh"))
+        _refuse_bound(graph, root)
+        return SoftCap(root, None, 1.0, ())
+    x, scale, inner = _scaled(graph, above.producer.operand(0), "soft cap: the factor before tanh")
     if not (1 / _LARGEST_CAP < cap < _LARGEST_CAP and 1 / _LARGEST_CAP < scale < _LARGEST_CAP):
         raise UnsupportedError(
             f"The logits are {cap:g} · tanh({scale:g} · x); no drafter has such a soft cap. The file is damaged."
         )
-    x = _unclamped(graph, inner, aside)
-    return SoftCap(x, cap, scale, tuple(aside))
+    _refuse_bound(graph, x)
+    return SoftCap(x, cap, scale, (*outer, *inner))
 
 
-def _unclamped(graph: FlatGraph, value: Value, aside: list[Aside]) -> Value:
-    """``value`` without a lower or upper bound so far out that it never binds."""
+def _scaled(graph: FlatGraph, value: Value, reason: str) -> tuple[Value, float, tuple[Aside, ...]]:
+    """``value`` without the numbers it is multiplied by: what is left, their product, and the constants."""
+    root, factor, aside = strip(value), 1.0, tuple[Aside, ...]()
+    while root.producer is not None and (found := split_scalar(graph, root.producer)) is not None:
+        root, factor = strip(found[0]), factor * found[2]
+        aside += (Aside(found[1], reason),)
+    return root, factor, aside
+
+
+def _refuse_bound(graph: FlatGraph, value: Value) -> None:
+    """A bound that may bind: one that never does was passed over."""
     node = value.producer
     if node is not None and node.kind in ("MAXIMUM", "MINIMUM") and node.binary:
         for position in (1, 0):
-            bound, constant = scalar(graph, node.operand(position)), constant_under(node.operand(position))
-            if bound is None or constant is None:
-                continue
-            if abs(bound) < 1e30 or (bound < 0) != (node.kind == "MAXIMUM"):
+            bound = scalar(graph, node.operand(position))
+            if bound is not None:
                 raise UnsupportedError(
                     f"{node.op.label} bounds the logits at {bound:g}; no drafter is known to do that."
                 )
-            aside.append(Aside(constant, "a bound on the logits that never binds"))
-            return strip(node.operand(1 - position))
-    return value

@@ -81,7 +81,7 @@ def decide(
         return Decision(role, KEPT, here.type, here, 0.0, as_stored(source))
     if target.elements != math.prod(new.shape):
         target, exact = _unfolded(role, target, exact)
-    oriented = _Oriented(role, exact, stored.transposed, stored.factor)
+    oriented = _Oriented(role, exact, stored.transposed, stored.factor, stored.offset)
     if target.kind == "none" and target.type in FLOAT_TYPES:
         return Decision(role, FLOATS, here.type, target, *_floats(role, oriented, target))
     taken = _codes(oriented, target, dtype)
@@ -135,12 +135,13 @@ def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, Laz
 
 @dataclass(frozen=True)
 class _Oriented:
-    """A weight as the constant has it: times the folded factor, turned where it is stored ``[in, out]``."""
+    """A weight as the constant has it: less the offset, times the factor, turned where it is stored ``[in, out]``."""
 
     role: str
     tensor: LazyTensor
     transposed: bool
     factor: float
+    offset: float
 
     def _stored(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
         if self.transposed:
@@ -150,11 +151,11 @@ class _Oriented:
             yield from chunks
 
     def weights(self) -> Iterator[Floats]:
-        """Its numbers, without the factor."""
+        """Its numbers, as they are."""
         return self._stored(self.tensor.floats())
 
     def floats(self) -> Iterator[Floats]:
-        """Its numbers, with the factor.
+        """Its numbers, as they are stored.
 
         Raises:
             CheckpointError: one is not finite.
@@ -162,7 +163,14 @@ class _Oriented:
         for chunk in self.weights():
             if not np.isfinite(chunk).all():
                 raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
-            yield chunk if self.factor == 1.0 else (chunk.astype(np.float64) * self.factor).astype(np.float32)
+            plain = self.factor == 1.0 and not self.offset
+            yield chunk if plain else ((chunk.astype(np.float64) - self.offset) * self.factor).astype(np.float32)
+
+    def read(self, stored: Iterable[Floats]) -> Iterator[Floats]:
+        """What the graph makes of stored numbers."""
+        for chunk in stored:
+            values = divided(chunk, self.factor)
+            yield values + np.float32(self.offset) if self.offset else values
 
     def integers(self) -> Iterator[npt.NDArray[Any]]:
         """Its codes."""
@@ -192,7 +200,7 @@ def _floats(role: str, new: _Oriented, target: Storage) -> tuple[float, Content]
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     widen = DTYPES[_FLOAT_NAMES[target.type]].widen
-    error = _error((divided(widen(stored), new.factor) for stored in produce()), new.weights())
+    error = _error(new.read(map(widen, produce())), new.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
@@ -231,7 +239,7 @@ def _error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
 def _codes(new: _Oriented, target: Storage, dtype: str) -> Content | None:
     """The codes of ``new``, where it has some that say in ``target`` what its floats say; else None."""
     packing, steps = target.packing, new.tensor.steps
-    if packing is None or steps is None:
+    if packing is None or steps is None or new.offset:
         return None
     size = _by_group(steps.size, steps.block, target, new.transposed)
     zero_point = _by_group(steps.zero_point, steps.block, target, new.transposed)
@@ -249,7 +257,7 @@ def _codes(new: _Oriented, target: Storage, dtype: str) -> Content | None:
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
     decoded = target.decode(new.integers(), scale, zero_point)
-    if not _same((divided(chunk, new.factor) for chunk in decoded), new.weights(), dtype):
+    if not _same(new.read(decoded), new.weights(), dtype):
         return None
     return Content(scale, zero_point, lambda: target.stored_codes(new.integers()))
 

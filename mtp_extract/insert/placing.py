@@ -32,10 +32,11 @@ _VECTOR_READER = "MUL"
 
 @dataclass(frozen=True)
 class _Stored:
-    """One stored tensor, and the roles that it plays."""
+    """One stored tensor, or some of its rows, and the roles that it plays."""
 
     tensor: Tensor
     decisions: tuple[Decision, ...]
+    part: bool
 
     @property
     def key(self) -> tuple[int, int]:
@@ -60,12 +61,12 @@ def fingerprint(decision: Decision) -> str:
 
 
 def _stored(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[_Stored]:
-    found: dict[tuple[int, int], tuple[Tensor, list[Decision]]] = {}
+    found: dict[tuple[int, int, int | None], tuple[Tensor, list[Decision]]] = {}
     for role in drafter.walk.roles:
         if role.tensor is not None and role.role in decisions:
-            entry = found.setdefault((role.tensor.subgraph, role.tensor.index), (role.tensor, []))
+            entry = found.setdefault((role.tensor.subgraph, role.tensor.index, role.first), (role.tensor, []))
             entry[1].append(decisions[role.role])
-    return [_Stored(tensor, tuple(group)) for tensor, group in found.values()]
+    return [_Stored(tensor, tuple(group), first is not None) for (*_, first), (tensor, group) in found.items()]
 
 
 def new_tensors(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[NewTensor]:
@@ -74,8 +75,36 @@ def new_tensors(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[New
     Raises:
         UnsupportedError: what is to change cannot be given a tensor of its own; the message names the roles.
     """
-    stored = _stored(drafter, decisions)
+    stored = []
+    for entry in _stored(drafter, decisions):
+        if not entry.part:
+            stored.append(entry)
+        elif any(decision.how != KEPT for decision in entry.decisions):
+            _check_part(drafter.model, entry)
     return [*_split(drafter, stored), *_retyped(drafter, stored), *_unshared(drafter, stored)]
+
+
+def _check_part(model: TfliteModel, entry: _Stored) -> None:
+    """Check that rows of a tensor can be written over, without what lies beside them.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    tensor, storage, quantization = entry.tensor, entry.decisions[0].storage, entry.tensor.quantization
+    role = " and ".join(decision.role for decision in entry.decisions)
+    own = set(spans(model, tensor))
+    others = [t for graph in model.subgraphs for t in graph.tensors if (t.subgraph, t.index) != entry.key]
+    why = None
+    if not entry.agreed or any(own & set(spans(model, other)) for other in others):
+        why = "its bytes are another tensor's, too"
+    elif storage.type is not tensor.type:
+        why = f"it is {tensor.type_name}, and so they stay"
+    elif storage.kind not in ("none", "per_channel"):
+        why = "they share scales"
+    elif quantization is not None and storage.kind != "none" and quantization.zero_point_count == 1:
+        why = "they share a zero point"
+    if why is not None:
+        raise UnsupportedError(f"{role}: {tensor.label} holds it beside other weights, and {why}. Keep the weight.")
 
 
 def _split(drafter: Drafter, stored: Iterable[_Stored]) -> Iterator[NewTensor]:
@@ -185,7 +214,7 @@ def patches(drafter: Drafter, decisions: Mapping[str, Decision], moved: frozense
         decision = decisions.get(role.role)
         if decision is None or role.tensor is None or (decision.how == KEPT and role.role not in moved):
             continue
-        for piece in role_pieces(drafter.model, role.role, role.tensor, decision):
+        for piece in role_pieces(drafter.model, role.role, role.tensor, decision, role.first):
             if piece.at in pieces and sum_of(pieces[piece.at]) != sum_of(piece):
                 raise UnsupportedError(f"{role.role}: shares what lies at byte {piece.at} with another role.")
             pieces[piece.at] = piece
@@ -200,14 +229,18 @@ def sum_of(piece: Piece) -> str:
     return digest.hexdigest()
 
 
-def role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decision) -> Iterator[Piece]:
-    """What to write over ``tensor``'s data, scales and zero points.
+def role_pieces(
+    model: TfliteModel, role: str, tensor: Tensor, decision: Decision, first: int | None = None
+) -> Iterator[Piece]:
+    """What to write over ``tensor``'s data, scales and zero points, from row ``first`` on.
 
     Raises:
         UnsupportedError: there is no place for the new zero points.
     """
     content, storage, quantization = decision.content, decision.storage, tensor.quantization
     location = model.locate(tensor)
+    if first is not None:
+        location = QuantizedTensor.of(model, tensor).rows(first, storage.shape[0]).location
     yield Piece(location.file_offset, location.length, produce=content.produce)
     if not content.scale.size or quantization is None:
         return
@@ -215,10 +248,11 @@ def role_pieces(model: TfliteModel, role: str, tensor: Tensor, decision: Decisio
         yield from _block_scales(model, role, tensor, content)
         return
     begin, held = model.region.begin, quantization.zero_point_count
-    yield _vector(begin + quantization.scale_at, content.scale.astype("<f4", copy=False))
+    row = first or 0
+    yield _vector(begin + quantization.scale_at + 4 * row, content.scale.astype("<f4", copy=False))
     zero_point = content.zero_point[:1] if held == 1 else content.zero_point
     if held:
-        yield _vector(begin + quantization.zero_point_at, zero_point.astype("<i8", copy=False))
+        yield _vector(begin + quantization.zero_point_at + 8 * row, zero_point.astype("<i8", copy=False))
     if content.zero_point.any() and (not held or (held == 1 and np.ptp(content.zero_point))):
         raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
 
 __all__ = ["LARGEST_SCALE", "Grid", "Packing", "QuantizedTensor", "read_floats", "stored_floats"]
 
@@ -246,6 +246,27 @@ class QuantizedTensor:
         else:
             zero_point = np.broadcast_to(np.int64(0), scale.shape)
         return cls(tensor, location, kind, axis, block_size, scale, zero_point)
+
+    def rows(self, first: int, count: int) -> QuantizedTensor:
+        """Rows ``[first, first + count)`` of the first axis, as a constant of their own.
+
+        Raises:
+            UnsupportedError: they do not lie on whole bytes, or their scales run along another axis.
+        """
+        size, bits = self.tensor.elements // self.tensor.shape[0], ELEMENT_BITS[TensorType(self.tensor.type_id)]
+        begin, length = first * size * bits, count * size * bits
+        if begin % 8 or length % 8 or (self.kind == "per_channel" and self.axis):
+            raise UnsupportedError(
+                f"{self.tensor.label} holds several weights, which do not lie on bytes, or have scales, of their own."
+            )
+        parts = slice(first, first + count) if self.kind in ("per_channel", "blockwise") else slice(None)
+        return replace(
+            self,
+            tensor=replace(self.tensor, shape=(count, *self.tensor.shape[1:])),
+            location=replace(self.location, offset=self.location.offset + begin // 8, length=length // 8),
+            scale=self.scale[parts],
+            zero_point=self.zero_point[parts],
+        )
 
     @property
     def packing(self) -> Packing | None:

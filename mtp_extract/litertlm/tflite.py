@@ -288,7 +288,11 @@ _OPTION_TYPES: dict[str, int] = load_mapping("tflite_schema")["option_types"]
 
 # Slot of `fused_activation_function` in the options of the operators that have one.
 _ACTIVATION_SLOT = MappingProxyType(
-    {"FULLY_CONNECTED": 0, "ADD": 0, "MUL": 0, "SUB": 0, "DIV": 0, "CONCATENATION": 1, "L2_NORMALIZATION": 0}
+    {
+        **dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV", "L2_NORMALIZATION"), 0),
+        "CONCATENATION": 1,
+        "CONV_2D": 3,
+    }
 )
 
 

@@ -32,14 +32,14 @@ from mtp_extract.litertlm.tflite import TensorType
 
 ANALYTIC = frozenset(
     {
-        *("ADD", "SUB", "MUL", "DIV", "NEG", "SQUARE", "SQUARED_DIFFERENCE", "MEAN", "SUM", "CUMSUM"),
+        *("ADD", "SUB", "MUL", "DIV", "NEG", "SQUARE", "SQUARED_DIFFERENCE", "MEAN", "SUM", "CUMSUM", "PAD"),
         *("FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D", "SOFTMAX", "LOG_SOFTMAX", "GELU", "TANH", "LOGISTIC"),
         *("RSQRT", "SQRT", "POW", "EXP", "LOG"),
     }
 )
 """Operators without a corner, wherever a drafter uses them."""
 
-LINEAR = frozenset({"ADD", "SUB", "NEG", "MEAN", "SUM", "CUMSUM", "CAST", "QUANTIZE", "DEQUANTIZE"})
+LINEAR = frozenset({"ADD", "SUB", "NEG", "MEAN", "SUM", "CUMSUM", "PAD", "CAST", "QUANTIZE", "DEQUANTIZE"})
 PRODUCTS = frozenset({"MUL", "FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
 NORMALIZING = frozenset({"SOFTMAX", "LOG_SOFTMAX", "EXP"})
 
@@ -365,7 +365,7 @@ def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Interval]]:
 def _largest(graph: FlatGraph, role: FoundRole) -> float:
     if role.tensor is None:
         return 1.0
-    return float(abs(read_floats(graph.model, role.tensor)).max()) / abs(role.factor)
+    return float(abs(read_floats(graph.model, role.tensor) / role.factor + role.offset).max())
 
 
 def _depends(node: Node) -> Depends:

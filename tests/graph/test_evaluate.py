@@ -203,6 +203,9 @@ def multiplied() -> Iterator[OneOp]:
     yield OneOp("FULLY_CONNECTED", (floats(3, 8), floats(5, 8), None), options("FullyConnected"))
     for right, adj_y in (((8, 5), False), ((1, 5, 8), True)):
         yield OneOp("BATCH_MATMUL", (floats(1, 3, 8), const(floats(*right))), options("BatchMatMul", adjY=adj_y))
+    for padding, activation in ((0, 0), (1, 1)):
+        once = options("Conv2D", padding=padding, strideW=1, strideH=1, fusedActivationFunction=activation)
+        yield OneOp("CONV_2D", (floats(1, 2, 3, 8), const(floats(5, 1, 1, 8)), const(floats(5))), once)
     wide = const(floats(80_000, 4))
     yield OneOp("FULLY_CONNECTED", (floats(3, 4), wide, None), options("FullyConnected"))
     yield OneOp("BATCH_MATMUL", (floats(1, 2, 4), wide), options("BatchMatMul", adjY=True))
@@ -300,6 +303,26 @@ REFUSED: list[tuple[OneOp, str]] = [
         "another scale",
     ),
     (OneOp("SLICE", (floats(4), index(2), index(3))), "takes"),
+    *(
+        (OneOp("CONV_2D", (floats(1, 4, 4, 8), const(floats(*shape)), const(floats(5))), options("Conv2D", **how)), why)
+        for shape, how, why in (
+            ((5, 2, 2, 8), {"strideW": 1, "strideH": 1}, "a filter of "),
+            ((5, 1, 1, 8), {"strideW": 1, "strideH": 2}, "strides of "),
+            ((5, 1, 1, 8), {"strideW": 1, "strideH": 1, "dilationWFactor": 2}, "dilations of "),
+        )
+    ),
+    (
+        OneOp(
+            "CONV_2D",
+            (
+                floats(1, 1, 1, 4),
+                const(ints(4, 1, 1, 4, kind=np.int8), Grid((0.1,) * 4, (0,) * 4, 3)),
+                const(floats(4)),
+            ),
+            options("Conv2D", strideW=1, strideH=1),
+        ),
+        "along axis 3",
+    ),
     (OneOp("GATHER", (floats(4), index(4)), options("Gather")), "lacks"),
 ]
 

@@ -95,11 +95,15 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
             sharing.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role.role)
     order = {id(node): index for index, node in enumerate(graph.nodes)}
     shapes = {role.role: role.shape for role in source.walk.roles}
+    parts = {role.role: role.result for role in source.walk.roles if role.first is not None}
     subgraph = source.signature.subgraph
     found: dict[str, Reading] = {}
     for key, roles in sharing.items():
         value = graph.constants.get(key)
         nodes = sorted(_readers(value.consumers) if value else [], key=lambda node: order[id(node)])
+        if len(nodes) == 1 and parts.keys() >= set(roles):
+            # One operator multiplies by all of them; each has its part of the result.
+            nodes *= len(roles)
         if len(nodes) != len(roles):
             continue
         for name, node in zip(sorted(roles, key=_execution_order), nodes, strict=True):
@@ -107,7 +111,11 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
                 continue
             operand = node.inputs[0] if node.kind == "FULLY_CONNECTED" else None
             found[name] = Reading(
-                name, node, _in_subgraph(node.outputs[0], subgraph), _in_subgraph(operand, subgraph), factors[name]
+                name,
+                node,
+                _in_subgraph(parts.get(name) or node.outputs[0], subgraph),
+                _in_subgraph(operand, subgraph),
+                factors[name],
             )
     return found
 
@@ -139,7 +147,7 @@ def _finishes(node: Node) -> bool:
     """Whether a norm's weight is multiplied last: its partner is the normed vector, not one number a row."""
     result = node.outputs[0].tensor.elements
     partners = [value for value in node.inputs if value is not None and constant_under(value) is None]
-    return all(value.tensor.elements == result for value in partners)
+    return bool(partners) and all(value.tensor.elements == result for value in partners)
 
 
 def _readers(consumers: list[tuple[Node, int]]) -> list[Node]:

@@ -1,0 +1,149 @@
+"""Forms that look like a detour, a norm or a matrix, and are none: refused, and each for what it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adversary.edits import Case, Change, Edit, chain, edge, parameters, unary, with_number
+from adversary.judge import try_case
+from adversary.mutations.norms import normed_by
+from adversary.rewrites.norms import axis_of, rebuilt
+from adversary.rewrites.spelled import by_convolution
+from helpers.surgery import Graph, sound
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.extraction import checkpoint_of, prove_checkpoint
+
+NORM = "layers.1.pre_ffw_norm"
+
+
+def squares(g: Graph, norm: Any, edit: Edit) -> None:
+    g.rewire(int(norm.square.outputs[0]), edit(g, norm.x))
+
+
+def mean(g: Graph, norm: Any, edit: Edit) -> None:
+    g.insert(int(norm.average.outputs[0]), lambda x: edit(g, x))
+
+
+def by_row(row: np.ndarray) -> Change:
+    """The mean of squares as a product with ``row``."""
+
+    def build(g: Graph, norm: Any) -> int:
+        average = g.product(g.call("MUL", norm.x, norm.x), g.constant(row.reshape(1, -1)))
+        return g.call("MUL", norm.x, g.call("RSQRT", g.call("ADD", average, np.float32(1e-6))))
+
+    return normed_by(NORM, rebuilt(build))
+
+
+def by_logarithm(share: float) -> Change:
+    def build(g: Graph, norm: Any) -> int:
+        average = g.reduce("MEAN", g.call("MUL", norm.x, norm.x), axis_of(g, norm))
+        power = g.call("MUL", g.call("LOG", g.call("ADD", average, np.float32(1e-6))), np.float32(share))
+        return g.call("MUL", norm.x, g.call("EXP", power))
+
+    return normed_by(NORM, rebuilt(build))
+
+
+def plus(number: float) -> Change:
+    def edit(g: Graph, norm: Any) -> None:
+        g.insert(norm.weight, lambda w: g.call("ADD", g.constant(g.value(w)), np.float32(number)), [norm.weigh])
+
+    return normed_by(NORM, edit)
+
+
+def cut(at: int) -> Edit:
+    """Padded by 3 and 5, and cut out again from ``at`` on."""
+
+    def edit(g: Graph, x: int) -> int:
+        shape = g.shape(x)
+        pads = np.array([[0, 0]] * (len(shape) - 1) + [[3, 5]], np.int32)
+        return g.part(g.call("PAD", x, pads, shape=[*shape[:-1], shape[-1] + 8]), at, shape[-1])
+
+    return edit
+
+
+def chosen(g: Graph, x: int) -> int:
+    most = np.ones(g.shape(x), bool)
+    most[..., 5] = False
+    return g.call("SELECT_V2", g.constant(most, np.bool_), x, g.call("NEG", x), shape=g.shape(x))
+
+
+def convolution(**options: Any) -> Change:
+    def change(g: Graph) -> None:
+        by_convolution("layers.0.up_proj")(g)
+        op = next(op for op in g.ops if g.kind(op) == "CONV_2D")
+        for name, value in options.items():
+            setattr(op.builtinOptions, name, value)
+
+    return change
+
+
+ROW = np.full(64, 1 / 64)
+MISSED = "layers.1.pre_ffw_norm: expected an RMSNorm with a weight"
+REFUSED: dict[str, tuple[Change, str]] = {
+    "x times its size": (
+        normed_by(NORM, lambda g, n: squares(g, n, lambda g, x: g.call("MUL", x, g.call("ABS", x)))),
+        MISSED,
+    ),
+    "squares from above": (
+        normed_by(NORM, lambda g, n: squares(g, n, chain(unary("SQUARE"), with_number("MINIMUM", 0)))),
+        MISSED,
+    ),
+    "squared from 1": (
+        normed_by(NORM, lambda g, n: squares(g, n, with_number("SQUARED_DIFFERENCE", 1.0))),
+        MISSED,
+    ),
+    "less than the mean": (
+        normed_by(
+            NORM, lambda g, n: mean(g, n, chain(with_number("MUL", -1.0), unary("RELU"), with_number("MUL", -1.0)))
+        ),
+        MISSED,
+    ),
+    "a mean above a number": (normed_by(NORM, lambda g, n: mean(g, n, with_number("MAXIMUM", 1e-3))), MISSED),
+    "a row of unequal numbers": (by_row(ROW * np.linspace(0.5, 1.5, 64)), MISSED),
+    "a row of others": (by_row(ROW * 1.01), MISSED),
+    "another root": (by_logarithm(-0.499), MISSED),
+    "nearly 1 more": (plus(1.0000001), MISSED),
+    "a bound within reach": (edge("1.stream", with_number("MAXIMUM", -9e29)), "MAXIMUM"),
+    "a bound from the wrong side": (edge("1.stream", with_number("MINIMUM", -1e30)), "MINIMUM"),
+    "cut elsewhere": (edge("state", cut(4)), "final_norm: expected an RMSNorm with a weight, .* SLICE"),
+    "a choice that is not the same everywhere": (edge("1.stream", chosen), "SELECT_V2"),
+    "nearly nothing": (edge("1.stream", with_number("ADD", 1e-3)), "expected an RMSNorm on one side"),
+    "a convolution that cuts": (convolution(fusedActivationFunction=1), "CONV_2D has a fused activation"),
+    "a convolution in steps": (convolution(strideW=2), r"CONV_2D has a filter of .* strides of \[2, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_looks_alike_is_refused_for_what_it_is(name: str) -> None:
+    change, why = REFUSED[name]
+    verdict = try_case(Case("forms", name, change), "torch")
+    assert verdict is not None
+    assert verdict.outcome == "refused"
+    assert re.search(why, verdict.detail), verdict.detail
+
+
+def test_filters_of_codes_are_read(tmp_path: Path) -> None:
+    """Per channel, along the filter's first axis."""
+    g = sound("torch")
+    by_convolution("layers.0.up_proj")(g)
+    op = next(op for op in g.ops if g.kind(op) == "CONV_2D")
+    weight = g.value(int(op.inputs[1]))
+    scale = np.abs(weight).max((1, 2, 3)) / np.float32(127)
+    stored = g.constant(np.rint(weight / scale[:, None, None, None]), np.int8)
+    g.main.tensors[stored].quantization = parameters(scale, np.zeros(scale.size, np.int64))
+    g.set_input(op, 1, stored)
+    g.tidy()
+    path = tmp_path / "drafter.tflite"
+    path.write_bytes(g.data())
+    with open_bundle(path) as opened:
+        drafter = opened.drafter()
+        checkpoint = checkpoint_of(drafter)
+        tensor = checkpoint.tensors["layers.0.up_proj"]
+        codes = np.concatenate([chunk.copy() for chunk in tensor.integers()]).reshape(tensor.shape)
+        assert np.array_equal(codes, np.rint(weight / scale[:, None, None, None]).reshape(128, 64))
+        assert prove_checkpoint(drafter, checkpoint).positions
