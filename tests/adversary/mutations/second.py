@@ -425,7 +425,7 @@ MASK: dict[str, Change] = {
             "GREATER", g.product(floats(g), g.constant(np.eye(256)[exchanged(20, 21)])), np.float32(0.5)
         ),
     ),
-    "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(230, 231), 3)),
+    "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(201, 202), 3)),
     "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
     "sliding_by_next": visible(
         0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))
