@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph
+from helpers.surgery import Graph, sound
 
 from adversary.edits import (
     WINDOW,
@@ -34,14 +34,14 @@ from adversary.edits import (
     with_number,
 )
 from adversary.mutations.heads import cache_edit
-from adversary.mutations.kinds import counted, floats, where
+from adversary.mutations.kinds import counted, floats
 from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
 from adversary.mutations.norms import eps, normed_by
 from adversary.mutations.outputs import recapped
 from adversary.mutations.positions import between, is_at, number, rest_is, when
 from adversary.mutations.rope import angle, frequencies, position, rotated_by, table
 from adversary.mutations.smooth import bell, less, plus, times
-from adversary.mutations.tables import row, rows, tabled, window_table
+from adversary.mutations.tables import angles, row, rows, tabled, window_table
 from adversary.mutations.weights import stored_weight, weight
 
 Array = np.ndarray
@@ -144,7 +144,7 @@ def to_attended(build: Callable[[Graph], int], factor: float) -> Change:
 
 
 def slots_scaled(which: str, slot: int, factor: float, layer: int = 1) -> Change:
-    scale = np.where(EVERY == slot, factor, 1.0).reshape(1, 1, 256, 1)
+    scale = np.where(slot == EVERY, factor, 1.0).reshape(1, 1, 256, 1)
     return cache_edit(which, mul(scale), layer)
 
 
@@ -156,9 +156,7 @@ def blended(build: Callable[[Graph, Any], int], share: float, layer: int = 1) ->
         other = build(g, place)
         g.insert(
             place.probabilities,
-            lambda p: g.call(
-                "ADD", g.call("MUL", p, np.float32(1 - share)), g.call("MUL", other, np.float32(share))
-            ),
+            lambda p: g.call("ADD", g.call("MUL", p, np.float32(1 - share)), g.call("MUL", other, np.float32(share))),
             [place.mix],
         )
 
@@ -180,6 +178,53 @@ def v_scores(g: Graph, x: int) -> int:
 def means_of_all(g: Graph) -> int:
     """The mean of V over all slots, [1, heads, 1, width]."""
     return g.reduce("MEAN", g.transpose(g.input("kv_cache_v_3"), [0, 1, 3, 2]), 2)
+
+
+def mixed_by_slots(factor: float) -> Edit:
+    """Every slot plus a little of the next."""
+    return lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 256), 0], 2), np.float32(factor)))
+
+
+def fp16(t: Array) -> Array:
+    return t.astype(np.float16).astype(np.float32)
+
+
+def truncated(t: Array) -> Array:
+    """FP16, rounded towards 0."""
+    near = t.astype(np.float16)
+    return np.where(np.abs(near.astype(np.float32)) > np.abs(t), np.nextafter(near, np.float16(0)), near).astype(
+        np.float32
+    )
+
+
+def table_times(
+    ones: Callable[[Graph, list[int]], int], cos: Callable[[Array], Array], layers: tuple[int, ...] = (0, 1)
+) -> Change:
+    """cos by a table of floats, changed, times ones in another type: that type explains nothing of the table."""
+
+    def change(g: Graph) -> None:
+        for layer in layers:
+            old = g.layer(layer).cos
+            readers = g.readers(old)
+            values = cos(np.cos(angles(g, layer).astype(np.float32)))
+            picked = g.reshape(row(g, g.constant(values)), g.shape(old))
+            g.rewire(old, g.call("MUL", picked, ones(g, g.shape(old))), readers)
+
+    return change
+
+
+def ones_of_int8(g: Graph, shape: list[int]) -> int:
+    codes = g.constant(np.ones(shape), np.int8)
+    g.main.tensors[codes].quantization = parameters(1.0)
+    return g.call("DEQUANTIZE", codes, dtype=np.float32)
+
+
+def ones_of_fp16(g: Graph, shape: list[int]) -> int:
+    return g.cast(g.constant(np.ones(shape), np.float16), np.float32)
+
+
+def ones_of_floats(g: Graph, shape: list[int]) -> int:
+    return g.constant(np.ones(shape))
 
 
 def loud_hidden(arrays: dict[str, Any]) -> None:
@@ -205,9 +250,7 @@ def head_table(at_row: int) -> Change:
         picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, 4, 4], axis=0)
         g.insert(
             place.merged,
-            lambda x: g.reshape(
-                g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)
-            ),
+            lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
         )
 
     return change
@@ -235,9 +278,7 @@ def rotated_by_matrices(edit: Callable[[Array], object], layer: int = 0) -> Chan
         edit(matrices)
         width = matrices.shape[-1]
         picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, width, width], axis=0)
-        made = g.call(
-            "BATCH_MATMUL", g.reshape(place.query_normed, [1, 4, width]), picked, shape=[1, 4, width]
-        )
+        made = g.call("BATCH_MATMUL", g.reshape(place.query_normed, [1, 4, width]), picked, shape=[1, 4, width])
         g.rewire(place.rotated, g.reshape(made, g.shape(place.rotated)))
 
     return change
@@ -332,8 +373,6 @@ def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
     """Activations for which the unit of layer 0 is as loud as the norm before it lets it be."""
 
     def change(arrays: dict[str, Any]) -> None:
-        from helpers.surgery import sound
-
         style = "torch" if arrays["kv_cache_k_3"].shape[1] == 2 else "jax"
         g = sound(style)
         first = g.floats(g.roles["pre_projection"]).astype(np.float64)
@@ -385,19 +424,15 @@ def power_of(bound: float, doublings: int = 5) -> Edit:
 
 PARAM: dict[str, Change] = {
     "sixth_parameter_moves_stream": edge("1.stream", plus_number(affine(parameter(5), 0.1, 0.0))),
-    "end_less_start_scales_scores": edge(
-        "1.scores",
-        times_number(
-            lambda g: g.call(
-                "MUL", g.call("SUB", parameter(1)(g), parameter(0)(g)), np.float32(1)
-            )
-        ),
-    ),
     "start_less_position_turns": angle(
-        lambda g, x: g.call("ADD", x, scalar(g, g.call("SUB", parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x))
+        lambda g, x: g.call(
+            "ADD", x, scalar(g, g.call("SUB", parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x)
+        )
     ),
-    "parameter_times_0_and_nan": edge("1.stream", plus_number(lambda g: g.call("SQRT", g.call("NEG", parameter(4)(g))))),
-}  # fmt: skip
+    "parameter_times_0_and_nan": edge(
+        "1.stream", plus_number(lambda g: g.call("SQRT", g.call("NEG", parameter(4)(g))))
+    ),
+}
 
 MASK: dict[str, Change] = {
     "sum_by_matrix_moves_stream": edge("1.stream", plus_number(affine(summed_by_matrix, 0.01, 0.0))),
@@ -427,43 +462,51 @@ MASK: dict[str, Change] = {
     ),
     "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(201, 202), 3)),
     "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
-    "sliding_by_next": visible(
-        0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))
-    ),
+    "sliding_by_next": visible(0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))),
     "values_by_next_mask": edge(
         "1.probabilities",
         lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", next_mask(g), np.float32(0.1)), np.float32(1))),
     ),
-    "last_slot_moves_logits": edge(
-        "lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))
-    ),
+    "last_slot_moves_logits": edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
     "product_of_two_slots": edge(
-        "1.stream", times_number(
+        "1.stream",
+        times_number(
             lambda g: g.call(
-                "ADD", g.call("MUL", g.call("MUL", g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), np.float32(0.1)), np.float32(1)
+                "ADD",
+                g.call("MUL", g.call("MUL", g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), np.float32(0.1)),
+                np.float32(1),
             )
         ),
     ),
     "mask_in_the_query": edge(
-        "1.query_normed", lambda g, x: g.call("ADD", x, g.reshape(g.call("MUL", g.part(floats(g), 0, 64), np.float32(0.1)), [1, 1, 1, 64]))
+        "1.query_normed",
+        lambda g, x: g.call(
+            "ADD", x, g.reshape(g.call("MUL", g.part(floats(g), 0, 64), np.float32(0.1)), [1, 1, 1, 64])
+        ),
     ),
     "mask_of_full_reads_window_row": visible(
         1, when(is_at(37), lambda g, x: g.reshape(g.layer(0).visible, g.shape(x)))
     ),
-    "hidden_a_half": summed(lambda g, m: g.call("MUL", hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))),
+    "nothing_hidden_at_37": summed(
+        lambda g, m: g.call("MUL", hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))
+    ),
     "hidden_by_row": summed(
-        lambda g, m: g.call("MUL", g.call("SUB", np.float32(1), g.cast(m, np.float32)), by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g)), (1,)
+        lambda g, m: g.call(
+            "MUL",
+            g.call("SUB", np.float32(1), g.cast(m, np.float32)),
+            by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g),
+        ),
+        (1,),
     ),
     "cumulated": visible(
-        1, lambda g, x: g.call("GREATER", g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), np.float32(3.5))
+        1,
+        lambda g, x: g.call(
+            "GREATER", g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), np.float32(3.5)
+        ),
     ),
-    "next_slot_hidden_by_update": visible(
-        0, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)
-    ),
-    "next_slot_hidden_in_full": visible(
-        1, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)
-    ),
-}  # fmt: skip
+    "next_slot_hidden_by_update": visible(0, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
+    "next_slot_hidden_in_full": visible(1, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
+}
 
 CACHE: dict[str, Change] = {
     "slot_0_to_result": to_attended(of_slot("v", 0), 0.05),
@@ -496,20 +539,27 @@ CACHE: dict[str, Change] = {
         1,
     ),
     "values_in_scores": edge("1.scores", v_scores),
-    "keys_squared": cache_edit("key", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2))), 1),
+    "keys_squared": cache_edit(
+        "key", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2))), 1
+    ),
     "keys_less_their_mean": cache_edit(
         "key", lambda g, x: g.call("SUB", x, g.call("MUL", g.reduce("MEAN", x, 3), np.float32(0.1))), 1
     ),
     "keys_normed_by_slot": cache_edit(
         "key",
-        lambda g, x: g.call("MUL", x, g.call("RSQRT", g.call("ADD", g.reduce("MEAN", g.call("SQUARE", x), 3), np.float32(1e-6)))),
+        lambda g, x: g.call(
+            "MUL", x, g.call("RSQRT", g.call("ADD", g.reduce("MEAN", g.call("SQUARE", x), 3), np.float32(1e-6)))
+        ),
         1,
     ),
-}  # fmt: skip
+}
 
 ATTENTION: dict[str, Change] = {
     "blend_of_scales": blended(lambda g, p: softmax(g, g.call("MUL", p.masked, np.float32(1.5))), 0.01),
-    "blend_of_full_and_sliding": blended(lambda g, p: softmax(g, g.call("ADD", p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))), 0.01),
+    "blend_of_full_and_sliding": blended(
+        lambda g, p: softmax(g, g.call("ADD", p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))),
+        0.01,
+    ),
     "blend_with_unmasked": blended(lambda g, p: softmax(g, p.scores), 1e-3),
     "blend_at_37": edge("1.probabilities", when(is_at(37), lambda g, x: g.call("SQUARE", x))),
     "squared_and_renormed": edge(
@@ -533,7 +583,15 @@ ATTENTION: dict[str, Change] = {
     ),
     "entropy_in_result": edge(
         "1.attended",
-        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", g.reduce("SUM", g.call("SQUARE", g.layer(1).probabilities), 3), np.float32(0.02)), np.float32(1))),
+        lambda g, x: g.call(
+            "MUL",
+            x,
+            g.call(
+                "ADD",
+                g.call("MUL", g.reduce("SUM", g.call("SQUARE", g.layer(1).probabilities), 3), np.float32(0.02)),
+                np.float32(1),
+            ),
+        ),
     ),
     "heads_by_gathered_order": edge("1.query_normed", gathered_heads),
     "results_by_gathered_order_of_rest": edge(
@@ -543,8 +601,8 @@ ATTENTION: dict[str, Change] = {
     "halved_by_lookup": edge("1.scores", by_lookup(lambda g: g.cast(is_at(37)(g), np.int32))),
     "beta_1.001": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 1.001),
     "beta_0": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 0.0),
-    "sum_to_a_little_more": edge("1.probabilities", mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
-}  # fmt: skip
+    "later_slots_weigh_more": edge("1.probabilities", mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
+}
 
 ROPE: dict[str, Change] = {
     "twice_and_back_but_at_37": turned_and_back(when(is_at(37), mul(0.9))),
@@ -553,32 +611,63 @@ ROPE: dict[str, Change] = {
     "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
     "cos_off_by_3e-4_in_floats": tabled(cos=rows(30, 45, lambda t: t + 3e-4)),
     "cos_off_by_3e-4_in_one_row": tabled(cos=rows(37, 37, lambda t: t + 3e-4)),
-    "fp16_numbers_in_floats": tabled(cos=lambda t: t.astype(np.float16).astype(np.float32), sin=lambda t: t.astype(np.float16).astype(np.float32)),
+    "fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16),
     "int8_numbers_in_floats": tabled(cos=lambda t: np.round(t * 127) / 127, sin=lambda t: np.round(t * 127) / 127),
     "fp16_off_by_eight_steps": tabled(cos=rows(120, 250, lambda t: t + 4e-3), kind="fp16"),
     "frequency_of_1_off_by_1e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 1e-5), t)),
     "frequency_of_1_off_by_3e-6": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 3e-6), t)),
-    "frequencies_fp16": table(lambda t: t.astype(np.float16).astype(np.float32)),
-    "frequencies_fp16_in_full": table(lambda t: t.astype(np.float16).astype(np.float32), 1),
+    "fp16_truncated_in_floats": tabled(cos=truncated, sin=truncated),
+    "bf16_frequencies": table(lambda t: (t.view(np.uint32) & 0xFFFF0000).astype(np.uint32).view(np.float32)),
+    "rows_off_by_4.5e-4_times_ones": table_times(ones_of_floats, rows(120, 250, lambda t: t + 4.5e-4)),
+    "rows_off_by_4.5e-4_times_ones_of_fp16": table_times(ones_of_fp16, rows(120, 250, lambda t: t + 4.5e-4)),
+    "row_37_off_times_ones_of_int8": table_times(ones_of_int8, rows(37, 37, lambda t: t + 0.3), (0,)),
+    "frequencies_fp16": table(fp16),
+    "frequencies_fp16_in_full": table(fp16, 1),
     "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
     "matrices_with_a_wrong_entry": rotated_by_matrices(lambda m: m.__setitem__((37, 0, 0), 0.5)),
     "matrices_with_a_wrong_row": rotated_by_matrices(lambda m: m.__setitem__(254, m[253]), 1),
     "angle_folded_at_6": angle(with_number("FLOOR_MOD", 6.2831)),
     "rank_in_angle": angle(
-        lambda g, x: g.call("ADD", x, g.reshape(g.call("MUL", g.cast(g.call("SUB", g.call("RANK", g.input("mask"), shape=[], dtype=np.int32), g.constant(np.array(3), np.int32)), np.float32), np.float32(0.1)), [1] * len(g.shape(x))))
+        lambda g, x: g.call(
+            "ADD",
+            x,
+            g.reshape(
+                g.call(
+                    "MUL",
+                    g.cast(
+                        g.call(
+                            "SUB",
+                            g.call("RANK", g.input("mask"), shape=[], dtype=np.int32),
+                            g.constant(np.array(3), np.int32),
+                        ),
+                        np.float32,
+                    ),
+                    np.float32(0.1),
+                ),
+                [1] * len(g.shape(x)),
+            ),
+        )
     ),
     "range_from_the_position": position(
         lambda g, x: g.reshape(
             g.cast(
                 g.part(
-                    g.call("RANGE", g.reshape(moved(g, 1), []), g.reshape(moved(g, 5), []), g.constant(np.array(1), np.int32), shape=[4]), 0, 1
+                    g.call(
+                        "RANGE",
+                        g.reshape(moved(g, 1), []),
+                        g.reshape(moved(g, 5), []),
+                        g.constant(np.array(1), np.int32),
+                        shape=[4],
+                    ),
+                    0,
+                    1,
                 ),
                 np.float32,
             ),
             g.shape(x),
         )
     ),
-}  # fmt: skip
+}
 
 WINDOWS: dict[str, Change] = {
     **{
@@ -594,7 +683,6 @@ WINDOWS: dict[str, Change] = {
         for at_row in (40, 255)
     },
     "own_hidden_at_255": window_table(lambda seen, far: np.where((EVERY[:, None] == 255) & (far == 0), False, seen)),
-    "future_at_40": window_table(lambda seen, far: np.where((EVERY[:, None] == 40) & (far == -1), True, seen)),
     "by_tenths": visible(
         0,
         lambda g, x: both(
@@ -605,18 +693,14 @@ WINDOWS: dict[str, Change] = {
                 compare("GREATER_EQUAL", 0)(g),
                 g.call(
                     "LESS",
-                    g.call("SUB", g.call("MUL", number(g), np.float32(0.1)), (slots(g) * np.float32(0.1)).astype(np.float32)),
+                    g.call(
+                        "SUB",
+                        g.call("MUL", number(g), np.float32(0.1)),
+                        (slots(g) * np.float32(0.1)).astype(np.float32),
+                    ),
                     np.float32(1.6),
                 ),
             ),
-        ),
-    ),
-    "by_truncated_quotient": visible(
-        0,
-        lambda g, x: both(
-            g,
-            g.input("mask"),
-            g.call("EQUAL", g.call("DIV", g.call("SUB", g.input("input_pos"), slots(g)), np.array([WINDOW], np.int32)), np.array([0], np.int32)),
         ),
     ),
     "by_int8_positions": visible(
@@ -635,7 +719,7 @@ WINDOWS: dict[str, Change] = {
             ),
         ),
     ),
-}  # fmt: skip
+}
 
 QUIET: dict[str, Change] = {
     "eps_by_position": normed_by(
@@ -654,7 +738,7 @@ QUIET: dict[str, Change] = {
     "stream_plus_5e-6": edge("pre_projection", add(5e-6)),
     "stream_plus_5e-6_at_201": edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
     "activations_scaled_below_the_norm": edge("pre_projection", mul(0.5)),
-}  # fmt: skip
+}
 
 QUIET_VALUES: dict[str, Change] = {
     "eps_of_post_attention": normed_by("layers.0.post_attention_norm", eps(1.5e-6)),
@@ -667,52 +751,77 @@ LOUD: dict[str, Change] = {
     "stream_plus_cube": edge("pre_projection", plus(lambda g, x: g.call("MUL", x, g.call("SQUARE", x)), mul(1e-9))),
     "stream_plus_product_of_neighbours": edge(
         "pre_projection",
-        lambda g, x: g.call("ADD", x, g.call("MUL", g.call("MUL", x, g.gather(x, [*range(1, 64), 0], -1)), np.float32(1e-6))),
+        lambda g, x: g.call(
+            "ADD", x, g.call("MUL", g.call("MUL", x, g.gather(x, [*range(1, 64), 0], -1)), np.float32(1e-6))
+        ),
     ),
     "stream_plus_other_channel": edge(
-        "pre_projection", lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 64), 0], -1), np.float32(1e-3)))
+        "pre_projection",
+        lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 64), 0], -1), np.float32(1e-3))),
     ),
     "activations_times_cos": edge("activations", times(mul(1e-5), unary("COS"))),
-    "activations_by_rsqrt": edge("activations", times(unary("SQUARE"), mul(1e-8), with_number("ADD", 1.0), unary("RSQRT"))),
-    "activations_by_quotient": edge(
-        "activations", lambda g, x: g.call("DIV", x, g.call("ADD", g.call("MUL", g.call("SQUARE", x), np.float32(1e-8)), np.float32(1)))
+    "activations_by_rsqrt": edge(
+        "activations", times(unary("SQUARE"), mul(1e-8), with_number("ADD", 1.0), unary("RSQRT"))
     ),
-}  # fmt: skip
+    "activations_by_quotient": edge(
+        "activations",
+        lambda g, x: g.call(
+            "DIV", x, g.call("ADD", g.call("MUL", g.call("SQUARE", x), np.float32(1e-8)), np.float32(1))
+        ),
+    ),
+}
 
 LEAKS: dict[str, Change] = {
+    "last_slot_leaks_1e-8": to_attended(of_slot("v", 255), 1e-8),
+    "weights_plus_1e-8": edge("1.probabilities", add(1e-8)),
+    "weights_by_next_mask": edge(
+        "1.probabilities", lambda g, x: g.call("ADD", x, g.call("MUL", next_mask(g), np.float32(1e-7)))
+    ),
+    "values_mixed_by_slots_1e-5": cache_edit("value", mixed_by_slots(1e-5), 1),
+    "values_mixed_by_slots_1e-7": cache_edit("value", mixed_by_slots(1e-7), 1),
     "hidden_values_leak_1e-7": blended(lambda g, p: g.constant(np.full(g.shape(p.probabilities), 1 / 256)), 1e-7),
     "mean_of_values_leaks_1e-7": to_attended(means_of_all, 1e-7),
     "unmasked_leaks_1e-7": blended(lambda g, p: softmax(g, p.scores), 1e-7),
     "last_slot_leaks_1e-7": to_attended(of_slot("v", 255), 1e-7),
     "stream_takes_1e-7_of_a_value": edge(
-        "1.stream", plus_number(lambda g: g.call("MUL", g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), np.float32(1e-7)))
+        "1.stream",
+        plus_number(
+            lambda g: g.call("MUL", g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), np.float32(1e-7))
+        ),
     ),
-    "hidden_at_-1e9_by_row_of_nan": edge("1.probabilities", of_row("ADD", np.where(EVERY[:, None] == 37, 1e-7, 0.0) + 0 * EVERY)),
-}  # fmt: skip
+    "weights_of_row_37_plus_1e-7": edge(
+        "1.probabilities", of_row("ADD", np.where(EVERY[:, None] == 37, 1e-7, 0.0) + 0 * EVERY)
+    ),
+}
 LEAKS_OF_KEYS: dict[str, Change] = {
+    "keys_mixed_by_slots_1e-6": cache_edit("key", mixed_by_slots(1e-6), 1),
     "keys_leak_1e-7": edge(
-        "1.scores", lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", g.reduce("MEAN", x, 3), np.float32(1e-5)), np.float32(1)))
+        "1.scores",
+        lambda g, x: g.call(
+            "MUL", x, g.call("ADD", g.call("MUL", g.reduce("MEAN", x, 3), np.float32(1e-5)), np.float32(1))
+        ),
     ),
     "query_takes_1e-4_of_a_key": edge(
         "1.query_normed",
         lambda g, x: g.call("ADD", x, g.call("MUL", g.part(of_slot("k", 255)(g), 0, 1, 1), np.float32(1e-4))),
-    ),
-    "hidden_plus_scores": summed(
-        lambda g, m: g.call("MUL", hidden_sum(g, m), np.float32(1e-5)), (1,)
     ),
 }
 
 RARE: dict[str, Change] = {
     "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("LOGISTIC"), mul(30))),
     "gate_by_a_tanh": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("TANH"), add(1.0), mul(15))),
-    "gate_by_a_gelu": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), lambda g, x: g.call("GELU", x, approximate=True))),
+    "gate_by_a_gelu": at_unit(
+        5, 0.9, lambda b: chain(less(b), mul(20), lambda g, x: g.call("GELU", x, approximate=True))
+    ),
     "gate_by_a_softmax": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(30))),
     "gate_by_a_bell": at_unit(5, 1.0, lambda b: chain(bell(b, b / 10), mul(30))),
     "gate_to_the_64th": at_unit(5, 0.9, lambda b: chain(power_of(b, 6), mul(5))),
     "gate_to_the_32nd": at_unit(5, 0.9, lambda b: chain(power_of(b, 5), mul(5))),
-    "gelu_to_the_64th": at_unit(5, 0.9, lambda b: chain(lambda g, x: g.layer(0).activated, power_of(b, 6), mul(5)), "0.activated"),
+    "gelu_to_the_64th": at_unit(
+        5, 0.9, lambda b: chain(lambda g, x: g.layer(0).activated, power_of(b, 6), mul(5)), "0.activated"
+    ),
     "up_by_a_switch_of_gate": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(-20)), "0.up"),
-}  # fmt: skip
+}
 
 FUSED: dict[str, Change] = {
     "product_of_rope": fused(lambda g: g.producer(int(g.producer(g.layer(0).rotated).inputs[0])), "RELU"),
@@ -731,24 +840,29 @@ CONSTANTS: dict[str, Change] = {
     "cap_slope_of_29.99": recapped(1 / 29.99, 30.0),
     "scalar_by_channel_in_one": edge("0.out", mul(np.where(np.arange(64) == 5, 1.001, 1.0).reshape(1, 1, 64))),
     "scores_scaled_by_1.0005": edge("1.scores", mul(1.0005)),
-    "logits_plus_1e-3_of_one": edge("logits", add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
+    "logit_77_plus_0.05": edge("logits", add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
     "cos_plus_1e-3": edge("1.cos", add(1e-3)),
-    "gelu_1.001": edge("0.activated", mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
-    "projected_plus_1e-4_of_input": edge(
-        "projected_activations", lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.input("activations"), 0, 64), np.float32(1e-2)))
+    "unit_7_by_1.05": edge("0.activated", mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
+    "projected_plus_a_hundredth_of_input": edge(
+        "projected_activations",
+        lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.input("activations"), 0, 64), np.float32(1e-2))),
     ),
     "weight_by_position": stored_weight(
-        "layers.0.down_proj", lambda g, w: g.call("MUL", w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128]))
+        "layers.0.down_proj",
+        lambda g, w: g.call(
+            "MUL", w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128])
+        ),
     ),
     "norm_weight_by_position": edge(
         "0.ffw_in", of_row("MUL", np.where(EVERY[:, None] == 254, np.linspace(0.5, 1, 64), 1.0))
     ),
     "bias_by_position": edge("projected_activations", of_row("ADD", entry(99, 3, 0.5, 0.0, 64))),
     "eps_by_row": normed_by(
-        "layers.1.pre_ffw_norm", lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(by_row(ones_but(37, 2.0) - 1))(g, x))
+        "layers.1.pre_ffw_norm",
+        lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(by_row(ones_but(37, 2.0) - 1))(g, x)),
     ),
     "cap_by_row": edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
-}  # fmt: skip
+}
 
 
 def sparse(g: Graph) -> None:
@@ -822,7 +936,7 @@ STORAGE: dict[str, tuple[Change, str]] = {
     "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
     "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
     "logits_twice": (twice_named("logits", "outputs"), "which of both the runtime reads is not said"),
-    "weight_of_no_bytes": (
+    "weight_of_less_width": (
         weight("layers.0.o_proj", lambda t: setattr(t, "shape", [64, 127])),
         "more bytes than the shape asks for",
     ),
@@ -841,21 +955,49 @@ def _cases(
 _AT_ROWS = (*(Sample(at_row, mask="past") for at_row in (37, 200, 254, 255)), Sample(254), Sample(253))
 
 SECOND: tuple[Case, ...] = (
-    *_cases("parameters", PARAM, Sample(40, change=set_parameter(5, 3)), Sample(40, change=set_parameter(1, 47)),
-            Sample(40, change=set_parameter(0, 39)), Sample(40, change=set_parameter(4, 1))),
+    *_cases(
+        "parameters",
+        PARAM,
+        Sample(40, change=set_parameter(5, 3)),
+        Sample(40, change=set_parameter(1, 47)),
+        Sample(40, change=set_parameter(0, 39)),
+        Sample(40, change=set_parameter(4, 1)),
+    ),
     *_cases("mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
     *_cases("caches", CACHE, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
     *_cases("attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
     *_cases("angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),
-    *_cases("windows", WINDOWS, Sample(16, mask="past"), Sample(40, mask="all"), Sample(201, mask="past"), Sample(180, mask="past"), *_AT_ROWS),
+    *_cases(
+        "windows",
+        WINDOWS,
+        Sample(16, mask="past"),
+        Sample(40, mask="all"),
+        Sample(201, mask="past"),
+        Sample(180, mask="past"),
+        *_AT_ROWS,
+    ),
     *_cases("quiet", QUIET, Sample(40, activations=1e-5), Sample(201, activations=1e-6)),
     *_cases("quiet values", QUIET_VALUES, Sample(40, values=1e-3), Sample(201, values=1e-4)),
     *_cases("loud", LOUD, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
     *_cases("leaks", LEAKS, Sample(37, change=loud_hidden), Sample(100, change=loud_hidden), rounding=2e-4),
-    *_cases("leaks of keys", LEAKS_OF_KEYS, Sample(37, change=loud_hidden_keys), Sample(100, change=loud_hidden_keys), rounding=2e-4),
+    *_cases(
+        "leaks of keys",
+        LEAKS_OF_KEYS,
+        Sample(37, change=loud_hidden_keys),
+        Sample(100, change=loud_hidden_keys),
+        rounding=2e-4,
+    ),
     *_cases("rare", RARE, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=2e-4),
     *_cases("fused", FUSED),
     *_cases("constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
-    *_cases("cache codes", {"codes_read_twice_as_large": caches_read_by_another_scale, "values_by_codes_off_centre": cache_edit("value", over_int(0.02, 100), 1)}, rounding=0.02, exact=True),
+    *_cases(
+        "cache codes",
+        {
+            "codes_read_twice_as_large": caches_read_by_another_scale,
+            "values_by_codes_off_centre": cache_edit("value", over_int(0.02, 100), 1),
+        },
+        rounding=0.02,
+        exact=True,
+    ),
     *(Case("second: storage", name, change, why=why) for name, (change, why) in STORAGE.items()),
-)  # fmt: skip
+)

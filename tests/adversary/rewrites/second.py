@@ -15,23 +15,19 @@ from adversary.edits import (
     Case,
     Change,
     Sample,
-    add,
     each,
     edge,
     halves,
     parameters,
     quantized,
     turn,
-    unary,
     with_number,
 )
-from adversary.mutations.kinds import floats
 from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
 from adversary.mutations.norms import normed_by
 from adversary.mutations.positions import number
-from adversary.mutations.residuals import fused
 from adversary.mutations.rope import angle, position, rotated_by
-from adversary.mutations.second import EVERY, affine, of_row, parameter, plus_number, rotated_by_matrices
+from adversary.mutations.second import EVERY, affine, of_row, parameter, plus_number, rotated_by_matrices, times_number
 from adversary.mutations.tables import row
 from adversary.rewrites.masks import distance, selected, within
 from adversary.rewrites.norms import every_norm
@@ -46,9 +42,7 @@ def additive(value: float) -> Change:
 
 
 def chosen(value: float) -> Change:
-    return selected(
-        lambda g, p: g.call("SELECT_V2", p.visible, p.scores, np.float32(value), shape=g.shape(p.scores))
-    )
+    return selected(lambda g, p: g.call("SELECT_V2", p.visible, p.scores, np.float32(value), shape=g.shape(p.scores)))
 
 
 def old_select(g: Graph, layer: Any) -> int:
@@ -153,6 +147,10 @@ def additive_input(g: Graph) -> None:
 def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv") -> Change:
     """Caches of integers or halves, brought back by DEQUANTIZE or CAST."""
 
+    def coded(array: Array) -> Array:
+        ends = np.iinfo(kind)
+        return np.clip(np.round(array / scale) + zero_point, ends.min, ends.max).astype(kind)
+
     def change(g: Graph) -> None:
         for name in (f"kv_cache_{w}_{n}" for w in which for n in (2, 3)):
             tensor = g.input(name)
@@ -166,8 +164,7 @@ def caches(kind: Any, scale: float, zero_point: int = 0, which: str = "kv") -> C
             described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[kind]
             described.quantization = parameters(scale, zero_point)
             g.rewire(tensor, g.call("DEQUANTIZE", tensor, dtype=np.float32), readers)
-            info = np.iinfo(kind)
-            g.adapt[name] = lambda a: np.clip(np.round(a / scale) + zero_point, info.min, info.max).astype(kind)
+            g.adapt[name] = coded
 
     return change
 
@@ -344,6 +341,9 @@ EXACT: dict[str, dict[str, Change]] = {
         ),
         "past_by_sums": within(lambda g: both(g, past_by_sums(g), compare("LESS", WINDOW)(g))),
         "window_by_quotient": within(window_by_quotient),
+        "window_by_truncated_quotient": within(
+            lambda g: g.call("EQUAL", g.call("DIV", distance(g), np.array([WINDOW], np.int32)), np.array([0], np.int32))
+        ),
         "band_by_slice": within(band),
         "slots_by_range": within(
             lambda g: both(
@@ -358,7 +358,11 @@ EXACT: dict[str, dict[str, Change]] = {
                 g.call(
                     "GREATER_EQUAL",
                     g.constant(slots(g), np.int32),
-                    g.call("MAXIMUM", g.call("SUB", g.input("input_pos"), np.array([WINDOW - 1], np.int32)), np.array([0], np.int32)),
+                    g.call(
+                        "MAXIMUM",
+                        g.call("SUB", g.input("input_pos"), np.array([WINDOW - 1], np.int32)),
+                        np.array([0], np.int32),
+                    ),
                 ),
                 compare("GREATER_EQUAL", 0)(g),
             )
@@ -370,7 +374,9 @@ EXACT: dict[str, dict[str, Change]] = {
                 g.call("LESS", g.cast(distance(g), np.float32), np.float32(15.5)),
             )
         ),
-        "past_for_the_full_layer": visible(1, lambda g, x: both(g, x, g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(x)))),
+        "past_for_the_full_layer": visible(
+            1, lambda g, x: both(g, x, g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(x)))
+        ),
         "each_head_by_itself": selected(
             lambda g, p: g.join(
                 [
@@ -381,14 +387,33 @@ EXACT: dict[str, dict[str, Change]] = {
             )
         ),
         "window_sum_and_mask_sum": summed(
-            lambda g, m: g.call("ADD", hidden_sum(g, g.input("mask")), g.reshape(hidden_sum(g, g.reshape(both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)), [1, 1, 1, 256])), [1, 1, 1, 256])), (0,)
+            lambda g, m: g.call(
+                "ADD",
+                hidden_sum(g, g.input("mask")),
+                g.reshape(
+                    hidden_sum(
+                        g,
+                        g.reshape(both(g, compare("GREATER_EQUAL", 0)(g), compare("LESS", WINDOW)(g)), [1, 1, 1, 256]),
+                    ),
+                    [1, 1, 1, 256],
+                ),
+            ),
+            (0,),
         ),
         "row_of_sums": each(
             summed(
                 lambda g, m: g.call(
                     "ADD",
                     hidden_sum(g, g.input("mask")),
-                    g.reshape(row(g, g.constant(np.where((EVERY <= EVERY[:, None]) & (EVERY > EVERY[:, None] - WINDOW), 0.0, -1e9))), [1, 1, 1, 256]),
+                    g.reshape(
+                        row(
+                            g,
+                            g.constant(
+                                np.where((EVERY[:, None] >= EVERY) & (EVERY[:, None] - WINDOW < EVERY), 0.0, -1e9)
+                            ),
+                        ),
+                        [1, 1, 1, 256],
+                    ),
                 ),
                 (0,),
             )
@@ -397,9 +422,7 @@ EXACT: dict[str, dict[str, Change]] = {
     "scores": {
         "plus_position": edge("1.scores", plus_number(affine(number, 0.1, 0.0))),
         "plus_row": edge("1.scores", of_row("ADD", np.sin(EVERY)[:, None] + 0.0)),
-        "plus_sum_of_query": edge(
-            "1.scores", lambda g, x: g.call("ADD", x, g.reduce("MEAN", g.layer(1).queries, 3))
-        ),
+        "plus_sum_of_query": edge("1.scores", lambda g, x: g.call("ADD", x, g.reduce("MEAN", g.layer(1).queries, 3))),
         "less_their_mean": edge("1.scores", lambda g, x: g.call("SUB", x, g.reduce("MEAN", x, 3))),
         "scaled_by_1": edge("1.scores", with_number("DIV", 1.0)),
         "by_sums": by_sums,
@@ -410,7 +433,9 @@ EXACT: dict[str, dict[str, Change]] = {
         "spread_by_concatenation": spread_heads("CONCATENATION"),
         "five_axes": both_products_by_einsum,
         "slots_in_two_parts": per_slots,
-        "of_one_axis_less": each(*(reshaped_input(f"kv_cache_{w}_2", shape) for w, shape in (("k", [2, 256, 32]), ("v", [2, 32, 256])))),
+        "of_one_axis_less": each(
+            *(reshaped_input(f"kv_cache_{w}_2", shape) for w, shape in (("k", [2, 256, 32]), ("v", [2, 32, 256])))
+        ),
     },
     "rope": {
         "interleaved": interleaved,
@@ -449,6 +474,7 @@ EXACT: dict[str, dict[str, Change]] = {
         "mask_of_two_axes": reshaped_input("mask", [1, 256]),
         "activations_of_two_axes": reshaped_input("activations", [1, 128]),
         "activations_flat": reshaped_input("activations", [128]),
+        "end_less_start": edge("1.scores", times_number(lambda g: g.call("SUB", parameter(1)(g), parameter(0)(g)))),
         "parameters_read": edge("1.scores", plus_number(parameter(1))),
         "signature_called_otherwise": signature_called(b"mtp_drafter"),
     },
@@ -456,7 +482,7 @@ EXACT: dict[str, dict[str, Change]] = {
         "composites_of_other_names": composite_called(b"some.function"),
         "asymmetric_inputs": asymmetric,
     },
-}  # fmt: skip
+}
 ROUNDED: dict[float, dict[str, Change]] = {
     2e-3: {"caches_fp16": caches(np.float16, 1.0), "caches_int16": caches(np.int16, 80 / 32767)},
     0.1: {
