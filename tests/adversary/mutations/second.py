@@ -363,12 +363,6 @@ def producing(place: str) -> Callable[[Graph], Any]:
     return lambda g: g.producer(at(g, place))
 
 
-def aligned(arrays: dict[str, Any]) -> None:
-    """Activations along one direction: what random ones never are."""
-    ramp = np.where(np.arange(128) == 5, 1000.0, 0.0)
-    arrays["activations"] = ramp.reshape(1, 1, 128).astype(np.float32)
-
-
 def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
     """Activations for which the unit of layer 0 is as loud as the norm before it lets it be."""
 
