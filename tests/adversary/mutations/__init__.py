@@ -27,6 +27,7 @@ from adversary.mutations.positions import POSITIONS
 from adversary.mutations.residuals import RESIDUALS
 from adversary.mutations.rope import ROPE
 from adversary.mutations.scores import SCORES
+from adversary.mutations.second import SECOND
 from adversary.mutations.smooth import SMOOTH
 from adversary.mutations.subtle import SUBTLE
 from adversary.mutations.tables import TABLES
@@ -69,4 +70,5 @@ MUTATIONS: tuple[Case, ...] = (
     *MISTAKES,
     *INTERFACES,
     *SMOOTH,
+    *SECOND,
 )

@@ -15,6 +15,7 @@ from adversary.rewrites.interfaces import INTERFACES
 from adversary.rewrites.masks import MASKS
 from adversary.rewrites.norms import NORMS
 from adversary.rewrites.scores import SCORES
+from adversary.rewrites.second import SECOND
 from adversary.rewrites.spelled import SPELLED
 from adversary.rewrites.weights import WEIGHTS, layer_twice
 
@@ -41,4 +42,5 @@ REWRITES: tuple[Case, ...] = (
     ),
     Case("same: weights", "layer_twice", layer_twice, layers=(0, 1, 3), rounds=True),
     *SPELLED,
+    *SECOND,
 )

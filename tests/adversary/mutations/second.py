@@ -1,0 +1,997 @@
+"""A second round: what someone tries who knows how the proof goes.
+
+Every position is tried, masks row by row, operators that choose are refused, an attention is linear but for its
+softmax, inputs are drawn anew. So these depend on a position by other ways than angles and masks, use the mask as
+data, reach slots and numbers that no draw reaches, or are small where the draws are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from ai_edge_litert import schema_py_generated as schema
+from helpers.surgery import Graph, sound
+
+from adversary.edits import (
+    WINDOW,
+    Case,
+    Change,
+    Edit,
+    Sample,
+    add,
+    at,
+    chain,
+    each,
+    edge,
+    halves,
+    mul,
+    over_int,
+    parameters,
+    turn,
+    unary,
+    with_number,
+)
+from adversary.mutations.heads import cache_edit
+from adversary.mutations.kinds import counted, floats
+from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
+from adversary.mutations.norms import eps, normed_by
+from adversary.mutations.outputs import recapped
+from adversary.mutations.positions import between, is_at, number, rest_is, when
+from adversary.mutations.rope import angle, frequencies, position, rotated_by, table
+from adversary.mutations.smooth import bell, less, plus, times
+from adversary.mutations.tables import angles, row, rows, tabled, window_table
+from adversary.mutations.weights import stored_weight, weight
+
+Array = np.ndarray
+EVERY = np.arange(256)
+
+
+def scalar(g: Graph, x: int, like: int) -> int:
+    """One number as an array of as many axes as ``like``."""
+    return g.reshape(x, [1] * len(g.shape(like)))
+
+
+def times_number(build: Callable[[Graph], int]) -> Edit:
+    return lambda g, x: g.call("MUL", x, scalar(g, build(g), x))
+
+
+def plus_number(build: Callable[[Graph], int]) -> Edit:
+    return lambda g, x: g.call("ADD", x, scalar(g, build(g), x))
+
+
+def affine(build: Callable[[Graph], int], slope: float, shift: float) -> Callable[[Graph], int]:
+    return lambda g: g.call("ADD", g.call("MUL", build(g), np.float32(slope)), np.float32(shift))
+
+
+def by_row(values: Array) -> Callable[[Graph], int]:
+    """The position's row of a table of floats [256, n]."""
+    return lambda g: row(g, g.constant(values))
+
+
+def of_row(name: str, values: Array) -> Edit:
+    """``name`` of a value and the position's row of a table, along the last axis."""
+    return lambda g, x: g.call(name, x, by_row(values)(g))
+
+
+def ones_but(at_row: int, value: float, width: int = 1) -> Array:
+    made = np.ones((256, width))
+    made[at_row] = value
+    return made
+
+
+def entry(at_row: int, column: int, value: float, rest: float, width: int = 256) -> Array:
+    made = np.full((256, width), rest)
+    made[at_row, column] = value
+    return made
+
+
+def parameter(index: int) -> Callable[[Graph], int]:
+    """An element of ``param_tensor`` as a float."""
+    return lambda g: g.cast(g.slice(g.input("param_tensor"), [0, 0, 0, index], [1, 1, 1, 1]), np.float32)
+
+
+def set_parameter(index: int, value: int) -> Callable[[dict[str, Any]], None]:
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["param_tensor"][..., index] = value
+
+    return change
+
+
+def start(g: Graph, axis: int, index: int) -> int:
+    """Where a DYNAMIC_UPDATE_SLICE of four axes begins: at ``index`` [1] along ``axis``."""
+    zero = np.zeros(1, np.int32)
+    return g.join([index if i == axis else g.constant(zero, np.int32) for i in range(4)], 0)
+
+
+def moved(g: Graph, shift: int) -> int:
+    return g.call("ADD", g.input("input_pos"), np.array([shift], np.int32))
+
+
+def next_cleared(axis: int, shift: int) -> Edit:
+    """The slot ``shift`` after the position is cleared; LiteRT moves the last update within the array."""
+
+    def edit(g: Graph, x: int) -> int:
+        shape = g.shape(x)
+        shape[axis] = 1
+        update = g.constant(np.zeros(shape), g.dtype(x))
+        return g.call("DYNAMIC_UPDATE_SLICE", x, update, start(g, axis, moved(g, shift)), shape=g.shape(x))
+
+    return edit
+
+
+def exchanged(a: int, b: int) -> list[int]:
+    order = EVERY.copy()
+    order[[a, b]] = b, a
+    return [int(i) for i in order]
+
+
+def of_slot(which: str, slot: int, number: int = 3) -> Callable[[Graph], int]:
+    """A cache's slot, [1, heads, 1, width]."""
+
+    def build(g: Graph) -> int:
+        tensor = g.input(f"kv_cache_{which}_{number}")
+        if which == "v":
+            tensor = g.transpose(tensor, [0, 1, 3, 2])
+        return g.part(tensor, slot, 1, 2)
+
+    return build
+
+
+def to_attended(build: Callable[[Graph], int], factor: float) -> Change:
+    return edge("1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", build(g), np.float32(factor))))
+
+
+def slots_scaled(which: str, slot: int, factor: float, layer: int = 1) -> Change:
+    scale = np.where(slot == EVERY, factor, 1.0).reshape(1, 1, 256, 1)
+    return cache_edit(which, mul(scale), layer)
+
+
+def blended(build: Callable[[Graph, Any], int], share: float, layer: int = 1) -> Change:
+    """Probabilities, and a share of others."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        other = build(g, place)
+        g.insert(
+            place.probabilities,
+            lambda p: g.call("ADD", g.call("MUL", p, np.float32(1 - share)), g.call("MUL", other, np.float32(share))),
+            [place.mix],
+        )
+
+    return change
+
+
+def softmax(g: Graph, x: int) -> int:
+    return g.call("SOFTMAX", x, beta=1.0)
+
+
+def v_scores(g: Graph, x: int) -> int:
+    """Scores plus a little of what V holds."""
+    value = g.input("kv_cache_v_3")
+    heads = g.shape(value)[1]
+    means = g.reshape(g.reduce("MEAN", value, 2), [1, heads, 1, 256])
+    return g.call("ADD", x, g.call("MUL", means, np.float32(0.02)))
+
+
+def means_of_all(g: Graph) -> int:
+    """The mean of V over all slots, [1, heads, 1, width]."""
+    return g.reduce("MEAN", g.transpose(g.input("kv_cache_v_3"), [0, 1, 3, 2]), 2)
+
+
+def mixed_by_slots(factor: float) -> Edit:
+    """Every slot plus a little of the next."""
+    return lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 256), 0], 2), np.float32(factor)))
+
+
+def fp16(t: Array) -> Array:
+    return t.astype(np.float16).astype(np.float32)
+
+
+def truncated(t: Array) -> Array:
+    """FP16, rounded towards 0."""
+    near = t.astype(np.float16)
+    return np.where(np.abs(near.astype(np.float32)) > np.abs(t), np.nextafter(near, np.float16(0)), near).astype(
+        np.float32
+    )
+
+
+def table_times(
+    ones: Callable[[Graph, list[int]], int], cos: Callable[[Array], Array], layers: tuple[int, ...] = (0, 1)
+) -> Change:
+    """cos by a table of floats, changed, times ones in another type: that type explains nothing of the table."""
+
+    def change(g: Graph) -> None:
+        for layer in layers:
+            old = g.layer(layer).cos
+            readers = g.readers(old)
+            values = cos(np.cos(angles(g, layer).astype(np.float32)))
+            picked = g.reshape(row(g, g.constant(values)), g.shape(old))
+            g.rewire(old, g.call("MUL", picked, ones(g, g.shape(old))), readers)
+
+    return change
+
+
+def ones_of_int8(g: Graph, shape: list[int]) -> int:
+    codes = g.constant(np.ones(shape), np.int8)
+    g.main.tensors[codes].quantization = parameters(1.0)
+    return g.call("DEQUANTIZE", codes, dtype=np.float32)
+
+
+def ones_of_fp16(g: Graph, shape: list[int]) -> int:
+    return g.cast(g.constant(np.ones(shape), np.float16), np.float32)
+
+
+def ones_of_floats(g: Graph, shape: list[int]) -> int:
+    return g.constant(np.ones(shape))
+
+
+def loud_hidden(arrays: dict[str, Any]) -> None:
+    """Slots that the mask hides hold loud values."""
+    hidden = ~arrays["mask"].reshape(-1)
+    for name in ("kv_cache_v_2", "kv_cache_v_3"):
+        arrays[name][..., hidden] *= 1e6
+
+
+def loud_hidden_keys(arrays: dict[str, Any]) -> None:
+    hidden = ~arrays["mask"].reshape(-1)
+    for name in ("kv_cache_k_2", "kv_cache_k_3"):
+        arrays[name][:, :, hidden] *= 1e4
+
+
+def head_table(at_row: int) -> Change:
+    """The heads' results times a 4 × 4 matrix of the position's: the identity, in one row an exchange."""
+
+    def change(g: Graph) -> None:
+        matrices = np.tile(np.eye(4), (256, 1, 1))
+        matrices[at_row] = np.eye(4)[[1, 0, 2, 3]]
+        place = g.layer(1)
+        picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, 4, 4], axis=0)
+        g.insert(
+            place.merged,
+            lambda x: g.reshape(g.call("BATCH_MATMUL", picked, g.reshape(x, [1, 4, 64]), shape=[1, 4, 64]), g.shape(x)),
+        )
+
+    return change
+
+
+def rotation_matrices(g: Graph, layer: int) -> Array:
+    """RoPE as a matrix a position, [256, width, width]: a row is multiplied from the left."""
+    freq = g.value(frequencies(g, layer)).reshape(-1).astype(np.float32)
+    width = g.shape(g.layer(layer).query_normed)[-1]
+    half = width // 2
+    angles = np.arange(256, dtype=np.float32)[:, None] * freq[:half]
+    made = np.zeros((256, width, width), np.float32)
+    i = np.arange(half)
+    made[:, i, i] = made[:, i + half, i + half] = np.cos(angles)
+    made[:, i + half, i], made[:, i, i + half] = -np.sin(angles), np.sin(angles)
+    return made
+
+
+def rotated_by_matrices(edit: Callable[[Array], object], layer: int = 0) -> Change:
+    """RoPE as a product with the position's matrix."""
+
+    def change(g: Graph) -> None:
+        place = g.layer(layer)
+        matrices = rotation_matrices(g, layer)
+        edit(matrices)
+        width = matrices.shape[-1]
+        picked = g.call("GATHER", g.constant(matrices), g.input("input_pos"), shape=[1, width, width], axis=0)
+        made = g.call("BATCH_MATMUL", g.reshape(place.query_normed, [1, 4, width]), picked, shape=[1, 4, width])
+        g.rewire(place.rotated, g.reshape(made, g.shape(place.rotated)))
+
+    return change
+
+
+def turned_and_back(back: Edit) -> Change:
+    """Rotated, rotated on by its own angle, and back by ``back`` of it."""
+
+    def build(g: Graph, q: int, cos: int, sin: int) -> int:
+        half = g.shape(cos)[-1]
+        by = g.part(back(g, g.layer(0).angle), 0, half)
+        once = turn(g, *halves(g, q), cos, sin)
+        twice = turn(g, *once, cos, sin)
+        return g.join(turn(g, *twice, g.call("COS", by), g.call("SIN", by), -1))
+
+    return rotated_by(build)
+
+
+def from_other_type(which: str) -> Change:
+    """The first half of the full layer's cache comes from the sliding layers'."""
+
+    def change(g: Graph) -> bool | None:
+        mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (3, 2))
+        if g.shape(mine)[1] != g.shape(theirs)[1]:
+            return False
+        axis = 3 if which == "k" else 2
+        readers = g.readers(mine)
+        g.rewire(mine, g.join([g.part(theirs, 0, 32, axis), g.part(mine, 32, 32, axis)], axis), readers)
+        return None
+
+    return change
+
+
+def next_mask(g: Graph) -> int:
+    """The mask of the slot after, as floats; the last slot's own."""
+    mask = floats(g)
+    return g.join([g.part(mask, 1, 255), g.part(mask, 255, 1)])
+
+
+def summed_by_matrix(g: Graph) -> int:
+    """How many slots the mask shows, by a matrix of ones."""
+    return g.product(floats(g), g.constant(np.ones((1, 256))))
+
+
+def last_shown(g: Graph) -> int:
+    """The last slot that the mask shows, as a float."""
+    return g.reduce("REDUCE_MAX", g.call("MUL", floats(g), slots(g).astype(np.float32)), 3)
+
+
+def by_lookup(build: Callable[[Graph], int]) -> Edit:
+    """Times 1, or 0.5 where ``build`` (an integer, 0 or 1) says."""
+    return lambda g, x: g.call(
+        "MUL",
+        x,
+        scalar(g, g.call("GATHER", g.constant([1.0, 0.5]), g.reshape(build(g), [1]), shape=[1], axis=0), x),
+    )
+
+
+def rest(g: Graph, size: int) -> int:
+    return g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32))
+
+
+def gathered_heads(g: Graph, x: int) -> int:
+    """Heads in an order that the position gives."""
+    hit = g.cast(is_at(37)(g), np.int32)
+    order = g.call("ADD", g.constant(np.arange(4), np.int32), g.call("MUL", hit, np.array([1, -1, 0, 0], np.int32)))
+    return g.call("GATHER", x, order, shape=g.shape(x), axis=2)
+
+
+def fused(place: Callable[[Graph], Any], activation: str) -> Change:
+    def change(g: Graph) -> bool | None:
+        op = place(g)
+        if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
+            return False
+        op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
+        return None
+
+    return change
+
+
+def producing(place: str) -> Callable[[Graph], Any]:
+    return lambda g: g.producer(at(g, place))
+
+
+def row_of(role: str, unit: int) -> Callable[[dict[str, Any]], None]:
+    """Activations for which the unit of layer 0 is as loud as the norm before it lets it be."""
+
+    def change(arrays: dict[str, Any]) -> None:
+        style = "torch" if arrays["kv_cache_k_3"].shape[1] == 2 else "jax"
+        g = sound(style)
+        first = g.floats(g.roles["pre_projection"]).astype(np.float64)
+        weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
+        wanted = g.floats(g.roles[role])[unit] * weights
+        found = np.linalg.pinv(first) @ wanted
+        arrays["activations"] = (found / np.linalg.norm(first @ found) * 240).reshape(1, 1, 128).astype(np.float32)
+
+    return change
+
+
+def largest_gate(unit: int, share: float) -> Callable[[Graph], float]:
+    """A share of the largest that the gate's unit can be."""
+
+    def bound(g: Graph) -> float:
+        weights = g.value(g.roles["layers.0.pre_ffw_norm"]).reshape(-1)
+        return float(share * 8 * np.linalg.norm(g.floats(g.roles["layers.0.gate_proj"])[unit] * weights))
+
+    return bound
+
+
+def at_unit(unit: int, share: float, then: Callable[[float], Edit], place: str = "0.gate") -> Change:
+    """``then(bound)`` added in one unit of the gate."""
+
+    def edit(g: Graph, x: int) -> int:
+        bound = largest_gate(unit, share)(g)
+        only = np.where(np.arange(128) == unit, 1.0, 0.0).reshape(1, 1, 128).astype(np.float32)
+        return g.call("ADD", x, g.call("MUL", then(bound)(g, g.layer(0).gate), only))
+
+    return edge(place, edit)
+
+
+def softmax_switch(bound: float) -> Edit:
+    """Near 1 where x is above ``bound``: SOFTMAX of (30 · x, 30 · bound)."""
+
+    def edit(g: Graph, x: int) -> int:
+        shape = [*g.shape(x), 1]
+        pair = g.join([g.reshape(x, shape), g.constant(np.full(shape, bound))])
+        picked = g.call("SOFTMAX", g.call("MUL", pair, np.float32(30)), beta=1.0)
+        return g.reshape(g.part(picked, 0, 1), g.shape(x))
+
+    return edit
+
+
+def power_of(bound: float, doublings: int = 5) -> Edit:
+    """(x / bound) to the 2ⁿ-th, by squares."""
+    return chain(mul(1 / bound), *[unary("SQUARE")] * doublings)
+
+
+PARAM: dict[str, Change] = {
+    "sixth_parameter_moves_stream": edge("1.stream", plus_number(affine(parameter(5), 0.1, 0.0))),
+    "start_less_position_turns": angle(
+        lambda g, x: g.call(
+            "ADD", x, scalar(g, g.call("SUB", parameter(0)(g), scalar(g, number(g), g.input("param_tensor"))), x)
+        )
+    ),
+    "parameter_times_0_and_nan": edge(
+        "1.stream", plus_number(lambda g: g.call("SQRT", g.call("NEG", parameter(4)(g))))
+    ),
+}
+
+MASK: dict[str, Change] = {
+    "sum_by_matrix_moves_stream": edge("1.stream", plus_number(affine(summed_by_matrix, 0.01, 0.0))),
+    "sum_by_matrix_scales_scores": edge("1.scores", times_number(affine(summed_by_matrix, 0.005, 1.0))),
+    "position_is_count": position(lambda g, x: g.reshape(g.call("SUB", counted(g), np.float32(1)), g.shape(x))),
+    "position_is_last_shown": position(lambda g, x: g.reshape(last_shown(g), g.shape(x))),
+    "temperature_by_count": edge(
+        "1.scores", times_number(lambda g: g.call("MUL", g.call("LOG", counted(g)), np.float32(0.2)))
+    ),
+    "scores_by_next_mask": edge(
+        "1.scores",
+        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", next_mask(g), np.float32(0.1)), np.float32(1))),
+    ),
+    "scores_by_own_mask": edge(
+        "1.scores",
+        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", floats(g), np.float32(0.1)), np.float32(1))),
+    ),
+    "scores_plus_next_mask": edge(
+        "0.scores", lambda g, x: g.call("ADD", x, g.call("MUL", next_mask(g), np.float32(0.3)))
+    ),
+    "two_slots_exchanged_by_gather": visible(1, lambda g, x: g.gather(x, exchanged(20, 21), 3)),
+    "two_slots_exchanged_by_matrix": visible(
+        1,
+        lambda g, x: g.call(
+            "GREATER", g.product(floats(g), g.constant(np.eye(256)[exchanged(20, 21)])), np.float32(0.5)
+        ),
+    ),
+    "two_late_slots_exchanged": visible(1, lambda g, x: g.gather(x, exchanged(201, 202), 3)),
+    "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
+    "sliding_by_next": visible(0, lambda g, x: both(g, x, g.cast(next_mask(g), np.bool_))),
+    "values_by_next_mask": edge(
+        "1.probabilities",
+        lambda g, x: g.call("MUL", x, g.call("ADD", g.call("MUL", next_mask(g), np.float32(0.1)), np.float32(1))),
+    ),
+    "last_slot_moves_logits": edge("lm_head", plus_number(lambda g: g.part(floats(g), 255, 1))),
+    "product_of_two_slots": edge(
+        "1.stream",
+        times_number(
+            lambda g: g.call(
+                "ADD",
+                g.call("MUL", g.call("MUL", g.part(floats(g), 3, 1), g.part(floats(g), 9, 1)), np.float32(0.1)),
+                np.float32(1),
+            )
+        ),
+    ),
+    "mask_in_the_query": edge(
+        "1.query_normed",
+        lambda g, x: g.call(
+            "ADD", x, g.reshape(g.call("MUL", g.part(floats(g), 0, 64), np.float32(0.1)), [1, 1, 1, 64])
+        ),
+    ),
+    "mask_of_full_reads_window_row": visible(
+        1, when(is_at(37), lambda g, x: g.reshape(g.layer(0).visible, g.shape(x)))
+    ),
+    "nothing_hidden_at_37": summed(
+        lambda g, m: g.call("MUL", hidden_sum(g, m), by_row(np.where(EVERY == 37, 1e-9, 1.0)[:, None])(g))
+    ),
+    "hidden_by_row": summed(
+        lambda g, m: g.call(
+            "MUL",
+            g.call("SUB", np.float32(1), g.cast(m, np.float32)),
+            by_row(np.where(EVERY[:, None] == 37, -3.0, -1e9) + 0 * EVERY)(g),
+        ),
+        (1,),
+    ),
+    "cumulated": visible(
+        1,
+        lambda g, x: g.call(
+            "GREATER", g.call("CUMSUM", floats(g), np.array(3, np.int32), shape=[1, 1, 1, 256]), np.float32(3.5)
+        ),
+    ),
+    "next_slot_hidden_by_update": visible(0, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
+    "next_slot_hidden_in_full": visible(1, lambda g, x: g.cast(next_cleared(3, 1)(g, g.cast(x, np.int32)), np.bool_)),
+}
+
+CACHE: dict[str, Change] = {
+    "slot_0_to_result": to_attended(of_slot("v", 0), 0.05),
+    "last_slot_to_result": to_attended(of_slot("v", 255), 0.05),
+    "key_of_slot_0_to_result": to_attended(of_slot("k", 0), 0.05),
+    "mean_of_values_to_result": to_attended(means_of_all, 0.05),
+    "key_250_scaled": slots_scaled("key", 250, 0.5),
+    "value_250_scaled": slots_scaled("value", 250, 0.5),
+    "value_254_scaled_in_sliding": slots_scaled("value", 254, 0.5, 0),
+    "value_255_negated": slots_scaled("value", 255, -1.0),
+    "key_129_louder": slots_scaled("key", 129, 1.02),
+    "keys_of_two_slots_exchanged": cache_edit("key", lambda g, x: g.gather(x, exchanged(253, 254), 2), 1),
+    "keys_and_values_of_two_slots_exchanged": each(
+        *(cache_edit(which, lambda g, x: g.gather(x, exchanged(20, 21), 2), 1) for which in ("key", "value"))
+    ),
+    "values_reversed_from_200": cache_edit(
+        "value", when(between(200, 255), lambda g, x: g.gather(x, range(255, -1, -1), 2)), 1
+    ),
+    "values_reversed_at_37": cache_edit("value", when(is_at(37), lambda g, x: g.gather(x, range(255, -1, -1), 2)), 1),
+    "next_key_cleared": cache_edit("key", next_cleared(2, 1), 1),
+    "next_value_cleared_in_sliding": cache_edit("value", next_cleared(2, 1), 0),
+    "value_two_ahead_cleared": cache_edit("value", next_cleared(2, 2), 1),
+    "key_half_from_sliding": from_other_type("k"),
+    "value_half_from_sliding": from_other_type("v"),
+    "values_cumulated": cache_edit(
+        "value",
+        lambda g, x: g.call(
+            "ADD", x, g.call("MUL", g.call("CUMSUM", x, np.array(2, np.int32), shape=g.shape(x)), np.float32(1e-3))
+        ),
+        1,
+    ),
+    "values_in_scores": edge("1.scores", v_scores),
+    "keys_squared": cache_edit(
+        "key", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2))), 1
+    ),
+    "keys_less_their_mean": cache_edit(
+        "key", lambda g, x: g.call("SUB", x, g.call("MUL", g.reduce("MEAN", x, 3), np.float32(0.1))), 1
+    ),
+    "keys_normed_by_slot": cache_edit(
+        "key",
+        lambda g, x: g.call(
+            "MUL", x, g.call("RSQRT", g.call("ADD", g.reduce("MEAN", g.call("SQUARE", x), 3), np.float32(1e-6)))
+        ),
+        1,
+    ),
+}
+
+ATTENTION: dict[str, Change] = {
+    "blend_of_scales": blended(lambda g, p: softmax(g, g.call("MUL", p.masked, np.float32(1.5))), 0.01),
+    "blend_of_full_and_sliding": blended(
+        lambda g, p: softmax(g, g.call("ADD", p.scores, hidden_sum(g, g.reshape(g.layer(0).visible, [1, 1, 1, 256])))),
+        0.01,
+    ),
+    "blend_with_unmasked": blended(lambda g, p: softmax(g, p.scores), 1e-3),
+    "blend_at_37": edge("1.probabilities", when(is_at(37), lambda g, x: g.call("SQUARE", x))),
+    "squared_and_renormed": edge(
+        "1.probabilities",
+        lambda g, x: g.call("DIV", g.call("SQUARE", x), g.reduce("SUM", g.call("SQUARE", x), 3)),
+    ),
+    "distance_bias": edge("1.scores", of_row("ADD", -1e-3 * np.abs(EVERY[:, None] - EVERY))),
+    "distance_bias_of_one_row": edge("1.scores", of_row("ADD", np.where(EVERY[:, None] == 37, -0.01 * EVERY, 0.0))),
+    "one_score_of_one_row": edge("1.scores", of_row("ADD", entry(37, 30, 1.0, 0.0))),
+    "one_score_scaled_in_one_row": edge("1.scores", of_row("MUL", entry(201, 190, 0.5, 1.0))),
+    "one_weight_scaled_in_one_row": edge("1.probabilities", of_row("MUL", entry(201, 190, 0.0, 1.0))),
+    "slot_bias": edge("1.scores", add(np.where(EVERY == 251, 1.0, 0.0).reshape(1, 1, 1, 256))),
+    "scale_by_position": edge("1.scores", times_number(affine(number, 1e-4, 1.0))),
+    "scale_by_position_from_above": edge("1.scores", of_row("MUL", ones_but(254, 0.9))),
+    "scale_of_query_by_row": edge("1.query_normed", of_row("MUL", ones_but(37, 0.9))),
+    "weights_times_result": edge(
+        "1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", g.call("SQUARE", x), np.float32(1e-2)))
+    ),
+    "result_plus_scores": edge(
+        "1.attended", lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.layer(1).scores, 0, 64), np.float32(1e-2)))
+    ),
+    "entropy_in_result": edge(
+        "1.attended",
+        lambda g, x: g.call(
+            "MUL",
+            x,
+            g.call(
+                "ADD",
+                g.call("MUL", g.reduce("SUM", g.call("SQUARE", g.layer(1).probabilities), 3), np.float32(0.02)),
+                np.float32(1),
+            ),
+        ),
+    ),
+    "heads_by_gathered_order": edge("1.query_normed", gathered_heads),
+    "results_by_gathered_order_of_rest": edge(
+        "0.query_normed", when(rest_is(97, 96), lambda g, x: g.gather(x, [1, 0, 3, 2], 2))
+    ),
+    "heads_by_table": head_table(37),
+    "halved_by_lookup": edge("1.scores", by_lookup(lambda g: g.cast(is_at(37)(g), np.int32))),
+    "beta_1.001": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 1.001),
+    "beta_0": lambda g: setattr(g.layer(1).softmax.builtinOptions, "beta", 0.0),
+    "later_slots_weigh_more": edge("1.probabilities", mul(np.linspace(1, 1.01, 256).reshape(1, 1, 1, 256))),
+}
+
+ROPE: dict[str, Change] = {
+    "twice_and_back_but_at_37": turned_and_back(when(is_at(37), mul(0.9))),
+    "twice_and_back_by_row": turned_and_back(of_row("MUL", ones_but(254, 0.99))),
+    "cos_by_row": edge("0.cos", of_row("MUL", ones_but(200, -1.0))),
+    "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
+    "cos_off_by_3e-4_in_floats": tabled(cos=rows(30, 45, lambda t: t + 3e-4)),
+    "cos_off_by_3e-4_in_one_row": tabled(cos=rows(37, 37, lambda t: t + 3e-4)),
+    "fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16),
+    "int8_numbers_in_floats": tabled(cos=lambda t: np.round(t * 127) / 127, sin=lambda t: np.round(t * 127) / 127),
+    "fp16_off_by_eight_steps": tabled(cos=rows(120, 250, lambda t: t + 4e-3), kind="fp16"),
+    "frequency_of_1_off_by_1e-5": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 1e-5), t)),
+    "frequency_of_1_off_by_3e-6": table(lambda t: np.where(np.arange(t.size) == 0, t * np.float32(1 + 3e-6), t)),
+    "fp16_truncated_in_floats": tabled(cos=truncated, sin=truncated),
+    "bf16_frequencies": table(lambda t: (t.view(np.uint32) & 0xFFFF0000).astype(np.uint32).view(np.float32)),
+    "rows_off_by_4.5e-4_times_ones": table_times(ones_of_floats, rows(120, 250, lambda t: t + 4.5e-4)),
+    "rows_off_by_4.5e-4_times_ones_of_fp16": table_times(ones_of_fp16, rows(120, 250, lambda t: t + 4.5e-4)),
+    "row_37_off_times_ones_of_int8": table_times(ones_of_int8, rows(37, 37, lambda t: t + 0.3), (0,)),
+    "frequencies_fp16": table(fp16),
+    "frequencies_fp16_in_full": table(fp16, 1),
+    "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
+    "matrices_with_a_wrong_entry": rotated_by_matrices(lambda m: m.__setitem__((37, 0, 0), 0.5)),
+    "matrices_with_a_wrong_row": rotated_by_matrices(lambda m: m.__setitem__(254, m[253]), 1),
+    "angle_folded_at_6": angle(with_number("FLOOR_MOD", 6.2831)),
+    "rank_in_angle": angle(
+        lambda g, x: g.call(
+            "ADD",
+            x,
+            g.reshape(
+                g.call(
+                    "MUL",
+                    g.cast(
+                        g.call(
+                            "SUB",
+                            g.call("RANK", g.input("mask"), shape=[], dtype=np.int32),
+                            g.constant(np.array(3), np.int32),
+                        ),
+                        np.float32,
+                    ),
+                    np.float32(0.1),
+                ),
+                [1] * len(g.shape(x)),
+            ),
+        )
+    ),
+    "range_from_the_position": position(
+        lambda g, x: g.reshape(
+            g.cast(
+                g.part(
+                    g.call(
+                        "RANGE",
+                        g.reshape(moved(g, 1), []),
+                        g.reshape(moved(g, 5), []),
+                        g.constant(np.array(1), np.int32),
+                        shape=[4],
+                    ),
+                    0,
+                    1,
+                ),
+                np.float32,
+            ),
+            g.shape(x),
+        )
+    ),
+}
+
+WINDOWS: dict[str, Change] = {
+    **{
+        f"edge_late_at_{at_row}": window_table(
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == WINDOW), True, seen)
+        )
+        for at_row in (16, 40, 201, 255)
+    },
+    **{
+        f"edge_early_at_{at_row}": window_table(
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == WINDOW - 1), False, seen)
+        )
+        for at_row in (40, 255)
+    },
+    "own_hidden_at_255": window_table(lambda seen, far: np.where((EVERY[:, None] == 255) & (far == 0), False, seen)),
+    "by_tenths": visible(
+        0,
+        lambda g, x: both(
+            g,
+            g.input("mask"),
+            both(
+                g,
+                compare("GREATER_EQUAL", 0)(g),
+                g.call(
+                    "LESS",
+                    g.call(
+                        "SUB",
+                        g.call("MUL", number(g), np.float32(0.1)),
+                        (slots(g) * np.float32(0.1)).astype(np.float32),
+                    ),
+                    np.float32(1.6),
+                ),
+            ),
+        ),
+    ),
+    "by_int8_positions": visible(
+        0,
+        lambda g, x: both(
+            g,
+            g.input("mask"),
+            both(
+                g,
+                g.call("LESS_EQUAL", g.constant(slots(g), np.int32), g.input("input_pos")),
+                g.call(
+                    "LESS",
+                    g.cast(g.cast(g.call("SUB", g.input("input_pos"), slots(g)), np.int8), np.int32),
+                    np.array([WINDOW], np.int32),
+                ),
+            ),
+        ),
+    ),
+}
+
+QUIET: dict[str, Change] = {
+    "eps_by_position": normed_by(
+        "layers.0.pre_attention_norm",
+        lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(affine(number, 1e-7, 0.0))(g, x)),
+    ),
+    "eps_doubled_in_one": normed_by("layers.0.pre_attention_norm", eps(2e-6)),
+    "eps_0_in_one": normed_by("layers.0.pre_attention_norm", eps(0.0)),
+    "eps_outside": normed_by(
+        "layers.0.pre_attention_norm",
+        lambda g, n: g.rewire(
+            int(n.root.outputs[0]),
+            g.call("DIV", np.float32(1), g.call("ADD", g.call("SQRT", int(n.average.outputs[0])), np.float32(1e-6))),
+        ),
+    ),
+    "stream_plus_5e-6": edge("pre_projection", add(5e-6)),
+    "stream_plus_5e-6_at_201": edge("pre_projection", of_row("ADD", entry(201, 0, 5e-6, 0.0, 1))),
+    "activations_scaled_below_the_norm": edge("pre_projection", mul(0.5)),
+}
+
+QUIET_VALUES: dict[str, Change] = {
+    "eps_of_post_attention": normed_by("layers.0.post_attention_norm", eps(1.5e-6)),
+    "attention_out_doubled": edge("0.attention_out", mul(2.0)),
+    "attention_out_plus_1e-6": edge("0.attention_out", add(1e-6)),
+}
+
+LOUD: dict[str, Change] = {
+    "stream_plus_square": edge("pre_projection", plus(unary("SQUARE"), mul(1e-6))),
+    "stream_plus_cube": edge("pre_projection", plus(lambda g, x: g.call("MUL", x, g.call("SQUARE", x)), mul(1e-9))),
+    "stream_plus_product_of_neighbours": edge(
+        "pre_projection",
+        lambda g, x: g.call(
+            "ADD", x, g.call("MUL", g.call("MUL", x, g.gather(x, [*range(1, 64), 0], -1)), np.float32(1e-6))
+        ),
+    ),
+    "stream_plus_other_channel": edge(
+        "pre_projection",
+        lambda g, x: g.call("ADD", x, g.call("MUL", g.gather(x, [*range(1, 64), 0], -1), np.float32(1e-3))),
+    ),
+    "activations_times_cos": edge("activations", times(mul(1e-5), unary("COS"))),
+    "activations_by_rsqrt": edge(
+        "activations", times(unary("SQUARE"), mul(1e-8), with_number("ADD", 1.0), unary("RSQRT"))
+    ),
+    "activations_by_quotient": edge(
+        "activations",
+        lambda g, x: g.call(
+            "DIV", x, g.call("ADD", g.call("MUL", g.call("SQUARE", x), np.float32(1e-8)), np.float32(1))
+        ),
+    ),
+}
+
+LEAKS: dict[str, Change] = {
+    "last_slot_leaks_1e-8": to_attended(of_slot("v", 255), 1e-8),
+    "weights_plus_1e-8": edge("1.probabilities", add(1e-8)),
+    "weights_by_next_mask": edge(
+        "1.probabilities", lambda g, x: g.call("ADD", x, g.call("MUL", next_mask(g), np.float32(1e-7)))
+    ),
+    "values_mixed_by_slots_1e-5": cache_edit("value", mixed_by_slots(1e-5), 1),
+    "values_mixed_by_slots_1e-7": cache_edit("value", mixed_by_slots(1e-7), 1),
+    "hidden_values_leak_1e-7": blended(lambda g, p: g.constant(np.full(g.shape(p.probabilities), 1 / 256)), 1e-7),
+    "mean_of_values_leaks_1e-7": to_attended(means_of_all, 1e-7),
+    "unmasked_leaks_1e-7": blended(lambda g, p: softmax(g, p.scores), 1e-7),
+    "last_slot_leaks_1e-7": to_attended(of_slot("v", 255), 1e-7),
+    "stream_takes_1e-7_of_a_value": edge(
+        "1.stream",
+        plus_number(
+            lambda g: g.call("MUL", g.reduce("MEAN", g.part(of_slot("v", 255)(g), 0, 1, 1), 3), np.float32(1e-7))
+        ),
+    ),
+    "weights_of_row_37_plus_1e-7": edge(
+        "1.probabilities", of_row("ADD", np.where(EVERY[:, None] == 37, 1e-7, 0.0) + 0 * EVERY)
+    ),
+}
+LEAKS_OF_KEYS: dict[str, Change] = {
+    "keys_mixed_by_slots_1e-6": cache_edit("key", mixed_by_slots(1e-6), 1),
+    "keys_leak_1e-7": edge(
+        "1.scores",
+        lambda g, x: g.call(
+            "MUL", x, g.call("ADD", g.call("MUL", g.reduce("MEAN", x, 3), np.float32(1e-5)), np.float32(1))
+        ),
+    ),
+    "query_takes_1e-4_of_a_key": edge(
+        "1.query_normed",
+        lambda g, x: g.call("ADD", x, g.call("MUL", g.part(of_slot("k", 255)(g), 0, 1, 1), np.float32(1e-4))),
+    ),
+}
+
+RARE: dict[str, Change] = {
+    "gate_by_a_sigmoid": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("LOGISTIC"), mul(30))),
+    "gate_by_a_tanh": at_unit(5, 0.9, lambda b: chain(less(b), mul(20), unary("TANH"), add(1.0), mul(15))),
+    "gate_by_a_gelu": at_unit(
+        5, 0.9, lambda b: chain(less(b), mul(20), lambda g, x: g.call("GELU", x, approximate=True))
+    ),
+    "gate_by_a_softmax": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(30))),
+    "gate_by_a_bell": at_unit(5, 1.0, lambda b: chain(bell(b, b / 10), mul(30))),
+    "gate_to_the_64th": at_unit(5, 0.9, lambda b: chain(power_of(b, 6), mul(5))),
+    "gate_to_the_32nd": at_unit(5, 0.9, lambda b: chain(power_of(b, 5), mul(5))),
+    "gelu_to_the_64th": at_unit(
+        5, 0.9, lambda b: chain(lambda g, x: g.layer(0).activated, power_of(b, 6), mul(5)), "0.activated"
+    ),
+    "up_by_a_switch_of_gate": at_unit(5, 0.9, lambda b: chain(softmax_switch(b), mul(-20)), "0.up"),
+}
+
+FUSED: dict[str, Change] = {
+    "product_of_rope": fused(lambda g: g.producer(int(g.producer(g.layer(0).rotated).inputs[0])), "RELU"),
+    "sum_of_rope": fused(producing("0.rotated"), "RELU6"),
+    "gate_times_up": fused(producing("0.product"), "RELU"),
+    "logits_bounded": fused(producing("logits"), "RELU"),
+    "logits_within_1": fused(producing("logits"), "RELU_N1_TO_1"),
+    "weighed_norm": fused(lambda g: g.norm("final_norm").weigh, "RELU6"),
+    "root_times_x": fused(lambda g: g.norm("layers.0.pre_ffw_norm").scale, "RELU"),
+    "masked_scores": fused(producing("0.masked"), "RELU"),
+    "angle": fused(lambda g: g.producer(int(g.producer(g.layer(0).angle).inputs[0])), "RELU6"),
+}
+
+CONSTANTS: dict[str, Change] = {
+    "cap_bound_29.99": recapped(1 / 30, 29.99),
+    "cap_slope_of_29.99": recapped(1 / 29.99, 30.0),
+    "scalar_by_channel_in_one": edge("0.out", mul(np.where(np.arange(64) == 5, 1.001, 1.0).reshape(1, 1, 64))),
+    "scores_scaled_by_1.0005": edge("1.scores", mul(1.0005)),
+    "logit_77_plus_0.05": edge("logits", add(np.where(np.arange(512) == 77, 0.05, 0.0).reshape(1, 1, 512))),
+    "cos_plus_1e-3": edge("1.cos", add(1e-3)),
+    "unit_7_by_1.05": edge("0.activated", mul(np.where(np.arange(128) == 7, 1.05, 1.0).reshape(1, 1, 128))),
+    "projected_plus_a_hundredth_of_input": edge(
+        "projected_activations",
+        lambda g, x: g.call("ADD", x, g.call("MUL", g.part(g.input("activations"), 0, 64), np.float32(1e-2))),
+    ),
+    "weight_by_position": stored_weight(
+        "layers.0.down_proj",
+        lambda g, w: g.call(
+            "MUL", w, g.reshape(by_row(np.where(EVERY[:, None] == 37, np.linspace(0.5, 1, 128), 1.0))(g), [1, 128])
+        ),
+    ),
+    "norm_weight_by_position": edge(
+        "0.ffw_in", of_row("MUL", np.where(EVERY[:, None] == 254, np.linspace(0.5, 1, 64), 1.0))
+    ),
+    "bias_by_position": edge("projected_activations", of_row("ADD", entry(99, 3, 0.5, 0.0, 64))),
+    "eps_by_row": normed_by(
+        "layers.1.pre_ffw_norm",
+        lambda g, n: g.insert(int(n.average.outputs[0]), lambda x: plus_number(by_row(ones_but(37, 2.0) - 1))(g, x)),
+    ),
+    "cap_by_row": edge("lm_head", of_row("MUL", ones_but(254, 1.5))),
+}
+
+
+def sparse(g: Graph) -> None:
+    """A weight that says that it is sparse."""
+    made = schema.SparsityParametersT()
+    made.traversalOrder, made.blockMap = [0, 1], []
+    dense = [schema.DimensionMetadataT() for _ in range(2)]
+    for dimension, size in zip(dense, g.shape(g.roles["layers.0.o_proj"]), strict=True):
+        dimension.format, dimension.denseSize = schema.DimensionType.DENSE, size
+    made.dimMetadata = dense
+    g.main.tensors[g.roles["layers.0.o_proj"]].sparsity = made
+
+
+def variable(g: Graph) -> None:
+    g.main.tensors[g.roles["layers.0.o_proj"]].isVariable = True
+
+
+def external(g: Graph) -> bool | None:
+    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
+    if not hasattr(tensor, "externalBuffer"):
+        return False
+    tensor.externalBuffer = 1
+    return None
+
+
+def blocks_of_3(g: Graph) -> None:
+    """Scales by block, of a size that does not divide the width."""
+    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
+    made = schema.BlockwiseQuantizationT()
+    made.scales = g.constant(np.full((64, 42), 0.01), np.float16)
+    made.zeroPoints, made.blockSize = -1, 3
+    tensor.quantization.details = made
+    tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
+
+
+def twice_named(name: str, which: str = "inputs") -> Change:
+    """The signature has ``name`` twice, once for a tensor of nobody's."""
+
+    def change(g: Graph) -> None:
+        entries = getattr(g.model.signatureDefs[0], which)
+        old = next(entry for entry in entries if entry.name.decode() == name)
+        made = schema.TensorMapT()
+        made.name = name.encode()
+        if which == "inputs":
+            made.tensorIndex = g.tensor(g.shape(old.tensorIndex), g.dtype(old.tensorIndex))
+            g.main.inputs = [*map(int, g.main.inputs), made.tensorIndex]
+        else:
+            made.tensorIndex = g.call("NEG", int(old.tensorIndex))
+            g.main.outputs = [*map(int, g.main.outputs), made.tensorIndex]
+        entries.append(made)
+
+    return change
+
+
+def caches_read_by_another_scale(g: Graph) -> None:
+    """K as INT8 codes, read by twice the scale of the input's."""
+    tensor = g.input("kv_cache_k_3")
+    readers = g.readers(tensor)
+    g.main.tensors[tensor].type = schema.TensorType.INT8
+    g.main.tensors[tensor].quantization = parameters(0.03)
+    other = g.reshape(tensor, g.shape(tensor))
+    g.main.tensors[other].quantization = parameters(0.06)
+    g.rewire(tensor, g.call("DEQUANTIZE", other, dtype=np.float32), readers)
+    g.adapt["kv_cache_k_3"] = lambda a: np.clip(np.round(a / 0.03), -128, 127).astype(np.int8)
+
+
+STORAGE: dict[str, tuple[Change, str]] = {
+    "sparse": (sparse, "what the bytes are depends on the sparsity's own tables"),
+    "variable": (variable, "a variable is not a constant: LiteRT keeps no data in it"),
+    "external": (external, "its numbers are in another file"),
+    "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
+    "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
+    "logits_twice": (twice_named("logits", "outputs"), "which of both the runtime reads is not said"),
+    "weight_of_less_width": (
+        weight("layers.0.o_proj", lambda t: setattr(t, "shape", [64, 127])),
+        "more bytes than the shape asks for",
+    ),
+}
+
+
+def _cases(
+    title: str, changes: dict[str, Change], *shows: Sample, rounding: float = 0.0, exact: bool = False
+) -> tuple[Case, ...]:
+    return tuple(
+        Case(f"second: {title}", name, change, shows=shows, rounding=rounding, exact=exact)
+        for name, change in changes.items()
+    )
+
+
+_AT_ROWS = (*(Sample(at_row, mask="past") for at_row in (37, 200, 254, 255)), Sample(254), Sample(253))
+
+SECOND: tuple[Case, ...] = (
+    *_cases(
+        "parameters",
+        PARAM,
+        Sample(40, change=set_parameter(5, 3)),
+        Sample(40, change=set_parameter(1, 47)),
+        Sample(40, change=set_parameter(0, 39)),
+        Sample(40, change=set_parameter(4, 1)),
+    ),
+    *_cases("mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
+    *_cases("caches", CACHE, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
+    *_cases("attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
+    *_cases("angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),
+    *_cases(
+        "windows",
+        WINDOWS,
+        Sample(16, mask="past"),
+        Sample(40, mask="all"),
+        Sample(201, mask="past"),
+        Sample(180, mask="past"),
+        *_AT_ROWS,
+    ),
+    *_cases("quiet", QUIET, Sample(40, activations=1e-5), Sample(201, activations=1e-6)),
+    *_cases("quiet values", QUIET_VALUES, Sample(40, values=1e-3), Sample(201, values=1e-4)),
+    *_cases("loud", LOUD, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
+    *_cases("leaks", LEAKS, Sample(37, change=loud_hidden), Sample(100, change=loud_hidden), rounding=2e-4),
+    *_cases(
+        "leaks of keys",
+        LEAKS_OF_KEYS,
+        Sample(37, change=loud_hidden_keys),
+        Sample(100, change=loud_hidden_keys),
+        rounding=2e-4,
+    ),
+    *_cases("rare", RARE, Sample(40, change=row_of("layers.0.gate_proj", 5)), rounding=2e-4),
+    *_cases("fused", FUSED),
+    *_cases("constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
+    *_cases(
+        "cache codes",
+        {
+            "codes_read_twice_as_large": caches_read_by_another_scale,
+            "values_by_codes_off_centre": cache_edit("value", over_int(0.02, 100), 1),
+        },
+        rounding=0.02,
+        exact=True,
+    ),
+    *(Case("second: storage", name, change, why=why) for name, (change, why) in STORAGE.items()),
+)
