@@ -78,8 +78,9 @@ def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
     known = known_drafter(config)
     if known is None:
         raise UnsupportedError(
-            "The sliding window is applied by the runtime (an input mask_local), or is longer than the file's caches: "
-            "running the graph does not tell how long it is, and its geometry is not a known one. Say how long it is.",
+            "Running the graph does not tell how long its sliding window is: the runtime applies it (an input "
+            "mask_local), it is longer than the file's caches, or slots are weighed otherwise than by an attention. Its "
+            "geometry is not a known one. Say how long it is.",
             remedies=("sliding_window=N",),
         )
     return int(known["sliding_window"])

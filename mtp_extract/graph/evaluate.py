@@ -196,7 +196,7 @@ def _apply(call: Call, operands: list[Samples | None]) -> list[Samples]:
             chosen = [None if o is None else o[sample if len(o) > 1 else 0] for o in operands]
             made = kernel(call, *chosen)
             results.append(tuple(map(_settle, made)) if isinstance(made, tuple) else (_settle(made),))
-    except (ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
+    except (ValueError, IndexError, TypeError, ArithmeticError, MemoryError) as error:
         # NumPy's word for shapes that do not fit; LiteRT refuses such a graph when it is loaded.
         raise FormatError(f"{call.node.op.label} cannot be computed: {error}. The graph is damaged.") from error
     made_by_result = [tuple(column) for column in zip(*results, strict=True)]

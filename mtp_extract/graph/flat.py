@@ -224,6 +224,8 @@ class _Builder:
             is_input = index in self.inputs[subgraph]
             # An empty constant (the shape of a scalar) has a buffer of its own with nothing in it.
             constant = not is_input and (self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0))
+            if constant and tensor.variable:
+                raise UnsupportedError(f"{tensor.label} is a variable with numbers of its own, which LiteRT refuses.")
             value = values[index] = Value([tensor], constant=constant)
             if constant:
                 value = values[index] = self.constants.setdefault((subgraph, index), value)

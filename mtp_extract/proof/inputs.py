@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.errors import FormatError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Coded, Numbers
 from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
@@ -215,6 +215,17 @@ def interface_of(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: fr
     # As the published ones are.
     told = PARAM_TENSOR in needed or MASK_LOCAL in needed
     queries = max(1, tensor.elements // (2 * config.backbone_hidden_size))
+    if tensor.elements != queries * 2 * config.backbone_hidden_size:
+        raise UnsupportedError(
+            f"The input {tensor.label} has {tensor.elements} elements; expected {2 * config.backbone_hidden_size} a "
+            "query: an embedding and a state."
+        )
+    for index, (found, shape) in enumerate(zip(walk.layers, config.layers, strict=True)):
+        if found.query.tensor.elements != queries * config.num_heads * shape.head_dim:
+            raise FormatError(
+                f"layers.{index}.q_norm: its result is {found.query.label}, and its heads have "
+                f"{queries * config.num_heads * shape.head_dim} elements: the file is damaged."
+            )
     return Interface(graph, walk, config, slots.pop(), queries, needed, told)
 
 

@@ -369,6 +369,8 @@ class _Proving:
             for i, found in enumerate(self.walk.layers)
             if found.key == name
         ]
+        if not np.isfinite(norms).all():
+            raise ProofError("A norm of queries holds numbers that are not finite: the file is damaged.")
         floats = self.graph.inputs[name].tensor.type in FLOAT_TYPES
         target = _QUIET_SCORES / max(*norms, 1e-6) if norms else 1.0 if ordinary else _SMALL_VALUES
         scale = (

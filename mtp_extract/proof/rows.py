@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import ProofError, UnsupportedError
-from mtp_extract.graph.arrays import Array
+from mtp_extract.graph.arrays import Array, Numbers
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
 from mtp_extract.graph.flat import MASK_LOCAL, Depends, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
@@ -102,6 +102,9 @@ def check_rows(
         held = min(held, len(some)) if check.meets_caches else held
         for at in _pieces(some, size * interface.config.num_heads):
             check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
+            half = random.random(interface.slots) < 1 / 2
+            for still in (half, ~half):
+                check.leaks(at, still)
     return Rows(len(rows), held, interface.last + 1, alike, tuple(span.largest_score for span in spans))
 
 
@@ -175,6 +178,20 @@ class _Check:
             for value in node.inputs
         )
 
+    @property
+    def _masked_before(self) -> bool:
+        before, slots = {id(node) for node in self.chain}, self.interface.slots
+        return any(
+            value is not None
+            and value.depends
+            and not value.depends & Depends.DATA
+            and bool(value.tensor.shape)
+            and value.tensor.shape[-1] == slots
+            for node in self.span.nodes
+            if id(node) not in before and self.span.sides[id(node.outputs[0])] == Side.QUERY | Side.KEY
+            for value in node.inputs
+        )
+
     def scores(self, positions: Positions, shown: Shown) -> None:
         """From where q and K have met: what is seen is scored as it is, what is hidden far below, loud or not."""
         seen, positions, shown = self._asked(positions, shown)
@@ -182,6 +199,11 @@ class _Check:
         cut = self._cut()
         shape = cut.tensor.shape
         axes = [axis for axis, size in enumerate(shape) if size == slots]
+        if self._masked_before:
+            raise UnsupportedError(
+                f"layers.{self.index}: its scores meet a mask before those of all heads are put together; this release "
+                "cannot hold its mask against the config."
+            )
         if not axes or self.interface.queries > 1:
             raise UnsupportedError(
                 f"layers.{self.index}: its scores are no rows of {slots} slots, one query a step, before its softmax; "
@@ -261,6 +283,41 @@ class _Check:
             self._refuse(
                 int(positions[int(np.argmax(wrong_rows))]), "V is read from other slots than those that are weighed"
             )
+
+    def leaks(self, positions: Positions, still: Bools) -> None:
+        """No slot hears of another: where the slots ``still`` are, and the others as loud as can be.
+
+        What is loud must not be heard at all where it weighs nothing, and no score of a still slot may move: to the
+        last bit, since the loudness of what is hidden has no bound.
+        """
+        layer, span = self.interface.config.layers[self.index], self.span
+        kv, slots, heads = layer.num_kv_heads, self.interface.slots, self.interface.config.num_heads
+        shown = self.interface.runtime_masks(positions)
+        fed = self._inputs(positions, shown)
+        weights = np.where(still, self.random.random((heads, slots), np.float32), np.float32(0))
+        if span.weights.tensor.elements != weights.size * self.interface.queries:
+            return
+        loud = np.where(still, 0, np.int8(100)) * np.ones((kv, 1), np.int8)
+        given: list[tuple[Value, Samples]] = [(span.weights, (weights.reshape(span.weights.tensor.shape),))]
+        fed[span.layer.value] = (self._one_a_slot(span.layer.value, loud.astype(np.int8), 1e6),)
+        mixed = self._evaluate(fed, [span.layer.mixed], given)[0]
+        if np.any(mixed):
+            self._refuse(int(positions[0]), "numbers of V are heard from slots that weigh nothing")
+        _, query = self._query(positions, 1.0)
+        turned: list[tuple[Value, Samples]] = [*self.tables.given(positions), (span.layer.query, Stacked(query))]
+        cut, scores = self._cut(), list[Array]()
+        for codes in (loud * 0, loud):
+            fed[span.layer.key] = (self._one_a_slot(span.layer.key, codes.astype(np.int8), 1e6),)
+            scores.append(self._evaluate(fed, [cut], turned)[0])
+        axis = 1 + max(a for a, size in enumerate(cut.tensor.shape) if size == slots)
+        quiet, moved = (np.moveaxis(np.asarray(each), axis, -1)[..., still] for each in scores)
+        if not np.array_equal(quiet, moved):
+            self._refuse(int(positions[0]), "the score of a slot hears K of other slots")
+
+    def _one_a_slot(self, name: str, codes: Array, scale: float) -> Numbers:
+        width = self.interface.config.layers[self.index].head_dim
+        wide = np.broadcast_to(codes[..., None], (*codes.shape, width))
+        return self.interface.cache(name, self.layouts, wide, scale)[0]
 
     def _cut(self) -> Value:
         """The score before any mask has met it."""

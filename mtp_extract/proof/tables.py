@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.architecture.config import RopeConfig
-from mtp_extract.errors import ProofError
+from mtp_extract.errors import FormatError, ProofError
 from mtp_extract.graph.arrays import Array
 from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_param, fill_position
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Value, ancestors
+from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
@@ -31,7 +32,10 @@ _AT_ONCE = 1 << 17
 _PROBED = 48
 _ROUNDING = 6e-7
 """Of an angle, and of a cosine: what float32 leaves of a product and of a function of it."""
-_SHARES = {TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8}
+_SHARES = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
+"""How far a number below 1 is rounded by a type."""
+_TAKES = {**LAYOUT, "EMBEDDING_LOOKUP": (1,), **dict.fromkeys(("CAST", "DEQUANTIZE", "QUANTIZE"), (0,))}
+"""Operators that hand elements on, and which operands they are of."""
 _FINE = 2.0**-21
 """A frequency this close to the config's is the config's in float32."""
 
@@ -155,8 +159,9 @@ def check_tables(
     for index, values in enumerate(by_layer):
         mine = [tables[id(v)] for v in values]
         kinds = _stored_in(*values)
-        if kinds or any((np.abs(t.own - t.config) > t.config * _FINE).any() for t in mine):
-            coarse.append(Coarse(index, kinds or "FLOAT32", *_furthest(graph, mine, last, queries)))
+        if kinds or any(t.share or (np.abs(t.own - t.config) > t.config * _FINE).any() for t in mine):
+            # Few bits may lie in a wide type: numbers of half precision, made floats by a converter.
+            coarse.append(Coarse(index, kinds or "few bits", *_furthest(graph, mine, last, queries)))
     return Tables(made, last + 1, tuple(coarse))
 
 
@@ -240,6 +245,8 @@ def _identify(
     )
     fed = feed(graph, inputs_of([value]), tried, queries)
     found = np.asarray(evaluate(graph, fed, [value], rounds=False)[0], np.float64).reshape(len(tried), -1)
+    if found.shape[1] != value.tensor.elements:
+        raise FormatError(f"{value.label} is computed with {found.shape[1]} elements: the file is damaged.")
     shape, half, share = value.tensor.shape, own.size, _share(graph, value)
     if share:
         # Of stored cosines the frequencies can be read but roughly: those are held as the config has them.
@@ -291,22 +298,28 @@ def _guesses(likely: npt.NDArray[np.int64], half: int) -> Iterator[npt.NDArray[n
 
 
 def _share(graph: FlatGraph, value: Value) -> float:
-    """How far the numbers of a stored table of cosines or sines may be off."""
-    sources = list(ancestors(value))
-    if any(v.producer is not None and v.producer.kind in ("SIN", "COS") for v in sources):
-        return 0.0
+    """How far the numbers of a stored table of cosines or sines may be off, by the type of that table."""
     found = 0.0
-    for source in sources:
-        tensor = source.tensor
-        if not source.constant or tensor.elements < 2 or tensor.type not in NUMBER_TYPES:
-            continue
+    for table in _stored_tables(value):
+        tensor = table.tensor
         if tensor.type in FLOAT_TYPES:
             # Converters turn constants of half precision into float32: that all are such is no chance.
-            half = tensor.type is TensorType.FLOAT32 and _half(graph, source)
+            half = tensor.type is TensorType.FLOAT32 and _half(graph, table)
             found = max(found, _SHARES[TensorType.FLOAT16] if half else _SHARES.get(tensor.type, 0.0))
         elif tensor.quantization is not None and tensor.quantization.scale_count:
             found = max(found, float(np.max(tensor.quantization.scale)) * 0.51)
     return found
+
+
+def _stored_tables(value: Value) -> Iterator[Value]:
+    """The constants that ``value`` takes its elements from, without computing anything of them."""
+    node = value.producer
+    if value.constant and value.tensor.elements > 1 and value.tensor.type in NUMBER_TYPES:
+        yield value
+    elif node is not None and node.kind in _TAKES:
+        for position, source in enumerate(node.inputs):
+            if source is not None and position in _TAKES[node.kind]:
+                yield from _stored_tables(source)
 
 
 def _half(graph: FlatGraph, value: Value) -> bool:

@@ -26,9 +26,18 @@ from adversary.edits import (
 from adversary.mutations.masks import both, compare, hidden_sum, slots, summed, visible
 from adversary.mutations.norms import normed_by
 from adversary.mutations.positions import number
-from adversary.mutations.rope import angle, position, rotated_by
-from adversary.mutations.second import EVERY, affine, of_row, parameter, plus_number, rotated_by_matrices, times_number
-from adversary.mutations.tables import row
+from adversary.mutations.rope import angle, position, rotated_by, table
+from adversary.mutations.second import (
+    EVERY,
+    affine,
+    fp16,
+    of_row,
+    parameter,
+    plus_number,
+    rotated_by_matrices,
+    times_number,
+)
+from adversary.mutations.tables import row, tabled
 from adversary.rewrites.masks import distance, selected, within
 from adversary.rewrites.norms import every_norm
 
@@ -484,6 +493,8 @@ EXACT: dict[str, dict[str, Change]] = {
     },
 }
 ROUNDED: dict[float, dict[str, Change]] = {
+    # Numbers of half precision that a converter made floats: read, and said to be coarse.
+    0.05: {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16), "frequencies_fp16": table(fp16)},
     2e-3: {"caches_fp16": caches(np.float16, 1.0), "caches_int16": caches(np.int16, 80 / 32767)},
     0.1: {
         "caches_int8": caches(np.int8, 0.05),
