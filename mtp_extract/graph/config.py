@@ -79,8 +79,8 @@ def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
     if known is None:
         raise UnsupportedError(
             "Running the graph does not tell how long its sliding window is: the runtime applies it (an input "
-            "mask_local), it is longer than the file's caches, or slots are weighed otherwise than by an attention. Its "
-            "geometry is not a known one. Say how long it is.",
+            "mask_local), it is longer than the file's caches, or slots are weighed otherwise than by an attention. "
+            "Its geometry is not a known one. Say how long it is.",
             remedies=("sliding_window=N",),
         )
     return int(known["sliding_window"])
