@@ -85,14 +85,20 @@ def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
     except MemoryError:
         status = _failed("out of memory. Close other programs, or use a machine with more.")
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
-        what = f"{type(error).__name__}: {escape(error)}" if str(error) else type(error).__name__
-        status = _failed(
-            f"{what}. This is a fault of mtp-extract: please report it, with what is shown when MTP_EXTRACT_DEBUG=1 is "
-            "set."
-        )
+        status = _failed(_unforeseen(error))
     else:
         status = 0
     sys.exit(status)
+
+
+def _unforeseen(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
+        return f"{escape(error.filename)}: {error.strerror}."
+    what = f"{type(error).__name__}: {escape(error)}" if str(error) else type(error).__name__
+    return (
+        f"{what}. This is a fault of mtp-extract: please report it, with what is shown when MTP_EXTRACT_DEBUG=1 is set."
+    )
 
 
 class _PrintError(Exception):

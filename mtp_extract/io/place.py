@@ -84,7 +84,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     """
     target = _absolute(place)
     try:
-        if os.path.lexists(_stage(target)):
+        if _is_there(_stage(target)):
             with _held(target):
                 pass
         _check(target, overwrite, inputs, listed)
@@ -139,6 +139,15 @@ def _absolute(place: PathLike) -> Path:
 
 def _stage(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything is at ``path``; an OSError where its name is none that could be."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _cannot(target: Path, what: str, error: OSError) -> OutputError:
