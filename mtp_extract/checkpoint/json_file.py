@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{twice} twice")
+        raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} twice")
     return made
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.formats import EVERY, format_named
+from mtp_extract.checkpoint.formats.transformers import GENERATION_FILE
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
@@ -15,26 +18,34 @@ from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error
 from mtp_extract.io.place import listing
 
-__all__ = ["RECORD", "recorded", "write_file"]
+__all__ = ["CARD", "RECORD", "recorded", "write_file"]
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
 
+CARD = "README.md"
+"""The model card. It is for people, who may change it."""
+
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE)
+"""What is written besides weights and configuration."""
+
 
 def recorded(place: Path) -> frozenset[str]:
-    """The files of the checkpoint at ``place``, as its record lists them.
+    """The files of the checkpoint at ``place``: what its record lists of what its format writes. It may list more.
 
     Raises:
         OutputError: it has no record, or none that can be read.
     """
     listing(RECORD, ())(place)
     try:
-        files = read_object(place / RECORD).get("files")
+        found = read_object(place / RECORD)
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
-    if not isinstance(files, dict):
+    files, layout = found.get("files"), found.get("layout")
+    if not isinstance(files, dict) or not isinstance(layout, str) or layout not in EVERY:
         raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
-    return frozenset({RECORD, *files})
+    format_ = format_named(layout)
+    return frozenset({RECORD, *({*files} & {format_.weights_file, format_.marker, *_WRITTEN})})
 
 
 def write_file(

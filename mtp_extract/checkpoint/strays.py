@@ -14,10 +14,7 @@ from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
 
-__all__ = ["CARD", "LEGAL", "is_harmless", "require_manifest", "strays"]
-
-CARD = "README.md"
-"""The model card. It is for people, who may change it."""
+__all__ = ["LEGAL", "is_harmless", "require_manifest", "strays"]
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -22,8 +22,8 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.check import changed_card, files_in, verify
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.checkpoint.strays import CARD, LEGAL
+from mtp_extract.checkpoint.staging import CARD, RECORD
+from mtp_extract.checkpoint.strays import LEGAL
 from mtp_extract.errors import CheckpointError, HubError, escape
 from mtp_extract.hub.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library

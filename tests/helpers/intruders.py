@@ -43,7 +43,16 @@ FILES: Mapping[str, object] = MappingProxyType(
                     "model.fp16.safetensors",
                 ),
                 *("pytorch_model.bin", "model.pt", "original/consolidated.pth", "weights.npz", "other.gguf", "x.ckpt"),
-                *("NOTICE.bin", "LICENSE-2.gguf", "training_args.bin", "optimizer.pt", "model.onnx", "tf_model.h5", "flax_model.msgpack", "m.tflite"),
+                *(
+                    "NOTICE.bin",
+                    "LICENSE-2.gguf",
+                    "training_args.bin",
+                    "optimizer.pt",
+                    "model.onnx",
+                    "tf_model.h5",
+                    "flax_model.msgpack",
+                    "m.tflite",
+                ),
             )
         ),
         "model.safetensors.index.json": _INDEX,
@@ -52,7 +61,17 @@ FILES: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("modeling_drafter.py", "configuration_drafter.py", "custom_generate/generate.py", "setup.py"),
-                *("LICENSE.py", "NOTICE.md.py", "Modelfile", "recipe.yaml", "requirements.txt", "kernel.so", "script.sh", "notes.txt", "config.yaml"),
+                *(
+                    "LICENSE.py",
+                    "NOTICE.md.py",
+                    "Modelfile",
+                    "recipe.yaml",
+                    "requirements.txt",
+                    "kernel.so",
+                    "script.sh",
+                    "notes.txt",
+                    "config.yaml",
+                ),
             ),
             "import os\n",
         ),
