@@ -171,7 +171,10 @@ def _card_text(files: tuple[HubFile, ...]) -> str:
 def _check_card(path: Path, text: str) -> None:
     """The part of the Hub's check of a card's metadata that can be done here."""
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    if REGEX_YAML_BLOCK.search(text) is None:
+        raise HubError(f"{escape(path)}: expected metadata between two lines of --- at its head, found none.")
     try:
         data = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
     except Exception as error:  # a YAML error, or whatever the metadata classes raise for a field

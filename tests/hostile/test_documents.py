@@ -19,13 +19,13 @@ from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.conversion import convert
 from mtp_extract.errors import CheckpointError, MtpExtractError, few
-from mtp_extract.extraction import verify_against_source
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion import planned_insertion
 from mtp_extract.inspection import inspect_checkpoint
 from mtp_extract.io.regular import open_regular, read_regular
 from mtp_extract.tune.prompts import read_items
 from mtp_extract.validate.prompts import read_prompts
+from mtp_extract.verification import verify_against_source
 
 CASES = 160
 
@@ -178,7 +178,7 @@ FAULTS = {
         "raise ValueError('math\\ndomain error')",
         r"error: ValueError: math\ndomain error. This is a fault of",
     ),
-    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: OSError: [Errno 30] Read-only file system"),
+    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system. Where that"),
     "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
     "too large": ("raise MemoryError", "error: out of memory. Close"),
     "too long": (
