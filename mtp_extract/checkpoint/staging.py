@@ -26,12 +26,12 @@ RECORD = "extraction.json"
 CARD = "README.md"
 """The model card. It is for people, who may change it."""
 
-_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE)
-"""What is written besides weights and configuration."""
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE, "codes.safetensors")
+"""What is written besides weights and configuration; the last before version 0.2."""
 
 
 def recorded(place: Path) -> frozenset[str]:
-    """The files of the checkpoint at ``place``: what its record lists of what its format writes. It may list more.
+    """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
 
     Raises:
         OutputError: it has no record, or none that can be read.
@@ -41,11 +41,12 @@ def recorded(place: Path) -> frozenset[str]:
         found = read_object(place / RECORD)
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
-    files, layout = found.get("files"), found.get("layout")
-    if not isinstance(files, dict) or not isinstance(layout, str) or layout not in EVERY:
+    files = found.get("files")
+    if not isinstance(files, dict):
         raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
-    format_ = format_named(layout)
-    return frozenset({RECORD, *({*files} & {format_.weights_file, format_.marker, *_WRITTEN})})
+    formats = map(format_named, EVERY)
+    written = {*_WRITTEN, *(name for format_ in formats for name in (format_.weights_file, format_.marker))}
+    return frozenset({RECORD, *({*files} & written)})
 
 
 def write_file(
