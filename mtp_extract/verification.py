@@ -19,8 +19,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.formats import format_named
 from mtp_extract.checkpoint.holdings import holdings_of
-from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.checkpoint.strays import CARD
+from mtp_extract.checkpoint.staging import CARD, RECORD
 from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.extraction import Hashes, checkpoint_of, prove_checkpoint, prove_converted, record_of_drafter

@@ -20,8 +20,7 @@ from mtp_extract.checkpoint.formats import EVERY, format_named, name_for
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
-from mtp_extract.checkpoint.staging import RECORD, recorded, write_file
-from mtp_extract.checkpoint.strays import CARD
+from mtp_extract.checkpoint.staging import CARD, RECORD, recorded, write_file
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.hub.card import UNSAID, CardWords, model_card
 from mtp_extract.io.place import Inputs, staged

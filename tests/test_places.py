@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mtp_extract import extract
 from mtp_extract.base_insertion import planned_base_insertion
 from mtp_extract.checkpoint.check import verify
+from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.staging import recorded
 from mtp_extract.cli import bench
 from mtp_extract.conversion import ReadDirectory, convert
@@ -47,6 +48,24 @@ def state(folder: Path) -> dict[str, bytes]:
 def mine(extracted: Path, tmp_path: Path) -> Path:
     """A checkpoint of F32 with codes."""
     return Path(shutil.copytree(extracted, tmp_path / "mine"))
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", ".git/HEAD", "notes/a.txt", "model-00001-of-00002.safetensors"])
+def test_a_record_that_lists_what_no_run_has_written(mine: Path, sample: Path, name: str) -> None:
+    record = json.loads((mine / "extraction.json").read_text())
+    record["files"][name] = {"size": 5, "xxh3": "0"}
+    (mine / "extraction.json").write_text(json.dumps(record))
+    (mine / name).parent.mkdir(exist_ok=True)
+    (mine / name).write_text("years")
+    with pytest.raises(OutputError, match="does not list, so it is not replaced"):
+        extract(sample, mine, overwrite=True)
+    assert (mine / name).read_text() == "years"
+
+
+def test_every_file_of_every_format_is_a_runs_own(sample: Path, tmp_path: Path) -> None:
+    for name in FORMATS:
+        written = extract(sample, tmp_path / name, format=name, codes=True)
+        assert recorded(tmp_path / name) == set(written.files), name
 
 
 def insert(source: Path, bundle: Path, out: Path) -> None:

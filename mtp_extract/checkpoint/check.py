@@ -23,9 +23,9 @@ from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.checkpoint.record import FORMAT_VERSION, provenance
 from mtp_extract.checkpoint.rounding import rounded_again
-from mtp_extract.checkpoint.staging import RECORD
+from mtp_extract.checkpoint.staging import CARD, RECORD
 from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.strays import CARD, is_harmless, strays
+from mtp_extract.checkpoint.strays import is_harmless, strays
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
 

@@ -16,23 +16,21 @@ import numpy.typing as npt
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
-from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["CODES_FILE", "PLACES", "plan_codes", "said_of_codes", "with_codes"]
+__all__ = ["CODES_FILE", "plan_codes", "said_of_codes", "with_codes"]
 
 CODES_FILE = "codes/codes.safetensors"
-PLACES = (CODES_FILE, "codes.safetensors")
-"""Where they lie; before version 0.2 they lay at the top."""
 
 _SCHEMES = "schemes"
+_LARGEST_FACTOR = 1e30
 _PARTS = ("codes", "scale", "zero_point")
 _FLOATS = frozenset(dtype.safetensors for dtype in DTYPES.values())
 _CODE_TYPES = MappingProxyType({"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)})
@@ -78,16 +76,19 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: the codes are damaged, or the floats are not what they stand for.
     """
-    path = next((directory / place for place in PLACES if os.path.lexists(directory / place)), None)
-    if path is None:
+    path = directory / CODES_FILE
+    if not os.path.lexists(path):
         return checkpoint
     stored = CONTAINER.read_header(path)
-    schemes = _schemes(directory, path)
+    schemes = _schemes(path)
     names = {tensor.name: role for role, tensor in checkpoint.tensors.items() if isinstance(tensor, StoredWeight)}
     tensors = dict(checkpoint.tensors)
-    for name in dict.fromkeys(entry.rpartition(".")[0] for entry in stored):
+    parts: dict[str, set[str]] = {}
+    for entry in stored:
+        parts.setdefault(entry.rpartition(".")[0], set()).add(entry.rpartition(".")[2])
+    for name, there in parts.items():
         weight = checkpoint.tensors.get(names.get(name, ""))
-        if not isinstance(weight, StoredWeight) or any(f"{name}.{part}" not in stored for part in _PARTS):
+        if not isinstance(weight, StoredWeight) or there != {*_PARTS}:
             raise CheckpointError(
                 f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
             )
@@ -109,20 +110,11 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _schemes(directory: Path, path: Path) -> Mapping[str, Any]:
+def _schemes(path: Path) -> Mapping[str, Any]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
     try:
-        text = CONTAINER.read_metadata(path).get(_SCHEMES)
-        if text is not None:
-            found: Mapping[str, Any] = json.loads(text)
-            return dict(found)
-        # Before version 0.2 only the record said it.
-        record = read_object(directory / RECORD)
-        return {
-            name: {"bits": entry["quantization"]["bits"], "factor": entry["factor"]}
-            for name, entry in record["tensors"].items()
-            if entry["quantization"]
-        }
+        found: Mapping[str, Any] = parse_json(CONTAINER.read_metadata(path)[_SCHEMES])
+        return {name: dict(scheme) for name, scheme in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
@@ -160,11 +152,12 @@ class _Beside:
         rows, columns = self.shape
         scale = self._array("scale", "F32", np.dtype("<f4"))
         zero_point = self._array("zero_point", "I64", np.dtype("<i8"))
-        if scale.size != zero_point.size or not scale.size or not isinstance(factor, int | float) or not factor:
+        factor_is_one = type(factor) in (int, float) and 0 < abs(factor) < _LARGEST_FACTOR
+        if scale.size != zero_point.size or not scale.size or not factor_is_one:
             raise CheckpointError(f"{self.path}: the scales of {escape(self.name)} are damaged.")
-        # Scales of blocks lie in rows, those of channels in one; which axis these are of, earlier releases did not say.
+        # Scales of blocks lie in rows, those of channels in one.
         channels = len(self.stored[f"{self.name}.scale"].shape) == 1
-        if channels and scale.size == columns and self.scheme.get("axis", int(columns != rows)) == 1:
+        if channels and scale.size == columns and self.scheme.get("axis") == 1:
             sizes, zeros = np.broadcast_to(scale, self.shape), np.broadcast_to(zero_point, self.shape)
             return Steps(1, sizes, zeros, factor)
         if scale.size % rows == 0 and columns % (scale.size // rows) == 0:

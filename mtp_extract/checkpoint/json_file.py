@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import read_regular
 
-__all__ = ["parse_json", "read_object"]
+__all__ = ["once", "parse_json", "read_object"]
 
 _LARGEST = 1 << 26
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float.
+    """What ``text`` says in JSON, which knows neither NaN nor infinity, nor numbers beyond the largest float; each key
+    of an object once.
 
     Raises:
         ValueError, RecursionError: it is none, or nested too deeply.
     """
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=once)
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON each key of which stands once: of two, readers take the one or the other.
+
+    Raises:
+        ValueError: one stands twice.
+    """
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError(f"{Counter(key for key, _ in pairs).most_common(1)[0][0]} twice")
+    return made
 
 
 def _finite(text: str) -> float:

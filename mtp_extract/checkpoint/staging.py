@@ -8,6 +8,9 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.formats import EVERY, format_named
+from mtp_extract.checkpoint.formats.transformers import GENERATION_FILE
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
@@ -15,26 +18,35 @@ from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error
 from mtp_extract.io.place import listing
 
-__all__ = ["RECORD", "recorded", "write_file"]
+__all__ = ["CARD", "RECORD", "recorded", "write_file"]
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
 
+CARD = "README.md"
+"""The model card. It is for people, who may change it."""
+
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE, "codes.safetensors")
+"""What is written besides weights and configuration; the last before version 0.2."""
+
 
 def recorded(place: Path) -> frozenset[str]:
-    """The files of the checkpoint at ``place``, as its record lists them.
+    """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
 
     Raises:
         OutputError: it has no record, or none that can be read.
     """
     listing(RECORD, ())(place)
     try:
-        files = read_object(place / RECORD).get("files")
+        found = read_object(place / RECORD)
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
+    files = found.get("files")
     if not isinstance(files, dict):
         raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
-    return frozenset({RECORD, *files})
+    formats = map(format_named, EVERY)
+    written = {*_WRITTEN, *(name for format_ in formats for name in (format_.weights_file, format_.marker))}
+    return frozenset({RECORD, *({*files} & written)})
 
 
 def write_file(

@@ -7,17 +7,14 @@ from collections.abc import Container, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mtp_extract.checkpoint.codes import PLACES, said_of_codes
+from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
 from mtp_extract.checkpoint.formats import format_of, reading
 from mtp_extract.checkpoint.manifest import Manifest, Said, beyond
 from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
 
-__all__ = ["CARD", "LEGAL", "is_harmless", "require_manifest", "strays"]
-
-CARD = "README.md"
-"""The model card. It is for people, who may change it."""
+__all__ = ["LEGAL", "is_harmless", "require_manifest", "strays"]
 
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -28,7 +25,7 @@ _TOKENIZER = (
 _CODE = "auto_map"
 """Key of a configuration that names code to be run."""
 
-LEGAL = ("LICENSE*", "NOTICE*")
+LEGAL = tuple(f"{name}{ending}" for name in ("LICENSE", "NOTICE") for ending in ("", "*.txt", "*.md"))
 _HARMLESS = (*LEGAL, "CITATION.cff", *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")))
 """What no engine reads: it is for people."""
 
@@ -71,7 +68,7 @@ def strays(place: Path, beside: Container[str] = ()) -> list[str]:
     """
     manifest = format_of(place).manifest(place)
     files = [] if place.is_file() else sorted(_strange(place, manifest, beside))
-    said = [*manifest.said, *(said_of_codes(place / name) for name in PLACES)]
+    said = [*manifest.said, said_of_codes(place / CODES_FILE)]
     found = [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
     return files + found + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
@@ -86,8 +83,12 @@ def _strange(folder: Path, manifest: Manifest, beside: Container[str]) -> Iterat
     for root, folders, names in os.walk(folder):
         # No engine looks into hidden directories: they are git's, the Hub's and editors'.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
+        # What a link leads to is not looked through here, and is by engines.
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for name in (*links, *names):
             path = Path(root, name).relative_to(folder).as_posix()
-            if path in manifest.files or path in (RECORD, *PLACES) or path in beside or is_harmless(path):
+            if path in manifest.files or path in (RECORD, CODES_FILE) or path in beside or is_harmless(path):
+                if not Path(root, name).is_file():
+                    yield f"{escape(path)} is no file"
                 continue
             yield f"{escape(path)} belongs neither to the checkpoint nor to a report"

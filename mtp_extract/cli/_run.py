@@ -35,6 +35,7 @@ Download = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
 
 
+_DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
 
 
@@ -85,14 +86,20 @@ def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
     except MemoryError:
         status = _failed("out of memory. Close other programs, or use a machine with more.")
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
-        what = f"{type(error).__name__}: {escape(error)}" if str(error) else type(error).__name__
-        status = _failed(
-            f"{what}. This is a fault of mtp-extract: please report it, with what is shown when MTP_EXTRACT_DEBUG=1 is "
-            "set."
-        )
+        status = _failed(_unforeseen(error))
     else:
         status = 0
     sys.exit(status)
+
+
+def _unforeseen(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
+        what, fault = f"{escape(error.filename)}: {error.strerror}", "Where that is not so, it"
+    else:
+        what = f"{type(error).__name__}: {escape(error)}" if str(error) else type(error).__name__
+        fault = "This"
+    return f"{what}. {fault} is a fault of mtp-extract: please report it, with what is shown when {_DEBUG}=1 is set."
 
 
 class _PrintError(Exception):
@@ -133,7 +140,7 @@ def _open_streams() -> None:
 def _failed(message: str, status: int = 1) -> int:
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[:_LONGEST_MESSAGE]}…"
-    if os.environ.get("MTP_EXTRACT_DEBUG", "0") not in ("", "0"):
+    if os.environ.get(_DEBUG, "0") not in ("", "0"):
         traceback.print_exc()
     try:
         sys.stdout.flush()

@@ -18,6 +18,7 @@ from mtp_extract.errors import ServerError, escape
 __all__ = ["KINDS", "Counters", "Kind", "at", "impossible", "recognise"]
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
+_SHORTEST = 1e-3  # milliseconds, of what was computed
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
 _MOST_CUT = 64  # drafts that the last round accepts beyond the last token that was asked for
 
@@ -91,10 +92,11 @@ class Kind:
         if not isinstance(told, Mapping) or not any(name in told for name in self.counts.values()):
             return None
         found = {name: _count(theirs, told.get(theirs)) for name, theirs in self.counts.items() if name != "ms"}
-        if self.none_is_zero and found["drafted"] is None:
-            found |= {name: 0 for name in ("rounds", "drafted", "accepted") if name in found}
+        drafts = [name for name in ("rounds", "drafted", "accepted") if name in found]
+        if self.none_is_zero and all(found[name] is None for name in drafts):
+            found |= dict.fromkeys(drafts, 0)
         time = told.get(self.counts.get("ms", ""))
-        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < _LARGEST:
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not _SHORTEST <= time < _LARGEST:
             time = None
         return Counters(ms=time, **found)
 
@@ -132,10 +134,13 @@ def _count(name: str, value: Any) -> int | None:
     return value
 
 
-def impossible(told: Counters, asked: int, answers: int = 1) -> tuple[str, ...]:
+def impossible(told: Counters, asked: int, answers: int = 1, seconds: float | None = None) -> tuple[str, ...]:
     """What in ``told`` cannot be of ``answers`` answers of at most ``asked`` tokens each; empty where all can.
 
     Every round writes at least one token; the last one's drafts may reach beyond the end.
+
+    Args:
+        seconds: that an answer may take.
     """
     most = asked * answers
     bounds = (
@@ -145,6 +150,7 @@ def impossible(told: Counters, asked: int, answers: int = 1) -> tuple[str, ...]:
         ("accepted drafts", told.accepted, most + _MOST_CUT * answers),
         ("accepted drafts", told.accepted, told.drafted),
         ("accepted drafts", told.accepted, 0 if told.rounds == 0 else None),
+        ("ms", told.ms, None if seconds is None else 1e3 * seconds * answers),
     )
     found = (
         f"{escape(value, 24)} {name} where at most {bound} can be"

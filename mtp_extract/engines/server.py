@@ -54,7 +54,8 @@ class Answer:
         tokens: generated, as the server counts; None if it does not tell.
         first_tokens: of these, those that came with the first text: 1 unless the server tells otherwise.
         first_s: seconds from sending the request to the first text; None if there was none.
-        seconds: from the first text to the last event of the text, the one that says why it ended among them.
+        seconds: from the first text to the last event of the text, the one that says why it ended among them; 0 where
+            all of the text came at once.
         finish_reason: as the server says.
         told: counters of this answer; None if the server tells none.
         impossible: what it told that cannot be of this answer, and so stands in none of the above.
@@ -249,7 +250,7 @@ class Server:
                 reason = escape(given) if isinstance(given, str) else reason
         if not done and reason is None:
             raise ServerError("the answer ended before its end")
-        wrong = impossible(told, asked) if told is not None else ()
+        wrong = impossible(told, asked, seconds=self._timeout) if told is not None else ()
         if wrong:
             told = None
         if tokens is None and told is not None:
@@ -263,7 +264,8 @@ class Server:
             tokens=tokens,
             first_tokens=first_tokens,
             first_s=first - sent if pieces else None,
-            seconds=last - first if pieces else 0.0,
+            # All of the text at once says when it was sent, not how long it took.
+            seconds=last - first if len(pieces) > 1 else 0.0,
             finish_reason=reason,
             told=told,
             impossible=wrong,

@@ -22,8 +22,8 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.check import changed_card, files_in, verify
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.checkpoint.strays import CARD, LEGAL
+from mtp_extract.checkpoint.staging import CARD, RECORD
+from mtp_extract.checkpoint.strays import LEGAL
 from mtp_extract.errors import CheckpointError, HubError, escape
 from mtp_extract.hub.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
@@ -171,7 +171,10 @@ def _card_text(files: tuple[HubFile, ...]) -> str:
 def _check_card(path: Path, text: str) -> None:
     """The part of the Hub's check of a card's metadata that can be done here."""
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    if REGEX_YAML_BLOCK.search(text) is None:
+        raise HubError(f"{escape(path)}: expected metadata between two lines of --- at its head, found none.")
     try:
         data = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
     except Exception as error:  # a YAML error, or whatever the metadata classes raise for a field

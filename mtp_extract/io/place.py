@@ -23,6 +23,7 @@ import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mtp_extract.errors import OutputError, escape, few
@@ -40,7 +41,9 @@ Listed = Callable[[Path], Container[str]]
 _LOCK, _NEW, _OLD = "lock", "new", "old"
 _VERSIONED = ".git"
 _OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
-_OF_DOWNLOADS = ".cache/huggingface/"
+_OF_DOWNLOADS = tuple(
+    f".cache/huggingface/{name}" for name in (".gitignore", "CACHEDIR.TAG", "*.metadata", "*.lock", "*.incomplete")
+)
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
 _MOST_LINKS = 40
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -84,7 +87,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     """
     target = _absolute(place)
     try:
-        if os.path.lexists(_stage(target)):
+        if _is_there(_stage(target)):
             with _held(target):
                 pass
         _check(target, overwrite, inputs, listed)
@@ -139,6 +142,15 @@ def _absolute(place: PathLike) -> Path:
 
 def _stage(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything is at ``path``; an OSError where its name is none that could be."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _cannot(target: Path, what: str, error: OSError) -> OutputError:
@@ -238,7 +250,7 @@ def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
         folders[:] = [name for name in folders if name not in (*links, _VERSIONED)]
         for name in (*links, *names):
             path = (inside / name).as_posix()
-            known = path in ours or name in _OF_PROGRAMS or path.startswith(_OF_DOWNLOADS)
+            known = path in ours or name in _OF_PROGRAMS or any(fnmatchcase(path, name) for name in _OF_DOWNLOADS)
             is_file = stat.S_ISREG(Path(root, name).lstat().st_mode)
             if not (known and is_file and name != _VERSIONED):
                 yield path
@@ -259,10 +271,11 @@ def _held(target: Path) -> Iterator[Path]:
         try:
             _settle(stage, target)
         finally:
-            # What cannot be removed now, the next run removes; another may have begun to.
+            # What cannot be removed now, the next run removes, and knows it by the lock; another may have begun to.
             with suppress(OSError):
-                os.unlink(stage / _LOCK)
-                os.rmdir(stage)
+                if os.listdir(stage) == [_LOCK]:
+                    os.unlink(stage / _LOCK)
+                    os.rmdir(stage)
             os.close(lock)
 
 
@@ -274,8 +287,7 @@ def _lock(stage: Path, target: Path) -> int:
             stage.mkdir()
         except FileExistsError:
             made = False
-            if stage.is_symlink() or not stage.is_dir():
-                raise
+            _check_left(stage, target)
         try:
             lock = os.open(stage / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
@@ -302,6 +314,19 @@ def _lock(stage: Path, target: Path) -> int:
             if os.path.samestat(os.fstat(lock), os.stat(stage / _LOCK)):
                 return lock
         os.close(lock)
+
+
+def _check_left(stage: Path, target: Path) -> None:
+    """Raise unless ``stage``, which is there, is what a run has left, or another one's: with its lock, or empty."""
+    ours = stage.is_dir() and not stage.is_symlink()
+    with suppress(FileNotFoundError):
+        if ours and (os.path.lexists(stage / _LOCK) or not any(stage.iterdir())):
+            return
+        raise OutputError(
+            f"{escape(target)}: {escape(stage)} is in the way, and not what a run of mtp-extract has left. Move it "
+            "elsewhere, or choose another place.",
+            remedies=("out",),
+        )
 
 
 def _settle(stage: Path, target: Path) -> None:

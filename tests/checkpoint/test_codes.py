@@ -17,6 +17,7 @@ from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.integers import row_codes
 from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.errors import CheckpointError
 from mtp_extract.extraction import checkpoint_of
 
@@ -64,15 +65,31 @@ def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> No
             np.testing.assert_array_equal(read_floats(tensor), read_floats(found.tensors[role]), err_msg=role)
 
 
-def test_codes_where_earlier_releases_put_them(sample: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({}, {"schemes": "5"}, {"schemes": "["}, {"schemes": "{}"}, {"schemes": '{"NAME": 5}'}),
+        *({"schemes": f'{{"NAME": {{"bits": 4, "factor": {factor}}}}}'} for factor in ("0", "true", '"1"', "1" * 400)),
+    ],
+)
+def test_what_is_said_of_codes_is_not_believed(sample: Path, tmp_path: Path, said: dict[str, str]) -> None:
     extract(sample, tmp_path / "out", dtype="f32", codes=True)
-    new = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
-    old = tmp_path / "out" / "codes.safetensors"
-    save_file(load_file(tmp_path / "out" / CODES_FILE), old)
-    (tmp_path / "out" / CODES_FILE).unlink()
-    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
-    assert [t.scheme for t in found.tensors.values()] == [t.scheme for t in new.tensors.values()]
-    assert any(t.scheme for t in found.tensors.values())
+    path, name = tmp_path / "out" / CODES_FILE, "model.layers.0.self_attn.q_proj.weight"
+    three = {key: value for key, value in load_file(path).items() if key.startswith(name)}
+    assert len(three) == 3
+    save_file(three, path, {key: text.replace("NAME", name) for key, text in said.items()})
+    with pytest.raises(CheckpointError, match=r"codes\.safetensors: "):
+        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+
+
+def test_a_part_more_is_refused(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "out", dtype="f32", codes=True)
+    path = tmp_path / "out" / CODES_FILE
+    name = "model.layers.0.self_attn.q_proj.weight"
+    four = {key: value for key, value in load_file(path).items() if key.startswith(name)}
+    save_file({**four, f"{name}.bias": np.zeros(3, np.float32)}, path, dict(CONTAINER.read_metadata(path)))
+    with pytest.raises(CheckpointError, match="no whole weight"):
+        with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "zero_point"])

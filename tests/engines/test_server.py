@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import sleep
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import pytest
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
-from mtp_extract.engines.kinds import KINDS, Counters, recognise
+from mtp_extract.engines.kinds import KINDS, Counters, impossible, recognise
 from mtp_extract.engines.server import Server, key_from
 from mtp_extract.errors import MtpExtractError, ServerError
 
@@ -113,6 +114,46 @@ def test_counters_of_the_pages() -> None:
         drafted=int(llama["llamacpp:spec_decode_num_draft_tokens_total"]),
         accepted=int(llama["llamacpp:spec_decode_num_accepted_tokens_total"]),
     )
+
+
+@pytest.mark.parametrize(
+    ("timings", "expected"),
+    [
+        ({"predicted_n": 3, "predicted_ms": 8.5}, Counters(tokens=3, drafted=0, accepted=0, ms=8.5)),
+        ({"predicted_n": 3, "draft_n_accepted": 3}, Counters(tokens=3, accepted=3)),
+        ({"predicted_n": 3, "draft_n": 4}, Counters(tokens=3, drafted=4)),
+        ({"predicted_n": 3, "predicted_ms": 1e-320}, Counters(tokens=3, drafted=0, accepted=0)),
+    ],
+)
+def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Counters) -> None:
+    """Of drafts, but where none of their counters is there."""
+    (llama,) = (kind for kind in KINDS if kind.name == "llama-server")
+    assert llama.of_answer({"timings": timings}) == expected
+
+
+def test_a_time_longer_than_there_was() -> None:
+    assert impossible(Counters(ms=2999.0), 8, seconds=3) == ()
+    assert impossible(Counters(ms=3001.0), 8, seconds=3) == ("3001.0 ms where at most 3000.0 can be",)
+
+
+def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServer) -> None:
+    """A proxy that keeps the text until it ends, and sends the end after it."""
+
+    def answer(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.end_headers()
+        for event in ({"choices": [{"text": "a b c"}]}, FINISHED | used(3)):
+            handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            handler.wfile.flush()
+            threading.Event().wait(0.02)
+        handler.wfile.write(b"data: [DONE]\n\n")
+        handler.close_connection = True
+
+    server = connect(vllm.url)
+    vllm.overrides["/v1/completions"] = answer
+    found = server.ask(PROMPT, max_tokens=3, chat=False)
+    assert (found.tokens, found.seconds, found.text) == (3, 0.0, "a b c")
 
 
 def test_what_a_page_rounds_is_not_taken() -> None:

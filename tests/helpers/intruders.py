@@ -33,6 +33,8 @@ FILES: Mapping[str, object] = MappingProxyType(
                     "model-00002-of-00002.safetensors",
                     "adapter_model.safetensors",
                     "sub/x.safetensors",
+                    "codes.safetensors",
+                    "LICENSE.safetensors",
                 ),
                 *(
                     "consolidated.safetensors",
@@ -41,7 +43,16 @@ FILES: Mapping[str, object] = MappingProxyType(
                     "model.fp16.safetensors",
                 ),
                 *("pytorch_model.bin", "model.pt", "original/consolidated.pth", "weights.npz", "other.gguf", "x.ckpt"),
-                *("training_args.bin", "optimizer.pt", "model.onnx", "tf_model.h5", "flax_model.msgpack", "m.tflite"),
+                *(
+                    "NOTICE.bin",
+                    "LICENSE-2.gguf",
+                    "training_args.bin",
+                    "optimizer.pt",
+                    "model.onnx",
+                    "tf_model.h5",
+                    "flax_model.msgpack",
+                    "m.tflite",
+                ),
             )
         ),
         "model.safetensors.index.json": _INDEX,
@@ -50,7 +61,17 @@ FILES: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("modeling_drafter.py", "configuration_drafter.py", "custom_generate/generate.py", "setup.py"),
-                *("Modelfile", "recipe.yaml", "requirements.txt", "kernel.so", "script.sh", "notes.txt", "config.yaml"),
+                *(
+                    "LICENSE.py",
+                    "NOTICE.md.py",
+                    "Modelfile",
+                    "recipe.yaml",
+                    "requirements.txt",
+                    "kernel.so",
+                    "script.sh",
+                    "notes.txt",
+                    "config.yaml",
+                ),
             ),
             "import os\n",
         ),

@@ -178,7 +178,7 @@ FAULTS = {
         "raise ValueError('math\\ndomain error')",
         r"error: ValueError: math\ndomain error. This is a fault of",
     ),
-    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: OSError: [Errno 30] Read-only file system"),
+    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system. Where that"),
     "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
     "too large": ("raise MemoryError", "error: out of memory. Close"),
     "too long": (

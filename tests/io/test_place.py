@@ -363,6 +363,7 @@ def test_putting_back_is_killed_at_every_step(place: Path) -> None:
     stage = place.parent / ".x.partial"
     for number in range(1, 100):
         shutil.rmtree(place.parent)
+        fill(stage, {"lock": b""})
         fill(stage / "old", OLD)
         fill(stage / "new", NEW)
         killed = killed_at(number, lambda: check_place(place, overwrite=True, listed=LISTED))
@@ -375,7 +376,7 @@ def test_putting_back_is_killed_at_every_step(place: Path) -> None:
 
 def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
     """Something else stands there by now: neither is lost."""
-    stage = place.parent / ".x.partial"
+    stage = fill(place.parent / ".x.partial", {"lock": b""})
     fill(stage / "old", {"record.json": b"older"})
     fill(stage / "new", NEW)
     with pytest.raises(OutputError, match=r"was there before a run that was killed is in .*\.x\.partial/old"):
@@ -425,16 +426,46 @@ def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fcntl, "flock", refusing)
     write_new(place)
     assert (held(place), names(place.parent)) == (NEW, ["x"])
+    fill(place.parent / ".x.partial", {"lock": b""})
     fill(place.parent / ".x.partial" / "new", OLD)
     with pytest.raises(OutputError, match="No locks available"):
         write_new(place)
     assert held(place.parent / ".x.partial" / "new") == OLD
 
 
+@pytest.mark.parametrize("theirs", [{"new": b"thesis"}, {"old/thesis": b""}, {"new/a": b"", "old/b": b""}, b"file"])
+def test_a_stage_that_no_run_has_left(place: Path, theirs: dict[str, bytes] | bytes) -> None:
+    """It has the name and no lock: somebody else's, and stays."""
+    stage = place.parent / ".x.partial"
+    if isinstance(theirs, bytes):
+        stage.write_bytes(theirs)
+    else:
+        fill(stage, theirs)
+    for attempt in (write_new, lambda place: check_place(place, overwrite=True, listed=LISTED)):
+        with pytest.raises(OutputError, match=r"\.x\.partial is in the way"):
+            attempt(place)
+        assert (stage.read_bytes() if isinstance(theirs, bytes) else held(stage)) == theirs
+        assert held(place) == OLD
+
+
+def test_a_stage_that_is_empty(place: Path) -> None:
+    """Its run was killed between two steps."""
+    (place.parent / ".x.partial").mkdir()
+    write_new(place)
+    assert (held(place), names(place.parent)) == (NEW, ["x"])
+
+
+@pytest.mark.parametrize("length", [247, 300])
+def test_a_name_that_is_too_long_is_said_before_the_work(place: Path, length: int) -> None:
+    """Of the result, or of what it is made in."""
+    with pytest.raises(OutputError, match=r"cannot be written: File name too long"):
+        check_place(place.parent / ("a" * length), overwrite=True, listed=LISTED)
+
+
 def test_a_stage_that_leads_elsewhere(place: Path, tmp_path: Path) -> None:
     theirs = fill(tmp_path / "theirs", {"new/precious": b"", "old/precious": b""})
     link(place.parent / ".x.partial", theirs)
-    with pytest.raises(OutputError, match="File exists"):
+    with pytest.raises(OutputError, match=r"\.x\.partial is in the way"):
         write_new(place)
     assert set(held(theirs)) == {"new/precious", "old/precious"}
 

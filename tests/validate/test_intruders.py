@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,6 +114,36 @@ def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path
         if kept:
             (directory / "extraction.json").write_bytes(kept)
     assert not strays(directory, REPORT_FILES)
+
+
+def test_what_is_no_file(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    """Links to directories, which engines look through; and what engines would wait for."""
+    directory = copied(written["transformers"], tmp_path / "d")
+    (directory / "extraction.json").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(directory / "model.safetensors", tmp_path / "elsewhere")
+    for name in ("sub", "tokenizer.json"):
+        (directory / name).symlink_to(tmp_path / "elsewhere")
+        assert not proven(directory, source) and refused(directory), name
+        (directory / name).unlink()
+    os.mkfifo(directory / "tokenizer.json")
+    assert not proven(directory, source) and refused(directory)
+    (directory / "tokenizer.json").unlink()
+    assert proven(directory, source)
+
+
+def test_a_tensor_that_the_header_names_twice(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+    directory = copied(written["transformers"], tmp_path / "d")
+    (directory / "extraction.json").unlink()
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].rstrip()
+    name, entry = next((name, entry) for name, entry in json.loads(header).items() if name != "__metadata__")
+    header = f'{{"{name}":{json.dumps(entry)},'.encode() + header[1:]
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    assert not proven(directory, source) and refused(directory)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtp_extract.checkpoint.json_file import once
 from mtp_extract.checkpoint.manifest import Manifest, said_by_header, said_by_index
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import read_header
@@ -42,7 +43,7 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
         DrafterError: it cannot be read, or holds something else.
     """
     try:
-        parsed = json.loads(read_regular(path, largest).decode("utf-8"), object_pairs_hook=_once)
+        parsed = json.loads(read_regular(path, largest).decode("utf-8"), object_pairs_hook=once)
     except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise DrafterError(
@@ -51,15 +52,6 @@ def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
     return parsed
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON each key of which stands once: of two, readers take the one or the other."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} twice")
-    return made
 
 
 _QUANTIZED = ("compressed-tensors", "gemma")
