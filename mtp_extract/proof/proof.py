@@ -49,7 +49,7 @@ _TINY = 1e-3
 _FAR_BELOW = 1e-2
 _LOUD = 20.0
 _MOST_EXPLAINED = 4
-_DRAWN_POSITIONS = 3
+_DRAWN_POSITIONS = 2
 _READ = 1 << 20
 # Scores of a standard deviation of about one: every slot of a window has a say. V is small, so that the epsilon of the
 # norm behind the attention shows.

@@ -27,7 +27,7 @@ from mtp_extract.proof.operators import Side, Span
 from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.tables import Tables, feed
 
-_MOST_SCORES = 1 << 23
+_MOST_SCORES = 1 << 22
 """Slots that are looked at in all layers and rows: every row of a small cache, some of a large one."""
 _MOST_RESULTS = 1 << 25
 """Weights that are, where the position or a mask meets K, V or the weights themselves."""
@@ -86,7 +86,7 @@ def check_rows(
     """
     random = np.random.default_rng(seed)
     size = interface.slots * interface.queries
-    most = max(64, _MOST_SCORES // (size * len(spans)))
+    most = max(32, _MOST_SCORES // (size * len(spans)))
     alike = interface.queries == 1 and rows_are_alike(interface.graph, spans, interface.slots, interface.last)
     # Rows that differ otherwise than by a shift are tried all, which takes a minute where there are 32 003.
     rows = _chosen(interface, most if alike else interface.last + 1, random)
@@ -102,7 +102,8 @@ def check_rows(
         held = min(held, len(some)) if check.meets_caches else held
         for at in _pieces(some, size * interface.config.num_heads):
             check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
-            half = random.random(interface.slots) < 1 / 2
+        half = random.random(interface.slots) < 1 / 2
+        for at in _pieces(some if check.meets_caches else some[-1:], size * interface.config.num_heads):
             for still in (half, ~half):
                 check.leaks(at, still)
     return Rows(len(rows), held, interface.last + 1, alike, tuple(span.largest_score for span in spans))
