@@ -59,6 +59,10 @@ def _check_operators(graph: FlatGraph, product: Value, gate: Value, up: Value) -
         if id(node) not in inside:
             continue
         above = [id(v) in ups for v in node.inputs if v is not None]
+        if all(v.same is not None for v in node.outputs):
+            # It hands one operand on as it is: a 0 is added, nothing is cut.
+            ups |= {id(v) for v in node.outputs if any(above)}
+            continue
         if node.kind in _BENDS:
             bends.append(node)
         elif node.kind == "DIV":
