@@ -83,6 +83,7 @@ def check_rows(
 
     Raises:
         ProofError: a slot is seen that should not be, or the other way round, or weighed otherwise.
+        UnsupportedError: rows are neither alike nor few enough to be tried all.
     """
     random = np.random.default_rng(seed)
     size = interface.slots * interface.queries
@@ -100,6 +101,11 @@ def check_rows(
         most = _MOST_RESULTS // (size * interface.config.num_heads * len(spans)) if check.meets_caches else 0
         some = rows[np.unique(np.linspace(0, len(rows) - 1, min(max(most, _FEW), len(rows))).astype(int))]
         held = min(held, len(some)) if check.meets_caches else held
+        if check.meets_caches and not alike and len(some) <= interface.last:
+            raise UnsupportedError(
+                f"layers.{check.index}: which slots of its caches it reads follows from the position in a way that "
+                f"cannot be followed over {interface.last + 1} rows. Nothing is written. Please report the file."
+            )
         for at in _pieces(some, size * interface.config.num_heads):
             check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
         half = random.random(interface.slots) < 1 / 2

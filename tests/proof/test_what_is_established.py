@@ -67,6 +67,15 @@ def test_rows_that_are_not_alike_are_all_tried(monkeypatch: pytest.MonkeyPatch) 
     assert held(variant("torch_plain_norm")).rows.tried < 100
 
 
+def test_slots_that_are_read_irregularly_are_refused_where_not_all_rows_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mtp_extract.proof.rows._MOST_RESULTS", 0)
+    with pytest.raises(UnsupportedError, match="cannot be followed over 256 rows"):
+        held(of("positions/value_halved_at_2"))
+    assert held(variant("jax_published")).rows.moved < 256
+
+
 NOT_ALIKE = [
     "positions/window_of_all_at_37",
     "positions/window_late_at_37",
