@@ -110,6 +110,11 @@ class Value:
         """What messages call it."""
         return self.tensor.label
 
+    @property
+    def decided(self) -> bool:
+        """Whether the position or a mask decides it, and no activation and no cache."""
+        return bool(self.depends) and not self.depends & Depends.DATA
+
 
 @dataclass(eq=False)
 class Node:

@@ -142,7 +142,7 @@ class _Rules:
     # What depends on activations or caches.
 
     def _data(self, node: Node, inside: bool) -> None:
-        if not inside and any(v.depends and not v.depends & Depends.DATA for v in node.inputs if v is not None):
+        if not inside and any(v.decided for v in node.inputs if v is not None):
             raise _refused(node, "mixes activations with the position or a mask outside of an attention")
         if node.op.activation and not self._harmless_activation(node):
             raise _refused(node, "cuts off an activation by its fused function")
@@ -377,7 +377,7 @@ def _depends(node: Node) -> Depends:
 
 def _masks(value: Value | None) -> bool:
     """Whether a mask decides ``value``, and no activation does."""
-    return value is not None and Depends.MASK in value.depends and Depends.DATA not in value.depends
+    return value is not None and value.decided and Depends.MASK in value.depends
 
 
 def _readers(value: Value) -> Iterator[Node]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.arrays import Array, Numbers
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
-from mtp_extract.graph.flat import MASK_LOCAL, Depends, Node, Value
+from mtp_extract.graph.flat import MASK_LOCAL, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.proof.forward import rotate
@@ -169,35 +169,31 @@ class _Check:
             value = sides[0]
         return found
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Scores a slot that are looked at: one, or those of all heads where operators arrange them anew."""
         return self.interface.config.num_heads if any(node.kind in LAYOUT for node in self.chain) else 1
 
-    @property
+    @cached_property
     def meets_caches(self) -> bool:
         """Whether the position or a mask meets K, V, or the weights: other slots may be read at other positions."""
-        before = {id(node) for node in self.chain}
+        return any(side != Side.QUERY for side, _ in self._decided_elsewhere())
+
+    @cached_property
+    def _masked_before(self) -> bool:
+        slots = self.interface.slots
         return any(
-            value is not None and value.depends and not value.depends & Depends.DATA
-            for node in self.span.nodes
-            if id(node) not in before and self.span.sides[id(node.outputs[0])] != Side.QUERY
-            for value in node.inputs
+            side == Side.QUERY | Side.KEY and value.tensor.shape[-1:] == (slots,)
+            for side, value in self._decided_elsewhere()
         )
 
-    @property
-    def _masked_before(self) -> bool:
-        before, slots = {id(node) for node in self.chain}, self.interface.slots
-        return any(
-            value is not None
-            and value.depends
-            and not value.depends & Depends.DATA
-            and bool(value.tensor.shape)
-            and value.tensor.shape[-1] == slots
-            for node in self.span.nodes
-            if id(node) not in before and self.span.sides[id(node.outputs[0])] == Side.QUERY | Side.KEY
-            for value in node.inputs
-        )
+    def _decided_elsewhere(self) -> Iterator[tuple[Side, Value]]:
+        """What the position or a mask decides and operators outside of the chain read, with what they make of it."""
+        chained = {id(node) for node in self.chain}
+        for node in self.span.nodes:
+            for value in node.inputs:
+                if id(node) not in chained and value is not None and value.decided:
+                    yield self.span.sides[id(node.outputs[0])], value
 
     def scores(self, positions: Positions, shown: Shown) -> None:
         """From where q and K have met: what is seen is scored as it is, what is hidden far below, loud or not."""

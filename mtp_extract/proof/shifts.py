@@ -47,7 +47,7 @@ def rows_are_alike(graph: FlatGraph, spans: Sequence[Span], slots: int, last: in
             if span.sides[id(node.outputs[0])] == Side.QUERY:
                 continue
             for position, value in enumerate(node.inputs):
-                if value is None or not value.depends or value.depends & Depends.DATA:
+                if value is None or not value.decided:
                     continue
                 # Where a window of slots begins moves with the position, but for the ends of the caches.
                 begins = node.kind in LAYOUT and position not in LAYOUT[node.kind]

@@ -50,7 +50,7 @@ class Table:
         value: of the graph.
         amplitude, function: per entry, the factor, and what it is multiplied with: cosines by frequency, then sines,
             then the number 1.
-        query: per entry, which query of a step it belongs to.
+        queries: of a step, whose entries follow one another; 1 where all share them.
         own: the frequencies that the graph has, float32 ``[head_dim / 2]``; ``config`` those of the config.
         share: how far a number may be off because the table is stored in few bits.
     """
@@ -58,23 +58,23 @@ class Table:
     value: Value
     amplitude: Floats
     function: npt.NDArray[np.int64]
-    query: int
+    queries: int
     own: Floats
     config: Floats
     share: float
 
     def at(self, positions: npt.NDArray[np.int64]) -> Floats:
         """Its numbers as the config has them, ``[samples, *shape]``; ``positions`` is of the first queries."""
-        return self.made(_functions(positions, self.query, self.config)).reshape(-1, *self.value.tensor.shape)
+        return self.made(_functions(positions, self.queries, self.config)).reshape(-1, *self.value.tensor.shape)
 
     def made(self, functions: Floats) -> Floats:
         """``[samples, entries]`` of ``functions`` as :func:`_functions` makes them."""
-        entries, first = self.function.size // self.query, int(self.function[0])
-        if self.query == 1 and np.array_equal(self.function, np.arange(first, first + entries)):
+        entries, first = self.function.size // self.queries, int(self.function[0])
+        if self.queries == 1 and np.array_equal(self.function, np.arange(first, first + entries)):
             # As most are: all cosines, or all sines.
             made: Floats = functions[:, 0, first : first + entries]
         else:
-            parts = [functions[:, q, self.function[q * entries : (q + 1) * entries]] for q in range(self.query)]
+            parts = [functions[:, q, self.function[q * entries : (q + 1) * entries]] for q in range(self.queries)]
             made = np.concatenate(parts, 1)
         return made if (self.amplitude == 1).all() else made * self.amplitude
 
@@ -212,8 +212,8 @@ def _hold(tables: Sequence[Table], positions: npt.NDArray[np.int64], found: Sequ
         key = table.own.tobytes()
         if key not in functions:
             # How far rounding may go: an angle's grows with the angle.
-            angles = np.float32(positions[-1] + table.query) * table.own
-            functions[key] = _functions(positions, table.query, table.own), _allowed(angles)
+            angles = np.float32(positions[-1] + table.queries) * table.own
+            functions[key] = _functions(positions, table.queries, table.own), _allowed(angles)
         made, allowed = table.made(functions[key][0]), functions[key][1][table.function]
         apart = numbers - made
         wrong = ~(np.abs(apart, out=apart) <= np.abs(table.amplitude) * (allowed + np.float32(table.share)))
