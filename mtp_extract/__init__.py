@@ -23,20 +23,20 @@ from mtp_extract._version import __version__
 if TYPE_CHECKING:
     from mtp_extract.bundle import Drafter, Opened
     from mtp_extract.bundle import open_bundle as open
-    from mtp_extract.conversion import convert
     from mtp_extract.errors import MtpExtractError
-    from mtp_extract.extraction import ExtractionResult, extract
+    from mtp_extract.pipeline.conversion import convert
+    from mtp_extract.pipeline.extraction import ExtractionResult, extract
 
 __all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "convert", "extract", "open"]
 
 # Public name -> module and the name there.
 _HOMES = {
     "Drafter": ("mtp_extract.bundle", "Drafter"),
-    "ExtractionResult": ("mtp_extract.extraction", "ExtractionResult"),
+    "ExtractionResult": ("mtp_extract.pipeline.extraction", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
     "Opened": ("mtp_extract.bundle", "Opened"),
-    "convert": ("mtp_extract.conversion", "convert"),
-    "extract": ("mtp_extract.extraction", "extract"),
+    "convert": ("mtp_extract.pipeline.conversion", "convert"),
+    "extract": ("mtp_extract.pipeline.extraction", "extract"),
     "open": ("mtp_extract.bundle", "open_bundle"),
 }
 

@@ -23,8 +23,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer, Gemma4ForConditionalGeneration
 
-from mtp_extract.base import find_base
-from mtp_extract.base_insertion import planned_base_insertion
+from mtp_extract.base.insertion import planned_base_insertion
+from mtp_extract.base.places import find_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.litertlm.quantized import CODE_TYPES, QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, rebuilt

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import FORMATS, format_named
+from mtp_extract.formats import FORMATS, format_named
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -112,8 +112,8 @@ def entry(name: str) -> str:
 
 
 WITHOUT_PROOF = (
-    "import types, mtp_extract.extraction as e; said = {'positions': [], 'differences_below': {'logits': 0.0}, "
-    "'rounding': None}; "
+    "import types, mtp_extract.pipeline.extraction as e; "
+    "said = {'positions': [], 'differences_below': {'logits': 0.0}, 'rounding': None}; "
     "e.prove_written = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
@@ -121,7 +121,7 @@ WITHOUT_PROOF = (
 
 def proving(source: Path) -> list[tuple[str, str]]:
     """The proof alone, in CPU time: the least of three."""
-    from mtp_extract.extraction import checkpoint_of, prove_checkpoint
+    from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
     with open_bundle(source) as opened:
         drafter = opened.drafter()
@@ -150,7 +150,7 @@ def extraction_against_copying(source: Path, work: Path, repeats: int) -> list[t
     def copying() -> None:
         shutil.copyfile(written, copy)
 
-    start = command("import mtp_extract.extraction, mtp_extract.cli.extract")
+    start = command("import mtp_extract.pipeline.extraction, mtp_extract.cli.extract")
     unproven = command(WITHOUT_PROOF + entry("extract"), str(source), "-o", str(out), "--dtype", "f32")
     runs = {"copy": copying, "extract": extract, "unproven": unproven, "python": command("pass"), "start": start}
     times = alternately(runs, repeats, cleaning)
@@ -190,7 +190,7 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
 
 
 UNPROVEN_INSERTION = (
-    "import types, mtp_extract.insertion as i; said = {'differences_below': {'logits': 0.0}}; "
+    "import types, mtp_extract.insert.drafter as i; said = {'differences_below': {'logits': 0.0}}; "
     "i.prove_checkpoint = lambda *_: types.SimpleNamespace(as_json=lambda: said, positions=()); "
 )
 """The same for insertion."""
@@ -264,8 +264,8 @@ def dequantizing(source: Path, repeats: int) -> list[tuple[str, str]]:
 
 def inspecting(source: Path, repeats: int) -> list[tuple[str, str]]:
     """Bytes that ``mtp-inspect`` reads of the bundle, and the time that it and ``--help`` take."""
-    from mtp_extract.inspection import inspect
     from mtp_extract.io.source import LocalSource
+    from mtp_extract.pipeline.inspection import inspect
 
     class Counting(LocalSource):
         count = 0

@@ -33,13 +33,13 @@ from _engines import litert_lm, llama_cpp
 from _engines.outcome import COLUMNS, Outcome, cells, from_json, last_line, run, shortfalls
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.extraction import extract
-from mtp_extract.markdown import plain
-from mtp_extract.markdown import table as markdown_table
+from mtp_extract.formats import FORMATS
+from mtp_extract.pipeline.extraction import extract
+from mtp_extract.report.markdown import plain
+from mtp_extract.report.markdown import table as markdown_table
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "class Foo(object):"

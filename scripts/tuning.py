@@ -38,10 +38,10 @@ from _sample.corpus import standard_library_files
 from _tuning import moved, prompts
 from base_insertion import PROMPTS as RUNTIME_PROMPTS
 
-from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.conversion import convert
-from mtp_extract.extraction import extract
-from mtp_extract.markdown import table
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.extraction import extract
+from mtp_extract.pipeline.staging import RECORD
+from mtp_extract.report.markdown import table
 
 COMMAND = "from mtp_extract.cli.tune import main; main()"
 COUNT = 420

@@ -103,18 +103,18 @@ def test_no_import_goes_round_in_a_circle() -> None:
 
 def test_the_imports_are_seen() -> None:
     """The tests above are worth what this reading is: one of a function, one for type checkers, one of a module."""
-    assert "mtp_extract.extraction" in imports()["mtp_extract.validate.run"]
+    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.validate.run"]
     assert "mtp_extract.checkpoint.lazy" in imports()["mtp_extract.checkpoint.checkpoint"]
-    assert "mtp_extract.extraction" in imports()["mtp_extract"]
-    assert room_of("validate/report/tables.py") == "validate/report/tables.py"
+    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract"]
+    assert room_of("validate/report/verdict.py") == "validate/"
     assert room_of("validate/run.py") == "validate/"
 
 
 def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
     """An import that this reading cannot see stands where names are listed, or asks for another package."""
     paths = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in modules().values()}
-    listing = {f"{room}__init__.py" for room in ("", "validate/", "engines/", "speculate/", "checkpoint/formats/")}
-    others = {"io/http.py", "validate/extras.py"}
+    listing = {f"{room}__init__.py" for room in ("", "validate/", "speculate/", "formats/")}
+    others = {"io/http.py", "evaluate/extras.py"}
     assert {path for path, text in paths.items() if "import_module" in text} == listing | others
     assert not [path for path, text in paths.items() if "__import__" in text]
 

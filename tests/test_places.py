@@ -13,15 +13,15 @@ from helpers.killing import killed_at
 from typer.testing import CliRunner
 
 from mtp_extract import extract
-from mtp_extract.base_insertion import planned_base_insertion
-from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.formats import FORMATS
-from mtp_extract.checkpoint.staging import recorded
+from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.cli import bench
-from mtp_extract.conversion import ReadDirectory, convert
 from mtp_extract.errors import OutputError
-from mtp_extract.insertion import planned_insertion
+from mtp_extract.formats import FORMATS
+from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.io.place import check_place
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.staging import recorded
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.writing import write_tuned
 

@@ -95,7 +95,7 @@ class Holding:
 
 
 class Format(Protocol):
-    """A directory layout that engines load. One module in :mod:`mtp_extract.checkpoint.formats` each.
+    """A directory layout that engines load. One module in :mod:`mtp_extract.formats` each.
 
     Attributes:
         name: as users call it.

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.checkpoint.formats import EVERY, FORMATS, HEADS
 from mtp_extract.cli._drafter import say_geometry
 from mtp_extract.cli.terminal import say, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.formats import EVERY, FORMATS, HEADS
 from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
-    from mtp_extract.hub.card import CardWords
-    from mtp_extract.writing import ExtractionResult
+    from mtp_extract.pipeline.directory import ExtractionResult
+    from mtp_extract.report.card import CardWords
 
 __all__ = [
     "FORMATS_ABOUT",
@@ -100,7 +100,7 @@ Title = Annotated[Optional[str], typer.Option("--title", metavar="TEXT", help="T
 
 def card_words(license_: str | None, base_model: str | None, title: str | None) -> CardWords:
     """What those options say; what is no licence, id or title is wrong usage."""
-    from mtp_extract.hub.card import CardWords
+    from mtp_extract.report.card import CardWords
 
     try:
         return CardWords(license_, base_model, title)

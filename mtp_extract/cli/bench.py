@@ -58,10 +58,10 @@ def command(
     Tokens/s with its drafter, and without where --baseline names a server that has none; drafts and accepted drafts by
     the server's own counters. What a server does not tell is called "not told".
     """
-    from mtp_extract.engines.server import key_from
+    from mtp_extract.bench.report import BENCH_LISTED, as_json, tables, write_bench
+    from mtp_extract.bench.run import BenchPlan, run_benchmark
+    from mtp_extract.bench.server import key_from
     from mtp_extract.io.place import check_place
-    from mtp_extract.validate.report.serving import BENCH_LISTED, as_json, tables, write_bench
-    from mtp_extract.validate.serving import BenchPlan, run_benchmark
 
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(prompts,), listed=BENCH_LISTED)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Optional
 import typer
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.checkpoint.formats import EVERY
 from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
 from mtp_extract.cli._writing import (
     FORMATS_ABOUT,
@@ -32,6 +31,7 @@ from mtp_extract.cli._writing import (
 )
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
+from mtp_extract.formats import EVERY
 
 __all__ = ["app", "main"]
 
@@ -81,7 +81,7 @@ def command(
     check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
 
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.conversion import convert
+    from mtp_extract.pipeline.conversion import convert
 
     with ExitStack() as stack:
         tick = stack.enter_context(progress(quiet=print_json))

@@ -100,7 +100,7 @@ def command(
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
-    from mtp_extract.extraction import default_directory, extract
+    from mtp_extract.pipeline.extraction import default_directory, extract
 
     path = str(sample_bundle()) if source is None else source
     with (

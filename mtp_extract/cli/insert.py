@@ -13,7 +13,7 @@ from mtp_extract.errors import escape
 from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
-    from mtp_extract.insertion import InsertionPlan, InsertionResult
+    from mtp_extract.insert.drafter import InsertionPlan, InsertionResult
 
 __all__ = ["app", "main"]
 
@@ -105,7 +105,7 @@ def command(
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
     wanted = _wanted(types, type_ or [])
 
-    from mtp_extract.insertion import planned_insertion
+    from mtp_extract.insert.drafter import planned_insertion
     from mtp_extract.io.place import check_place, files_of
 
     if out is not None:
@@ -132,7 +132,7 @@ def command(
 
 
 def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
-    from mtp_extract.base_insertion import planned_base_insertion
+    from mtp_extract.base.insertion import planned_base_insertion
     from mtp_extract.io.place import check_place, files_of
 
     if out is not None:

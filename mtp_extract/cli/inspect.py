@@ -17,8 +17,8 @@ from mtp_extract.errors import escape
 from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
-    from mtp_extract.base_comparison import BaseComparison
-    from mtp_extract.checkpoint.check import Verification
+    from mtp_extract.base.comparison import BaseComparison
+    from mtp_extract.pipeline.check import Verification
 
 __all__ = ["app", "main"]
 
@@ -80,7 +80,7 @@ def command(
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
 
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.inspection import inspect
+    from mtp_extract.pipeline.inspection import inspect
 
     with (
         progress(quiet=print_json) as tick,
@@ -98,9 +98,9 @@ def _hold_against(source: str, directory: str, download: bool, print_json: bool)
         raise typer.BadParameter(
             f"--against: a bundle is held against the directory of a checkpoint, and {escape(directory)} is none."
         )
-    from mtp_extract.base_comparison import compare_base
+    from mtp_extract.base.checkpoint import holds_drafter
+    from mtp_extract.base.comparison import compare_base
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.base import holds_drafter
 
     if holds_drafter(Path(directory)):
         if not print_json:
@@ -146,13 +146,13 @@ def _show_comparison(found: BaseComparison) -> None:
 
 def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify, with_record
-    from mtp_extract.checkpoint.staging import RECORD
-    from mtp_extract.checkpoint.strays import require_manifest
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.inspection import inspect_checkpoint
-    from mtp_extract.validate.report.tables import REPORT_FILES
-    from mtp_extract.verification import verify_against_source
+    from mtp_extract.pipeline.check import verify, with_record
+    from mtp_extract.pipeline.inspection import inspect_checkpoint
+    from mtp_extract.pipeline.staging import RECORD
+    from mtp_extract.pipeline.strays import require_manifest
+    from mtp_extract.pipeline.verification import verify_against_source
+    from mtp_extract.report.tables import REPORT_FILES
 
     place = with_record(place)
     result: Verification | None = None
@@ -202,7 +202,7 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         else:
             how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
             say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
-            from mtp_extract.verification import UNTOLD
+            from mtp_extract.pipeline.verification import UNTOLD
 
             told = dict.fromkeys(what for place, what in UNTOLD.items() if "." in place or record.get(place))
             say(f"  extraction.json made anew from it: the same, but for what no bundle decides ({', '.join(told)})")

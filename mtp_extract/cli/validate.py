@@ -102,16 +102,16 @@ def command(
     if not sample and base is None and source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 
-    from mtp_extract.validate.extras import require
+    from mtp_extract.evaluate.extras import require
 
     require("torch", "safetensors")
     if out is not None:
         require("matplotlib")
 
     from mtp_extract.io.place import check_place, files_of
+    from mtp_extract.report.tables import REPORT_LISTED
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.report.tables import REPORT_LISTED
     from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
     inputs = (directory, *(beside or ()), source, prompts, *files_of(base))
@@ -145,7 +145,7 @@ def command(
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    from mtp_extract.validate.report.tables import measurements
+    from mtp_extract.report.tables import measurements
 
     say_all(report["verdict"])
     for part in measurements(report):

@@ -14,11 +14,11 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.formats import read_checkpoint, reading
 from mtp_extract.checkpoint.lazy import read_floats, read_indices
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
+from mtp_extract.formats import read_checkpoint, reading
 
 __all__ = ["Network", "build_drafter", "drafter_of", "load_any", "load_drafter", "network_of"]
 

@@ -20,16 +20,16 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.check import changed_card, files_in, verify
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.staging import CARD, RECORD
-from mtp_extract.checkpoint.strays import LEGAL
 from mtp_extract.errors import CheckpointError, HubError, escape
-from mtp_extract.hub.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.io.http import HUB_STATUSES, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
-from mtp_extract.validate.report.tables import REPORT, REPORT_FILES
+from mtp_extract.pipeline.check import changed_card, files_in, verify
+from mtp_extract.pipeline.staging import CARD, RECORD
+from mtp_extract.pipeline.strays import LEGAL
+from mtp_extract.report.card import UNSAID, CardWords, merged, model_card
+from mtp_extract.report.tables import REPORT, REPORT_FILES
 
 __all__ = ["HubFile", "UploadResult", "plan_upload", "upload"]
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         expected_tokens,
         speedup,
     )
-    from mtp_extract.speculate.base import Base, check_pair
     from mtp_extract.speculate.batches import groups
     from mtp_extract.speculate.codec import Codec, Encoded, Prompt
     from mtp_extract.speculate.generate import Options, SpeculativeGenerator
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
         unconditional_by_step,
     )
     from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
+    from mtp_extract.speculate.target import Base, check_pair
     from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
     from mtp_extract.speculate.texts import repeats
     from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
@@ -99,7 +99,7 @@ _HOMES = {
     "AdaptiveDrafts": "adaptive",
     "Agreement": "teacher",
     "AutoTree": "trees",
-    "Base": "base",
+    "Base": "target",
     "Chunk": "result",
     "Codec": "codec",
     "Encoded": "codec",
@@ -117,7 +117,7 @@ _HOMES = {
     "Verdict": "sampling",
     "best_draft_length": "arithmetic",
     "best_tree": "trees",
-    "check_pair": "base",
+    "check_pair": "target",
     "conditional_by_step": "result",
     "difference_interval": "intervals",
     "draw": "sampling",

@@ -25,13 +25,13 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
-from mtp_extract.speculate.base import Base, check_pair
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.codec import Codec, Encoded, Prompt
 from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.result import Chunk, Generation, Round
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
+from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.speculate.timing import Marks
 from mtp_extract.speculate.trees import AutoTree, Tree
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.arithmetic import Proportion
-from mtp_extract.speculate.base import Base
 from mtp_extract.speculate.numbers import count
+from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.trees import rank_shares
 
 __all__ = ["Agreement", "Ranks", "Text", "draft", "ranks_of_text", "targets", "teacher_forced"]
@@ -148,7 +148,7 @@ def teacher_forced(
 
     Args:
         base: sees each text once.
-        drafter: must fit the base (:func:`~mtp_extract.speculate.base.check_pair`).
+        drafter: must fit the base (:func:`~mtp_extract.speculate.target.check_pair`).
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.
         logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.hub.card import UNSAID, CardWords
+from mtp_extract.evaluate.extras import require
+from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Setting
-from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     import torch
@@ -140,12 +140,12 @@ def run_ordered_head(
 
     from mtp_extract.architecture.config import OrderedHeadConfig
     from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
     from mtp_extract.tune.writing import as_written, check_head_writable, write_ordered
-    from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
     if pair.share[1] > 1:

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, Eagle3Drafter, Network
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.speculate import Base, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
 from mtp_extract.tune.modes import Latents
@@ -30,7 +31,6 @@ from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
 from mtp_extract.tune.schedule import cosine
 from mtp_extract.tune.work import kept
-from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Recipe", "Trained", "train"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter import LITERT, Network
+from mtp_extract.evaluate.measured import Measured, of_agreement
 from mtp_extract.speculate import Base, Text, groups, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
-from mtp_extract.validate.acceptance.measured import Measured, of_agreement
 
 __all__ = ["joined", "measure"]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.formats import format_named
-from mtp_extract.checkpoint.formats.llama import WEIGHTS_FILE
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor
-from mtp_extract.checkpoint.staging import write_file
 from mtp_extract.drafter import Needs
+from mtp_extract.formats import format_named
+from mtp_extract.formats.llama import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
+from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate import Base, Text
 
 __all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "state_sizes", "write_head"]

@@ -20,13 +20,13 @@ from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor, read_floats
 from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.speculate import Interval, Text, groups
 from mtp_extract.tune.centroids import Learned, learn_centroids, ranks
 from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
-from mtp_extract.validate.acceptance.measured import share_over_texts
 
 __all__ = [
     "LEAST_KEPT",

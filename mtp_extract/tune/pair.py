@@ -15,10 +15,12 @@ from accelerate.utils import gather_object
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.conversion import ReadDirectory
 from mtp_extract.drafter import Network, network_of
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.address import public_name
+from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate import Base, SpeculativeGenerator, Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
@@ -27,8 +29,6 @@ from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.work import alone
 from mtp_extract.tune.writing import as_written
-from mtp_extract.validate.acceptance.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["TEXTS_AT_ONCE", "Pair"]
 

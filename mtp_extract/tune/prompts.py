@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.evaluate.prompts import LARGEST, Prompt, read_prompts
 from mtp_extract.io.regular import read_regular
-from mtp_extract.validate.prompts import LARGEST, Prompt, read_prompts
 
 __all__ = ["HELD_OUT", "TRAINED", "WATCHED", "Item", "of_prompts", "read_items", "side_of"]
 
@@ -60,7 +60,7 @@ def read_items(path: Path) -> list[Item]:
     """Prompts, or texts, from a file.
 
     A ``.jsonl`` has one object a line: ``prompt``, a text or a list of messages, and, if wanted, ``workload`` and
-    ``source``. Other files are those of :func:`~mtp_extract.validate.prompts.read_prompts`; there every prompt is a
+    ``source``. Other files are those of :func:`~mtp_extract.evaluate.prompts.read_prompts`; there every prompt is a
     source of its own.
 
     Raises:

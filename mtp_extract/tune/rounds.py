@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mtp_extract.drafter import BaseState, Convention, DraftState, MtpDrafter, Needs, Network
 from mtp_extract.drafter.protocol import KV, Fed
 from mtp_extract.speculate import Base, Text, groups
-from mtp_extract.speculate.base import FullPass
+from mtp_extract.speculate.target import FullPass
 
 __all__ = ["Batch", "Rounds", "States", "TextStates", "aims", "collate", "counting", "random_anchors"]
 

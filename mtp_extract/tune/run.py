@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.hub.card import UNSAID, CardWords
+from mtp_extract.evaluate.extras import require
+from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Setting
-from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from mtp_extract.drafter import Network
+    from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained
     from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
-    from mtp_extract.validate.acceptance.measured import Measured
 
 __all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
 
@@ -154,10 +154,10 @@ def run_tuning(
     """
     require("torch", "safetensors", "transformers", "accelerate", "matplotlib")
     plan.check()
+    from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
-    from mtp_extract.validate.acceptance.base_model import memory_guard
 
     pair = Pair(plan.setting, say)
     new = plan.setting.directory is None
@@ -274,7 +274,7 @@ def _train(
 def _write(
     plan: Plan, pair: Pair, tuned: Any, trained: Trained, record: Mapping[str, Any], *, keep: bool
 ) -> Path | None:
-    from mtp_extract.tune.figure import draw_progress
+    from mtp_extract.report.progress_figure import draw_progress
     from mtp_extract.tune.work import kept
     from mtp_extract.tune.writing import write_tuned
 

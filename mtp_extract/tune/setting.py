@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_extract.checkpoint.staging import recorded
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.pipeline.staging import recorded
 
 __all__ = ["Setting"]
 
@@ -30,7 +30,7 @@ class Setting:
         draft_steps: K, drafts a round.
         batch: texts a step, of all processes together.
         seed: of everything random.
-        device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
+        device: see :func:`~mtp_extract.evaluate.base_model.load_base`.
     """
 
     directory: Path | None

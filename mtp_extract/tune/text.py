@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, PairError, escape
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.regular import open_regular
 from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
 from mtp_extract.tune.work import kept
-from mtp_extract.validate.prompts import Prompt, encode_prompts
 
 __all__ = ["Writing", "people_texts", "repeated_share"]
 

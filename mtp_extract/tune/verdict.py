@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from mtp_extract.evaluate.measured import Change, Measured, compare
 from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
 from mtp_extract.tune.corpus import Corpus
-from mtp_extract.validate.acceptance.measured import Change, Measured, compare
 
 __all__ = ["Comparison", "Comparisons", "signed"]
 

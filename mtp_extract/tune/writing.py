@@ -13,16 +13,16 @@ import numpy as np
 from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.formats import EVERY, format_named
 from mtp_extract.checkpoint.holdings import check_codes, check_floats, holdings_of
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.conversion import ReadDirectory
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.hub.card import UNSAID, CardWords
+from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
-from mtp_extract.writing import Choice, ExtractionResult, Staged, write_checkpoint
+from mtp_extract.pipeline.conversion import ReadDirectory
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Staged, write_checkpoint
+from mtp_extract.report.card import UNSAID, CardWords
 
 __all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
-from mtp_extract.checkpoint.formats import format_of
+from mtp_extract.evaluate.extras import require
+from mtp_extract.formats import format_of
 from mtp_extract.insert.activations import Range, Ranges
-from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,11 +45,11 @@ def measure_ranges(
     """
     require("torch", "transformers", "safetensors")
     from mtp_extract.drafter import load_drafter
-    from mtp_extract.engines import LocalEngine
+    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
+    from mtp_extract.evaluate.base_model import load_base, memory_guard
+    from mtp_extract.evaluate.local import LocalEngine
+    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.speculate import SpeculativeGenerator
-    from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
-    from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
-    from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
 
     folder = Path(directory)
     chosen = read_prompts(Path(prompts)) if prompts is not None else shipped_prompts()

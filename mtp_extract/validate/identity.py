@@ -19,23 +19,23 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import Opened
-from mtp_extract.checkpoint.check import verify
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.formats.parts import static_scale
 from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
-from mtp_extract.checkpoint.staging import RECORD
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.checkpoint.strays import strays
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError, escape, few
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import format_of
+from mtp_extract.formats.parts import static_scale
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.staging import RECORD
+from mtp_extract.pipeline.strays import strays
+from mtp_extract.pipeline.verification import verify_against_drafter
 from mtp_extract.proof.proof import prove
 from mtp_extract.proof.words import in_words
-from mtp_extract.validate.report.tables import REPORT_FILES
-from mtp_extract.verification import verify_against_drafter
+from mtp_extract.report.tables import REPORT_FILES
 
 __all__ = ["NEEDED", "Check", "check_identity", "drafter_for"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.evaluate.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import GenerationResult

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
+from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
-from mtp_extract.validate.extras import require
 
 if TYPE_CHECKING:
     from mtp_extract.drafter import Network
+    from mtp_extract.evaluate.agreement import Continuations
+    from mtp_extract.evaluate.base_model import LoadedBase
+    from mtp_extract.evaluate.prompts import Prompt
     from mtp_extract.speculate import Agreement, Base, Encoded, SpeculativeGenerator
-    from mtp_extract.validate.acceptance.agreement import Continuations
-    from mtp_extract.validate.acceptance.base_model import LoadedBase
     from mtp_extract.validate.acceptance.beside import DrafterFacts, DrafterFigures
     from mtp_extract.validate.acceptance.controls import ControlResult
     from mtp_extract.validate.acceptance.drafting import Drafting
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from mtp_extract.validate.identity import Check
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
-    from mtp_extract.validate.prompts import Prompt
     from mtp_extract.validate.result import Validation
 
 __all__ = ["Plan", "run_validation", "sample_plan"]
@@ -54,7 +54,7 @@ class Plan:
         draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
         trees: to generate with beside them: ``4x2x1``, ``auto:8``, ``best:14`` for the tree of at most 14 drafts that
             the measured ranks promise most of, or ``paths:1,0.0`` as a report names that one.
-        device: see :func:`~mtp_extract.validate.acceptance.base_model.load_base`.
+        device: see :func:`~mtp_extract.evaluate.base_model.load_base`.
         new_tokens: most tokens of each continuation.
         batch: prompts at a time.
         samples: random inputs for parity.
@@ -144,7 +144,7 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         directory = plan.directory
         if directory is None:
             from mtp_extract.data import sample_bundle
-            from mtp_extract.extraction import extract
+            from mtp_extract.pipeline.extraction import extract
 
             say("extracting the sample")
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
@@ -171,9 +171,9 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.checkpoint.formats import format_of
     from mtp_extract.drafter import MtpDrafter, load_any
-    from mtp_extract.validate.acceptance.base_model import memory_guard
+    from mtp_extract.evaluate.base_model import memory_guard
+    from mtp_extract.formats import format_of
     from mtp_extract.validate.identity import check_identity, drafter_for
     from mtp_extract.validate.parity.compare import check_interpreter
     from mtp_extract.validate.parity.transformers import check_transformers
@@ -286,15 +286,15 @@ def _against_base(
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.checkpoint.checkpoint import require_mtp
     from mtp_extract.drafter import MtpDrafter
-    from mtp_extract.engines import LocalEngine
+    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
+    from mtp_extract.evaluate.base_model import load_base, memory_guard
+    from mtp_extract.evaluate.local import LocalEngine
+    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.speculate.texts import repeats_note
-    from mtp_extract.validate.acceptance.agreement import continue_greedily, measure_agreement
-    from mtp_extract.validate.acceptance.base_model import load_base, memory_guard
     from mtp_extract.validate.acceptance.beside import facts_of
     from mtp_extract.validate.acceptance.controls import run_controls
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
-    from mtp_extract.validate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.validate.result import BaseFacts
 
     prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
@@ -373,12 +373,12 @@ def _drafter_figures(
     own: Agreement,
 ) -> DrafterFigures:
     """How a drafter drafts, of which ``own`` is known; ``first`` is that of the first of them."""
-    from mtp_extract.engines import LocalEngine
-    from mtp_extract.validate.acceptance.agreement import figures
+    from mtp_extract.evaluate.agreement import figures
+    from mtp_extract.evaluate.local import LocalEngine
+    from mtp_extract.evaluate.measured import compare, of_agreement
     from mtp_extract.validate.acceptance.beside import DrafterFigures
     from mtp_extract.validate.acceptance.drafting import draftings
     from mtp_extract.validate.acceptance.generation import measure_generation
-    from mtp_extract.validate.acceptance.measured import compare, of_agreement
 
     overall, parts = figures(own), {name: written.of_workload(name) for name in written.workloads}
     steps = sorted(set(plan.draft_steps))

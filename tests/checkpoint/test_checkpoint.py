@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract import extract
-from mtp_extract.checkpoint.check import files_in
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.planned import OutputFile, plan_array
 from mtp_extract.checkpoint.tensor_file import read_header, sums_of, write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
+from mtp_extract.pipeline.check import files_in
 
 
 @pytest.mark.torch

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.checkpoint.integers import row_codes
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.errors import CheckpointError
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import read_checkpoint
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 

@@ -12,9 +12,9 @@ from helpers.random_assistants import GEOMETRIES, random_assistant
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from mtp_extract.checkpoint.formats import format_named, read_checkpoint
 from mtp_extract.checkpoint.tensor_file import write_tensors
 from mtp_extract.errors import CheckpointError
+from mtp_extract.formats import format_named, read_checkpoint
 
 pytestmark = pytest.mark.torch
 

@@ -11,12 +11,12 @@ import pytest
 from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.integers import row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, how_rounded, round_matrices, rounded_again
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import FORMATS
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 Floats = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ from helpers.make_bundle import drafter_of
 from helpers.variant_files import HERE
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.extraction import checkpoint_of, extract
+from mtp_extract.pipeline.extraction import checkpoint_of, extract
 
 
 def test_googles_interpreter_computes_the_same_of_both(sample: Path, widened: Path) -> None:

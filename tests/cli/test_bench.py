@@ -18,12 +18,12 @@ from helpers.model_server import KEY, MANNERS, ModelServer, account, model_serve
 from helpers.schemas import validator
 from helpers.web import Page
 
-from mtp_extract.engines.kinds import Counters
-from mtp_extract.engines.server import Answer
+from mtp_extract.bench import run as serving
+from mtp_extract.bench.kinds import Counters
+from mtp_extract.bench.report import as_json, tables, write_bench
+from mtp_extract.bench.run import Benchmark, BenchPlan, Group, Side, run_benchmark, together
+from mtp_extract.bench.server import Answer
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
-from mtp_extract.validate import serving
-from mtp_extract.validate.report.serving import as_json, tables, write_bench
-from mtp_extract.validate.serving import Benchmark, BenchPlan, Group, Side, run_benchmark, together
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
 TOKENS = 8
@@ -476,7 +476,7 @@ def test_an_error_in_the_middle_leaves_nothing(
 def test_help_and_server_load_nothing_heavy() -> None:
     code = (
         "import sys; import mtp_extract.cli.bench; print({'numpy', 'huggingface_hub', 'torch'} & set(sys.modules)); "
-        "import mtp_extract.validate.report.serving; print({'torch', 'matplotlib'} & set(sys.modules))"
+        "import mtp_extract.bench.report; print({'torch', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"]

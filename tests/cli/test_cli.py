@@ -19,7 +19,7 @@ import mtp_extract
 from mtp_extract import Opened
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli import extract, inspect
-from mtp_extract.inspection import _tensor
+from mtp_extract.pipeline.inspection import _tensor
 
 RUNNER = CliRunner()
 
@@ -180,8 +180,8 @@ def test_inspect_reads_headers_only(sample: Path, tmp_path: Path) -> None:
     from helpers.make_bundle import ALIGNMENT, Part, bundle, drafter_of
 
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.inspection import inspect as look
     from mtp_extract.io.source import LocalSource
+    from mtp_extract.pipeline.inspection import inspect as look
 
     data = drafter_of(sample)
     begin = 4_000_000_000 // ALIGNMENT * ALIGNMENT

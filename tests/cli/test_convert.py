@@ -11,8 +11,8 @@ from helpers.commands import run
 from typer.testing import CliRunner
 
 from mtp_extract import extract
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.cli import convert, inspect
+from mtp_extract.formats import FORMATS
 
 RUNNER = CliRunner()
 

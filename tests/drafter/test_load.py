@@ -12,9 +12,9 @@ import torch
 from helpers.random_assistants import GEOMETRIES, Geometry
 from safetensors.torch import load_file, save_file
 
-from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import DrafterError
+from mtp_extract.formats import read_checkpoint
 
 Save = Callable[..., Path]
 

@@ -7,8 +7,8 @@ from helpers.random_assistants import GEOMETRIES
 from helpers.signature import signature_masks
 from helpers.trailing_masks import trailing_masks
 
-from mtp_extract.checkpoint.formats.transformers import parse_config
 from mtp_extract.drafter import position_masks
+from mtp_extract.formats.transformers import parse_config
 
 CONFIG = parse_config(GEOMETRIES["dense"].config())
 WINDOW = 5

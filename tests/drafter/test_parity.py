@@ -11,8 +11,8 @@ from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from helpers.trailing_masks import trailing_masks
 from transformers import AutoConfig
 
-from mtp_extract.checkpoint.formats.transformers import parse_config
 from mtp_extract.drafter import DrafterConfig, MtpDrafter, build_drafter
+from mtp_extract.formats.transformers import parse_config
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)
 """Context lengths around the windows used, 1 and 5 (transformers sees window + 1 slots), and well beyond them."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.signature import kv_names, signature_arguments
 
-from mtp_extract.checkpoint.formats import read_checkpoint
 from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import DrafterError
+from mtp_extract.formats import read_checkpoint
 
 TRUTH = Path(__file__).parent.parent / "truth"
 

@@ -13,7 +13,7 @@ from helpers.bases import edited_section
 from helpers.make_bundle import kind, set_buffer
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
-from mtp_extract.base import find_base
+from mtp_extract.base.places import find_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError, RoleError, UnsupportedError
 

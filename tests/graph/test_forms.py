@@ -16,7 +16,7 @@ from adversary.rewrites.spelled import by_convolution
 from helpers.surgery import Graph, sound
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
 NORM = "layers.1.pre_ffw_norm"
 

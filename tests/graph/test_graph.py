@@ -17,8 +17,8 @@ from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.architecture.config import RopeConfig as Rope
 from mtp_extract.architecture.roles import role_table, roles_of
 from mtp_extract.bundle import Drafter, open_bundle
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.formats import FORMATS
 from mtp_extract.graph.names import check_names
 from mtp_extract.graph.rope import read_rope
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
-from mtp_extract.base import Place, find_base
+from mtp_extract.base.places import Place, find_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
 

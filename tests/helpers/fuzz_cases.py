@@ -27,11 +27,11 @@ from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import Drafter, extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import format_named
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import format_named
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 __all__ = ["KINDS", "Outcome", "run"]
 

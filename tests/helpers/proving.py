@@ -12,8 +12,8 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.lazy import FilledTensor
-from mtp_extract.extraction import checkpoint_of
 from mtp_extract.io.source import Source
+from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.proof.proof import Proof, prove
 
 __all__ = ["Read", "held"]

@@ -19,12 +19,12 @@ from typing import Any
 from helpers.bounds import TooLongError, bounded
 from helpers.fuzz_cases import Outcome, bundle_bytes
 from mtp_extract import extract
-from mtp_extract.checkpoint.check import verify
-from mtp_extract.conversion import convert
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion import planned_insertion
-from mtp_extract.inspection import inspect_checkpoint
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.inspection import inspect_checkpoint
 
 __all__ = ["DOCUMENTS", "prepare", "run"]
 

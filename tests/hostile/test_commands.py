@@ -293,8 +293,8 @@ RECORDS: dict[str, object] = {
 
 @pytest.mark.parametrize("case", RECORDS)
 def test_hostile_records(extracted: Path, tmp_path: Path, case: str) -> None:
-    from mtp_extract.checkpoint.check import verify
     from mtp_extract.errors import CheckpointError
+    from mtp_extract.pipeline.check import verify
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())
@@ -316,8 +316,8 @@ ENTRIES: dict[str, object] = {
 @pytest.mark.parametrize("case", ENTRIES)
 def test_hostile_entries_of_a_record(extracted: Path, tmp_path: Path, case: str) -> None:
     """What is said of a weight is used when the directory is converted, tuned or inserted."""
-    from mtp_extract.conversion import convert
     from mtp_extract.errors import CheckpointError
+    from mtp_extract.pipeline.conversion import convert
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())
@@ -332,9 +332,9 @@ def test_hostile_entries_of_a_record(extracted: Path, tmp_path: Path, case: str)
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000])
 def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.checkpoint.check import verify
     from mtp_extract.errors import CheckpointError
-    from mtp_extract.verification import verify_against_source
+    from mtp_extract.pipeline.check import verify
+    from mtp_extract.pipeline.verification import verify_against_source
 
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     record = json.loads((folder / "extraction.json").read_text())

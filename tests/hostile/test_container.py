@@ -24,7 +24,7 @@ from mtp_extract.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from mtp_extract.inspection import inspect
+from mtp_extract.pipeline.inspection import inspect
 
 DRAFTER_DATA = plain_drafter()
 PARTS = [Part(5, b"metadata"), Part(3, DRAFTER_DATA, DRAFTER), Part(4, b"tokenizer")]

@@ -14,18 +14,18 @@ import pytest
 from helpers.bounds import HANG, cpu_limit
 from helpers.record_cases import prepare, run
 
-from mtp_extract.checkpoint.base import read_base
-from mtp_extract.checkpoint.check import verify
+from mtp_extract.base.checkpoint import read_base
 from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.conversion import convert
 from mtp_extract.errors import CheckpointError, MtpExtractError, few
+from mtp_extract.evaluate.prompts import read_prompts
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion import planned_insertion
-from mtp_extract.inspection import inspect_checkpoint
+from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.io.regular import open_regular, read_regular
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.inspection import inspect_checkpoint
+from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.tune.prompts import read_items
-from mtp_extract.validate.prompts import read_prompts
-from mtp_extract.verification import verify_against_source
 
 CASES = 160
 
@@ -193,10 +193,10 @@ def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
     """That asks for a report where it is our fault, and shows where it happened when asked."""
     code, said = FAULTS[case]
     program = f"""
-import mtp_extract.inspection
+import mtp_extract.pipeline.inspection
 def broken(*arguments, **named):
     {code}
-mtp_extract.inspection.inspect = broken
+mtp_extract.pipeline.inspection.inspect = broken
 from mtp_extract.cli.inspect import main
 main()
 """
@@ -223,13 +223,13 @@ main()
 def test_an_error_is_said_where_the_result_cannot_be(sample: Path) -> None:
     """What was printed before it is still in a buffer, for a disk that is full."""
     program = """
-import mtp_extract.inspection
+import mtp_extract.pipeline.inspection
 from mtp_extract.cli.terminal import say
 from mtp_extract.errors import FormatError
 def broken(*arguments, **named):
     say("half a result")
     raise FormatError("the cause")
-mtp_extract.inspection.inspect = broken
+mtp_extract.pipeline.inspection.inspect = broken
 from mtp_extract.cli.inspect import main
 main()
 """

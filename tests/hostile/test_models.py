@@ -20,7 +20,7 @@ from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, RoleError, TruncatedError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 INT8, INT4, FLOAT32 = schema.TensorType.INT8, schema.TensorType.INT4, schema.TensorType.FLOAT32
 

@@ -18,10 +18,10 @@ from helpers.raw_server import Say, drip, raw_server
 from helpers.report_document import REPORT
 
 import mtp_extract
-from mtp_extract.checkpoint.check import verify
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
 from mtp_extract.hub.upload import upload
-from mtp_extract.validate.report.tables import REPORT_FILES
+from mtp_extract.pipeline.check import verify
+from mtp_extract.report.tables import REPORT_FILES
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

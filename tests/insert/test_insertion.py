@@ -19,12 +19,12 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of
-from mtp_extract.insertion import InsertionPlan, InsertionResult, planned_insertion
+from mtp_extract.formats import FORMATS
+from mtp_extract.insert.drafter import InsertionPlan, InsertionResult, planned_insertion
 from mtp_extract.litertlm.writer import bundle_with, write_laid
+from mtp_extract.pipeline.extraction import checkpoint_of
 
 MADE = sorted(set(VARIANTS) - REFUSED)
 EXACT = {"dtype": "f32", "codes": True}

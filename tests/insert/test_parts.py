@@ -17,12 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import FORMATS
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of
-from mtp_extract.insertion import planned_insertion
-from mtp_extract.inspection import inspect
+from mtp_extract.formats import FORMATS
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.inspection import inspect
 
 GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
 NORM = "model.layers.0.input_layernorm.weight"

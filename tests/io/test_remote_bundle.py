@@ -23,11 +23,11 @@ from helpers.raw_server import Say, raw_server
 
 import mtp_extract
 from mtp_extract.errors import CheckpointError, NoDrafterError, SourceError
-from mtp_extract.inspection import inspect
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
-from mtp_extract.verification import verify_against_source
+from mtp_extract.pipeline.inspection import inspect
+from mtp_extract.pipeline.verification import verify_against_source
 
 REPO, FILE = "org/large", "large.litertlm"
 URL = f"hf://{REPO}/{FILE}"

@@ -14,6 +14,7 @@ from helpers.random_pairs import Pair, random_base, random_drafter
 
 from mtp_extract.drafter import BaseState, Drafter, Eagle3Drafter, MtpDrafter
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.prompts import encode_prompts, shipped_prompts
 from mtp_extract.speculate import (
     AutoTree,
     Base,
@@ -30,7 +31,6 @@ from mtp_extract.speculate import (
 )
 from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.speculate.growing import SURE, FixedTree, Nodes, grow_by_confidence, grow_fixed
-from mtp_extract.validate.prompts import encode_prompts, shipped_prompts
 
 Path = tuple[int, ...]
 CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))

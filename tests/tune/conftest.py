@@ -20,6 +20,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.drafter import MtpDrafter, drafter_of
+from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.speculate import Base, Text
 from mtp_extract.tune import Plan, Setting, corpus
 from mtp_extract.tune.loop import Recipe, Trained, train
@@ -27,7 +28,6 @@ from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.rounds import States
-from mtp_extract.validate.prompts import shipped_prompts
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.checkpoint.check import verify
-from mtp_extract.checkpoint.formats import read_checkpoint
-from mtp_extract.checkpoint.formats.llama import findings_of
 from mtp_extract.data import sample_base
 from mtp_extract.drafter import LITERT, Eagle3Drafter, network_of
 from mtp_extract.errors import DrafterError
+from mtp_extract.evaluate import prompts as shipped
+from mtp_extract.formats import read_checkpoint
+from mtp_extract.formats.llama import findings_of
+from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text, teacher_forced
 from mtp_extract.tune import Plan, Setting, prompts, run_tuning
 from mtp_extract.tune.loop import Recipe, train
@@ -34,7 +35,6 @@ from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Rounds, States, collate
-from mtp_extract.validate import prompts as shipped
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_extract.checkpoint.check import verify
+from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import Plan, corpus, run_tuning
-from mtp_extract.validate.prompts import shipped_prompts
 
 COMMAND = """
 from mtp_extract.tune import corpus

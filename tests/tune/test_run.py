@@ -13,9 +13,9 @@ import pytest
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
-from mtp_extract.checkpoint.check import verify
 from mtp_extract.drafter import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
+from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import Plan, corpus, run_tuning
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.progress import Progress, Written

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.verdict import Comparisons
-from mtp_extract.validate.acceptance.measured import Measured
 
 ANCHORS = 30
 

@@ -19,15 +19,15 @@ from helpers.schemas import validator
 from safetensors.torch import load_file, save_file
 
 import mtp_extract
-from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import reads_of_a_step
 from mtp_extract.errors import DrafterError, PairError
+from mtp_extract.evaluate.measured import compare, of_agreement
+from mtp_extract.evaluate.reads import reads_of_a_step
+from mtp_extract.formats import format_of
+from mtp_extract.report.tables import measurements
 from mtp_extract.speculate import Agreement
 from mtp_extract.validate.acceptance.beside import facts_of
-from mtp_extract.validate.acceptance.measured import compare, of_agreement
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
-from mtp_extract.validate.report.tables import measurements
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 

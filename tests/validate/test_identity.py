@@ -15,10 +15,10 @@ import mtp_extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import FORMATS, format_of
 from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.conversion import convert
 from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.formats import FORMATS, format_of
+from mtp_extract.pipeline.conversion import convert
 from mtp_extract.validate.identity import NEEDED, Check, check_identity, drafter_for
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
@@ -251,8 +251,8 @@ def test_exact_gelu(tmp_path: Path) -> None:
     """What is written of a graph with the exact function is read again, whatever the format, and computes the same."""
     from helpers.surgery import sound
 
-    from mtp_extract.checkpoint.formats import read_checkpoint
     from mtp_extract.drafter import load_drafter
+    from mtp_extract.formats import read_checkpoint
 
     graph = sound("torch")
     for index in range(graph.layers):

@@ -16,17 +16,17 @@ from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
 from mtp_extract import extract
 from mtp_extract.bundle import Drafter, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.formats import FORMATS, format_named, format_of
-from mtp_extract.checkpoint.strays import strays
 from mtp_extract.checkpoint.tensor_file import write_tensors
-from mtp_extract.conversion import ReadDirectory, convert
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import FORMATS, format_named, format_of
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion import planned_insertion
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.pipeline.conversion import ReadDirectory, convert
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.strays import strays
+from mtp_extract.pipeline.verification import UNTOLD, verify_against_drafter
+from mtp_extract.report.tables import REPORT_FILES
 from mtp_extract.validate.identity import NEEDED, check_identity
-from mtp_extract.validate.report.tables import REPORT_FILES
-from mtp_extract.verification import UNTOLD, verify_against_drafter
 
 TRANSFORMERS = ("transformers", "mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
 

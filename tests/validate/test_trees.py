@@ -11,13 +11,13 @@ from helpers.random_heads import head_config, random_head, write_head
 from helpers.schemas import validator
 from typer.testing import CliRunner
 
-from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import Reads, reads_of_a_step
 from mtp_extract.cli import validate
 from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluate.reads import Reads, reads_of_a_step
+from mtp_extract.formats import format_of
 from mtp_extract.speculate import Options, SpeculativeGenerator, Tree, ranks_of_text
 from mtp_extract.speculate.cache import SlotCache
-from mtp_extract.validate.acceptance.agreement import Continuations
 from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
-from mtp_extract.checkpoint.check import read_record, with_record
-from mtp_extract.checkpoint.formats import format_of
-from mtp_extract.checkpoint.reads import StepReads, reads_of_a_step
-from mtp_extract.checkpoint.staging import RECORD
-from mtp_extract.validate.acceptance.agreement import WorkloadFigures
+from mtp_extract.evaluate.agreement import WorkloadFigures
+from mtp_extract.evaluate.measured import Change
+from mtp_extract.evaluate.reads import StepReads, reads_of_a_step
+from mtp_extract.formats import format_of
+from mtp_extract.pipeline.check import read_record, with_record
+from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.validate.acceptance.generation import GenerationResult
-from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.acceptance.pair import PairFacts
 
 __all__ = ["DrafterFacts", "DrafterFigures", "facts_of"]

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from mtp_extract.drafter import Altered, DraftArguments, MtpDrafter, Transform
-from mtp_extract.speculate import Agreement, Base, Interval
-from mtp_extract.validate.acceptance.agreement import (
+from mtp_extract.evaluate.agreement import (
     Continuations,
     WorkloadFigures,
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import difference_over_texts
+from mtp_extract.evaluate.measured import difference_over_texts
+from mtp_extract.speculate import Agreement, Base, Interval
 
 __all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
 

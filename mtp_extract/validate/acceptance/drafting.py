@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtp_extract.evaluate.agreement import Continuations, measure_ranks
 from mtp_extract.speculate import (
     AutoTree,
     Ranks,
@@ -15,7 +16,6 @@ from mtp_extract.speculate import (
     expected_tokens,
 )
 from mtp_extract.speculate.adaptive import DraftLength
-from mtp_extract.validate.acceptance.agreement import Continuations, measure_ranks
 from mtp_extract.validate.acceptance.wanted import Wanted, steps_to_rank
 
 __all__ = ["Drafting", "draftings"]

@@ -13,7 +13,8 @@ from statistics import fmean
 
 import torch
 
-from mtp_extract.engines import Engine
+from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.speculate import (
     Base,
     Generation,
@@ -25,7 +26,6 @@ from mtp_extract.speculate import (
     share_interval,
     unconditional_by_step,
 )
-from mtp_extract.validate.acceptance.agreement import Continuations
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 __all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
@@ -181,7 +181,7 @@ class GenerationResult:
 
 
 def measure_generation(
-    engine: Engine,
+    engine: LocalEngine,
     base: Base,
     continuations: Continuations,
     draftings: Sequence[Drafting],

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_extract.evaluate.agreement import Continuations
+from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.speculate import Agreement, Interval, Text
-from mtp_extract.validate.acceptance.agreement import Continuations
-from mtp_extract.validate.acceptance.measured import difference_over_texts
 
 __all__ = ["TrivialResult", "compare_trivial"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.formats import format_named
-from mtp_extract.checkpoint.staging import write_file
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter import MtpDrafter, load_drafter
-from mtp_extract.extraction import checkpoint_of
+from mtp_extract.formats import format_named
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.staging import write_file
 
 __all__ = ["known_good"]
 

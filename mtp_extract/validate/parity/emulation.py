@@ -37,9 +37,9 @@ from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter import MtpDrafter
 from mtp_extract.drafter.mtp import Layer, View, turn
 from mtp_extract.errors import PairError, UnsupportedError
-from mtp_extract.extraction import checkpoint_of
 from mtp_extract.graph import Activation, FoundRole
 from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validate.parity.interface import codes_of
 from mtp_extract.validate.parity.oracle import Kernels, Reading, attention_products, readings
 

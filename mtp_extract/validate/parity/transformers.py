@@ -16,10 +16,10 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from mtp_extract.architecture.config import FULL, SLIDING
-from mtp_extract.checkpoint.formats import format_of
 from mtp_extract.drafter import MtpDrafter
 from mtp_extract.errors import DrafterError, escape
-from mtp_extract.validate.extras import TRANSFORMERS, quiet_transformers, unusable
+from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
+from mtp_extract.formats import format_of
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.control import known_good
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.io.place import Inputs, staged
-from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.figures import draw_figures
-from mtp_extract.validate.report.page import page
-from mtp_extract.validate.report.pair import pair_as_json
-from mtp_extract.validate.report.svg import inline
-from mtp_extract.validate.report.tables import (
+from mtp_extract.report.figures import draw_figures
+from mtp_extract.report.page import page
+from mtp_extract.report.svg import inline
+from mtp_extract.report.tables import (
     FIGURES,
     PAGE,
     PAIR,
@@ -25,7 +23,9 @@ from mtp_extract.validate.report.tables import (
     measurements,
     setting,
 )
-from mtp_extract.validate.report.web import web_page
+from mtp_extract.report.web import web_page
+from mtp_extract.validate.report.document import as_json
+from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 
 __all__ = ["markdown", "write_report"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from mtp_extract.evaluate.measured import Change
+from mtp_extract.report.tables import change, share
 from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
-from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.acceptance.trivial import TrivialResult
-from mtp_extract.validate.report.tables import change, share
 from mtp_extract.validate.result import Validation
 
 __all__ = ["findings", "verdict", "why"]

@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, difference_interval, groups, share_interval
-from mtp_extract.validate.acceptance.agreement import (
+from mtp_extract.evaluate.agreement import (
     Continuations,
     figures,
     measure_agreement,
 )
-from mtp_extract.validate.acceptance.measured import Measured, compare, difference_over_texts, share_over_texts
+from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, difference_interval, groups, share_interval
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
 from mtp_extract.validate.run import _loops
 
 STEPS = 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtp_extract.drafter import DraftArguments, MtpDrafter
+from mtp_extract.evaluate.agreement import Continuations, measure_agreement
 from mtp_extract.speculate import Agreement, SpeculativeGenerator
-from mtp_extract.validate.acceptance.agreement import Continuations, measure_agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, run_controls
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from mtp_extract.engines import LocalEngine
+from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
+from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.speculate import SpeculativeGenerator, Text, Tree, expected_tokens
-from mtp_extract.validate.acceptance.agreement import Continuations, figures, measure_agreement
 from mtp_extract.validate.acceptance.drafting import draftings
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
 from mtp_extract.validate.acceptance.wanted import parse_wanted

@@ -18,12 +18,12 @@ from helpers.first_pair import first_bundle
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.drafter import MtpDrafter
-from mtp_extract.validate.extras import TRANSFORMERS, unusable
+from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
+from mtp_extract.report.tables import measurements
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.compare import check_interpreter
 from mtp_extract.validate.parity.oracle import Oracle
 from mtp_extract.validate.parity.transformers import check_transformers
-from mtp_extract.validate.report.tables import measurements
 from mtp_extract.validate.report.verdict import verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation

@@ -16,6 +16,7 @@ from helpers.schemas import validator
 from torch import Tensor, nn
 
 from mtp_extract.drafter import Network
+from mtp_extract.report.tables import buffers
 from mtp_extract.speculate import AutoTree, Base, Options, SpeculativeGenerator, Tree
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.validate.acceptance.drafting import Drafting
@@ -23,7 +24,6 @@ from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, look
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.report.pair import pair_as_json
-from mtp_extract.validate.report.tables import buffers
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan
 

@@ -14,14 +14,14 @@ from helpers import schemas
 from helpers.report_document import REPORT as REPORT_DOCUMENT
 
 from mtp_extract.errors import OutputError
+from mtp_extract.evaluate.agreement import Share, StepFigures, WorkloadFigures
+from mtp_extract.evaluate.measured import Change
 from mtp_extract.io.place import check_place
-from mtp_extract.validate.acceptance.agreement import Share, StepFigures, WorkloadFigures
+from mtp_extract.report.tables import FIGURES, REPORT_FILES, REPORT_LISTED, measurements
 from mtp_extract.validate.acceptance.generation import Divergence
-from mtp_extract.validate.acceptance.measured import Change
 from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
-from mtp_extract.validate.report.tables import FIGURES, REPORT_FILES, REPORT_LISTED, measurements
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation

@@ -12,12 +12,12 @@ import pytest
 from helpers.report_document import REPORT
 from helpers.web import Page
 
-from mtp_extract.markdown import visible
-from mtp_extract.validate.report.colours import COLOURS
-from mtp_extract.validate.report.figures import draw_figures
-from mtp_extract.validate.report.svg import inline
-from mtp_extract.validate.report.tables import FIGURES, Table, measurements
-from mtp_extract.validate.report.web import web_page
+from mtp_extract.report.colours import COLOURS
+from mtp_extract.report.figures import draw_figures
+from mtp_extract.report.markdown import visible
+from mtp_extract.report.svg import inline
+from mtp_extract.report.tables import FIGURES, Table, measurements
+from mtp_extract.report.web import web_page
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -1,0 +1,174 @@
+"""A base's checkpoint as transformers writes it: its configuration, and the text model's weights by role.
+
+Sharded or not, in BF16, F16 or F32. Towers for images and sound are counted and left alone. Shapes are not checked
+here: whoever compares knows what they are to be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.checkpoint.dtypes import Dtype
+from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape
+from mtp_extract.pipeline.staging import RECORD
+
+__all__ = ["BaseCheckpoint", "holds_drafter", "read_base"]
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MODEL_TYPES = ("gemma4", "gemma4_text")
+# Of the whole model, of the text model alone.
+_PREFIXES = ("model.language_model.", "model.")
+_HEAD = "lm_head.weight"
+_ASSISTANT = "_assistant"
+_AS_WRITTEN = "Expected a checkpoint as transformers writes it."
+_MOST_LAYERS = 1024
+_SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
+
+
+@dataclass(frozen=True)
+class BaseCheckpoint:
+    """The text model of a base.
+
+    Attributes:
+        text: its configuration, ``text_config``.
+        weights: role → weight, for every role the directory has a tensor for.
+        names: role → name of that tensor.
+        unknown: tensors of the text model that play no role.
+        unused: tensors that transformers does not load: K and V of layers that share another layer's.
+        others: tensors of other parts of the model, counted by the part's name.
+    """
+
+    directory: Path
+    text: Mapping[str, Any]
+    weights: Mapping[str, StoredWeight]
+    names: Mapping[str, str]
+    unknown: tuple[str, ...]
+    unused: tuple[str, ...]
+    others: Mapping[str, int]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding table."""
+        return "lm_head" not in self.weights
+
+
+def holds_drafter(directory: Path) -> bool:
+    """Whether the checkpoint in ``directory`` is a drafter's: one of ours, or an assistant in transformers' form.
+
+    Raises:
+        CheckpointError: its configuration cannot be read.
+    """
+    config = directory / _CONFIG
+    return (directory / RECORD).is_file() or (
+        config.is_file() and str(read_object(config, _AS_WRITTEN).get("model_type")).endswith(_ASSISTANT)
+    )
+
+
+def read_base(directory: Path) -> BaseCheckpoint:
+    """The base in ``directory``; headers are read, weights are not.
+
+    Raises:
+        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
+        UnsupportedError: it stores integers, or has parts that no bundle is known to have.
+    """
+    config = read_object(directory / _CONFIG, _AS_WRITTEN)
+    model_type = config.get("model_type")
+    if model_type not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
+            "the checkpoint of a Gemma 4 base."
+        )
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
+    for place in (config, text):
+        if place.get("quantization_config") is not None:
+            raise UnsupportedError(
+                f"{escape(directory)}: expected weights in floats, found a quantization_config. Give the checkpoint "
+                "in BF16, F16 or F32."
+            )
+    if text.get("enable_moe_block"):
+        raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
+    layers = text.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
+        raise CheckpointError(f"{escape(directory / _CONFIG)}: num_hidden_layers is {escape(layers)}.")
+    stored = dict(_stored(directory))
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
+    if prefix is None:
+        wanted = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
+        raise CheckpointError(f"{escape(directory)}: expected a tensor {wanted}, found none.")
+    layer = f"{prefix}layers."
+    skipped = {f"{layer}{i}.{part}" for i in _shared_layers(text, layers) for part in _SHARED}
+    names = {
+        role.name: name
+        for role in roles_of(layers, architecture=GEMMA4)
+        if (name := _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]) in stored.keys() - skipped
+    }
+    weights = {role: StoredWeight(*stored[name]) for role, name in names.items()}
+    for role, weight in weights.items():
+        _require_floats(weight, names[role])
+    rest = [name for name in stored if name not in set(names.values()) | skipped]
+    own = [name for name in rest if name.startswith(prefix) and (prefix != "model." or not _is_tower(name))]
+    return BaseCheckpoint(
+        directory,
+        MappingProxyType(text),
+        MappingProxyType(weights),
+        MappingProxyType(names),
+        tuple(own),
+        tuple(name for name in stored if name in skipped),
+        Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own),
+    )
+
+
+def _is_tower(name: str) -> bool:
+    return name.startswith(("model.vision", "model.audio", "model.embed_vision", "model.embed_audio"))
+
+
+def _shared_layers(text: Mapping[str, Any], layers: int) -> range:
+    count = text.get("num_kv_shared_layers") or 0
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= layers:
+        raise CheckpointError(f"config.json: num_kv_shared_layers is {escape(count)}, of {layers} layers.")
+    return range(layers - count, layers)
+
+
+def _require_floats(weight: StoredWeight, name: str) -> Dtype:
+    try:
+        return weight.dtype
+    except CheckpointError as error:
+        raise UnsupportedError(f"{escape(name)}: {error} Give the checkpoint in BF16, F16 or F32.") from error
+
+
+def _stored(directory: Path) -> Iterator[tuple[str, tuple[Path, StoredTensor]]]:
+    """Every tensor of the directory, with the file it is in."""
+    if (directory / _WEIGHTS).is_file():
+        path = directory / _WEIGHTS
+        yield from ((name, (path, tensor)) for name, tensor in read_header(path).items())
+        return
+    if not (directory / _INDEX).is_file():
+        raise CheckpointError(f"{escape(directory)}: expected {_WEIGHTS} or {_INDEX}, found neither.")
+    placed = read_object(directory / _INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CheckpointError(f"{escape(directory / _INDEX)}: expected a weight_map from tensors to files.")
+    for file in sorted(set(placed.values())):
+        path = directory / file
+        if Path(file).name != file or not path.is_file():
+            raise CheckpointError(
+                f"{escape(directory / _INDEX)}: it names {escape(file)}, which is not there. Fetch the checkpoint "
+                "again."
+            )
+        there = read_header(path)
+        for name in (name for name, where in placed.items() if where == file):
+            if name not in there:
+                raise CheckpointError(f"{escape(path)}: expected {escape(name)}, as the index says, found none.")
+            yield name, (path, there[name])

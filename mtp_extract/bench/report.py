@@ -1,0 +1,243 @@
+"""The report of a benchmark: ``bench.json``, two pages, and the tables that pages and terminal show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_extract._version import __version__
+from mtp_extract.bench.run import Benchmark, Figures, Side
+from mtp_extract.io.place import Inputs, listing, staged
+from mtp_extract.report.page import page, plain_json
+from mtp_extract.report.tables import Table, share, words
+from mtp_extract.report.web import web_page
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.texts import LEAST_TEXTS
+
+__all__ = ["BENCH_LISTED", "as_json", "tables", "write_bench"]
+
+_BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
+_FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
+BENCH_LISTED = listing(_BENCH, _FILES)
+"""Everything that a report of a benchmark consists of, and that may be replaced."""
+_VERSION = 1
+_NOT_TOLD = "not told"
+
+
+def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
+    """Write the report; names of its files. None of ``inputs``, which were read, is replaced.
+
+    Raises:
+        OutputError: it cannot be written there.
+    """
+    report = as_json(found)
+    with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
+        (stage / _BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for name, make in ((_PAGE, page), (_WEB_PAGE, web_page)):
+            shown = make(f"Benchmark of {found.servers['server'].name}", report, tables(report))
+            (stage / name).write_text(shown, encoding="utf-8")
+    return sorted(_FILES)
+
+
+def as_json(found: Benchmark) -> dict[str, Any]:
+    """``bench.json``: only JSON's own types, None for what was not told."""
+    servers = {
+        side: {"url": server.name, "kind": server.kind.name, "version": server.version, "model": server.model}
+        for side, server in found.servers.items()
+    }
+    report: dict[str, Any] = plain_json(
+        {
+            "version": _VERSION,
+            "tool": {"name": "mtp-extract", "version": __version__},
+            "verdict": _verdict(found.total),
+            "findings": _findings(found),
+            "notes": list(_notes(found)),
+            "servers": {"baseline": None, **servers},
+            "settings": found.settings,
+            "total": _plain(found.total),
+            "workloads": {name: _plain(figures) for name, figures in found.workloads.items()},
+            "groups": {"baseline": None, **{side: list(map(_plain, done)) for side, done in found.groups.items()}},
+        }
+    )
+    return report
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as a dictionary; of texts only what was measured of them; intervals as pairs."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "text"}
+    return value
+
+
+def _verdict(total: Figures) -> str:
+    server, baseline = total.server, total.baseline
+    speed = f"{_rate(server)} tokens/s"
+    if baseline is not None:
+        speed += f" against {_rate(baseline)}"
+        if total.speedup is not None:
+            speed += f", {_times(total.speedup, total.speedup_ci95)}"
+    drafts = "drafts are not told"
+    if server.drafted is not None:
+        rate = f", {share(server.acceptance, server.acceptance_ci95)} %" if server.drafted else ""
+        drafts = f"{server.accepted} of {server.drafted} drafts accepted{rate}"
+    same = ""
+    if total.identical is not None:
+        same = f"; the text is the baseline's in {total.identical} of {total.compared} answers"
+    return f"Measured: {speed}; {drafts}{same}."
+
+
+def _findings(found: Benchmark) -> list[str]:
+    listed = []
+    server, baseline = found.total.server, found.total.baseline
+    if server.drafted == 0:
+        listed.append("the server drafted nothing: it was started without a drafter, or does not use it")
+    if baseline is not None and baseline.drafted:
+        listed.append(f"the baseline drafts too ({baseline.drafted} drafts): it is none")
+    for side, asked in found.servers.items():
+        groups = found.groups[side]
+        said = [what for g in groups for what in (*g.impossible, *(what for a in g.answers for what in a.impossible))]
+        if said:
+            listed.append(f"{asked.name} tells what cannot be, {len(said)} times, left out of all figures: {said[0]}")
+    for name in found.workloads:
+        places = dict.fromkeys(f"{index + 1} at character {at + 1}" for of, index, at in found.parted if of == name)
+        if places:
+            listed.append(f"{name}: the text leaves the baseline's in prompt {', '.join(places)}")
+    return listed
+
+
+def _notes(found: Benchmark) -> Iterator[str]:
+    if found.repeats:
+        asked = sum(found.settings["prompts"].values())
+        yield f"{asked + found.repeats} prompts, {found.repeats} of them repeats, which were not asked."
+    for side, server in found.servers.items():
+        groups = found.groups[side]
+        answers = [answer for group in groups for answer in group.answers]
+        others = sum(group.disturbed for group in groups)
+        if others:
+            yield (
+                f"{server.name}: its counters moved by other than these requests {others} of {len(groups)} times, so "
+                "somebody else used it; then they were left out, and times are not of these requests alone."
+            )
+        uncounted = sum(not group.by_text("drafted") for group in groups)
+        if uncounted:
+            yield f"{server.name} ({server.kind.name}): drafts are not told for {uncounted} of {len(groups)} groups."
+        untold = sum(answer.tokens is None and not answer.impossible for answer in answers)
+        if untold:
+            yield f"{server.name}: how many tokens an answer has is not told for {untold} of {len(answers)}."
+        whole = sum(bool(answer.text) and answer.seconds == 0 for answer in answers)
+        if whole:
+            yield f"{server.name}: {whole} of {len(answers)} answers came in one piece, which tells no time of tokens."
+    if len(found.servers) > 1:
+        ours, theirs = (found.servers[side] for side in ("server", "baseline"))
+        if (ours.kind, ours.version) != (theirs.kind, theirs.version):
+            yield (
+                f"Server and baseline differ in more than the drafter: {ours.kind.name} {ours.version or ''} and "
+                f"{theirs.kind.name} {theirs.version or ''}."
+            )
+        if ours.model != theirs.model:
+            yield f"Server and baseline call their models {ours.model} and {theirs.model}."
+    else:
+        yield "Without a baseline there is nothing to compare speed and text with."
+
+
+def _number(value: float | None, interval: Sequence[float] | None = None, form: str = ".1f") -> str:
+    if value is None:
+        return _NOT_TOLD
+    return format(value, form) + (f" ({interval[0]:{form}}–{interval[1]:{form}})" if interval else "")
+
+
+def _rate(side: Side) -> str:
+    return _number(side.tokens_per_s, side.tokens_per_s_ci95)
+
+
+def _times(speedup: float, interval: Interval | None) -> str:
+    return _number(speedup, interval, ".2f") + "×"
+
+
+def tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    """The tables of a ``bench.json``: what was measured with what, speed, drafts."""
+    servers = {side: server for side, server in report["servers"].items() if server}
+    yield Table(
+        title="Setting",
+        columns=("", ""),
+        rows=(
+            *(
+                (side, f"{s['url']} ({s['kind']}{' ' + s['version'] if s['version'] else ''}), model {s['model']}")
+                for side, s in sorted(servers.items(), reverse=True)
+            ),
+            *((name.replace("_", " "), words(value)) for name, value in report["settings"].items()),
+        ),
+    )
+    rows = [*report["workloads"].items(), ("all", report["total"])]
+    sides = [side for side in ("server", "baseline") if side in servers]
+    yield Table(
+        title="Speed",
+        columns=(
+            "workload",
+            "texts",
+            "side",
+            "tokens/s",
+            "speedup",
+            "throughput",
+            "first token ms",
+            "ms a token",
+            "same text",
+        ),
+        rows=tuple(
+            (
+                name,
+                figures["texts"],
+                side,
+                _number(found["tokens_per_s"], found["tokens_per_s_ci95"]),
+                f"{_number(figures['speedup'], figures['speedup_ci95'], '.2f')}"
+                if side == "server" and figures["baseline"]
+                else "",
+                _number(found["throughput"]),
+                _number(found["first_token_ms"], found["first_token_ms_ci95"]),
+                _number(found["inter_token_ms"], form=".2f"),
+                f"{figures['identical']}/{figures['compared']}" if side == "server" and figures["compared"] else "",
+            )
+            for name, figures in rows
+            for side in sides
+            for found in [figures[side]]
+        ),
+        about=(
+            "Tokens per second: tokens after those of the first text, as the server counts them, over the time from "
+            "first text to last event, both added up over all answers. Throughput: all tokens over the time in which "
+            "requests were under way. Speedup: the time the baseline takes for as many tokens, over the server's. "
+            "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
+            "rounding may part them. In brackets: 95 % intervals, over texts; none with fewer than "
+            f"{LEAST_TEXTS}."
+        ),
+        first=True,
+    )
+    yield Table(
+        title="Drafts",
+        columns=("workload", "side", "answers counted", "accepted", "drafted", "acceptance %", "rounds", "mean length"),
+        rows=tuple(
+            (
+                name,
+                side,
+                found["counted"],
+                *(_NOT_TOLD if found[field] is None else str(found[field]) for field in ("accepted", "drafted")),
+                share(found["acceptance"], found["acceptance_ci95"]),
+                _NOT_TOLD if found["rounds"] is None else str(found["rounds"]),
+                _number(found["mean_accepted_length"], found["mean_accepted_length_ci95"], ".2f")
+                if found["rounds"]
+                else "–",
+            )
+            for name, figures in rows
+            for side in sides
+            for found in [figures[side]]
+        ),
+        about=(
+            "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
+            f"groups of texts where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
+        ),
+        first=True,
+    )

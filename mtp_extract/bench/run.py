@@ -1,0 +1,466 @@
+"""Measures a running server: speed with and without a drafter, and what came of its drafts.
+
+How speed is computed. Answers are streamed. Of one answer, *tokens per second* is the tokens after those of the first
+text, by the server's own count, over the time from the first text to the last event. Of several, both are added up
+first. *Throughput* is all tokens over the time in which requests were under way. Groups of as many requests as may
+run at a time are sent to server and baseline in turn, either first every other time, so that drift meets both.
+
+What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
+other than what was asked here, they are left out: nothing is estimated. So is what cannot be of what was asked.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mtp_extract.bench.kinds import Counters, impossible
+from mtp_extract.bench.server import Answer, Server
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
+
+__all__ = ["BenchPlan", "Benchmark", "Figures", "Group", "Side", "run_benchmark"]
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+_SETTLED, _LOOK = 2.0, 0.05  # seconds: how long counters may trail behind answers, and between looks
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What to measure.
+
+    Attributes:
+        url: the server.
+        baseline: the same server without a drafter.
+        prompts: file of prompts; None for the shipped ones.
+        model: as the server calls it; None for the one it serves.
+        key: sent to both.
+        max_tokens: most of an answer.
+        temperature: 0 is greedy; then texts are compared.
+        concurrency: requests at a time.
+        repeat: how often each prompt is asked.
+        warm_up: requests to each server that are not measured.
+        timeout: seconds an answer may take.
+        chat_template: send prompts as chats; else they are continued.
+    """
+
+    url: str
+    baseline: str | None = None
+    prompts: Path | None = None
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+    max_tokens: int = 128
+    temperature: float = 0.0
+    concurrency: int = 1
+    repeat: int = 1
+    warm_up: int = 1
+    timeout: float = 300.0
+    chat_template: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that were sent together.
+
+    Attributes:
+        workload: of all of them.
+        prompts: their numbers.
+        turn: 0 is the first time they were asked.
+        answers: one each.
+        wall: seconds in which they were under way.
+        page: by how much the server's counters moved; None if it has none, or if others moved them.
+        disturbed: whether others did.
+        impossible: by how much the counters moved, where that cannot be of what was asked.
+    """
+
+    workload: str
+    prompts: tuple[int, ...]
+    turn: int
+    answers: tuple[Answer, ...]
+    wall: float
+    page: Counters | None
+    disturbed: bool
+    impossible: tuple[str, ...] = ()
+
+    def by_text(self, name: str) -> list[tuple[int, Counters]]:
+        """Counters of what is independent here: each text, or the group, if only its page tells ``name``."""
+        told = [answer.told or Counters() for answer in self.answers]
+        if all(getattr(counters, name) is not None for counters in told):
+            return list(zip(self.prompts, told, strict=True))
+        page, whole = self.page, reduce(add, told)
+        if page is None or getattr(page, name) is None:
+            return []
+        # Where both tell of drafts and differ, the page tells of something else, or rounds what it writes.
+        if any(
+            None not in (a, b) and a != b for a, b in ((page.drafted, whole.drafted), (page.accepted, whole.accepted))
+        ):
+            return []
+        accepted = whole.accepted if page.accepted is None else page.accepted
+        return [(self.prompts[0], Counters(rounds=page.rounds, drafted=page.drafted, accepted=accepted))]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one server did with some prompts. None is what it does not tell.
+
+    Attributes:
+        tokens: of all answers.
+        seconds: from first text to last event, over all answers.
+        tokens_per_s: see the module.
+        tokens_per_s_ci95: over texts.
+        throughput: tokens over the time in which requests were under way.
+        first_token_ms: mean time from request to first text.
+        first_token_ms_ci95: over texts.
+        inter_token_ms: mean time of a token after the first.
+        server_tokens_per_s: tokens after the first over the server's own time of generation.
+        counted: answers whose drafts were counted.
+        drafted: drafts judged.
+        accepted: of these.
+        acceptance: accepted / drafted.
+        acceptance_ci95: over texts, or over groups where only these are told apart.
+        rounds: of drafting and judging.
+        mean_accepted_length: 1 + accepted / rounds.
+        mean_accepted_length_ci95: as of acceptance.
+    """
+
+    tokens: int | None
+    seconds: float
+    tokens_per_s: float | None
+    tokens_per_s_ci95: Interval | None
+    throughput: float | None
+    first_token_ms: float | None
+    first_token_ms_ci95: Interval | None
+    inter_token_ms: float | None
+    server_tokens_per_s: float | None
+    counted: int
+    drafted: int | None
+    accepted: int | None
+    acceptance: float | None
+    acceptance_ci95: Interval | None
+    rounds: int | None
+    mean_accepted_length: float | None
+    mean_accepted_length_ci95: Interval | None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Both servers on some prompts.
+
+    Attributes:
+        texts: prompts.
+        server: measured.
+        baseline: None without one.
+        speedup: time the baseline takes for the server's tokens, over the server's time for them.
+        speedup_ci95: over texts.
+        identical: answers that are the baseline's, character for character; None unless greedy, with a baseline.
+        compared: of so many.
+    """
+
+    texts: int
+    server: Side
+    baseline: Side | None
+    speedup: float | None
+    speedup_ci95: Interval | None
+    identical: int | None
+    compared: int
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The result.
+
+    Attributes:
+        servers: by side, ``server`` and ``baseline``.
+        settings: what a second run needs.
+        groups: by side: all that was asked, in order.
+        workloads: figures of each.
+        total: of all.
+        parted: workload, number of the prompt and first character of each answer that is not the baseline's.
+        repeats: prompts that repeat one before them, and were not asked.
+    """
+
+    servers: Mapping[str, Server]
+    settings: Mapping[str, Any]
+    groups: Mapping[str, tuple[Group, ...]]
+    workloads: Mapping[str, Figures]
+    total: Figures
+    parted: tuple[tuple[str, int, int], ...]
+    repeats: int = 0
+
+
+def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
+    """Measure what ``plan`` asks for.
+
+    Raises:
+        MtpExtractError: prompts cannot be read, or a server does not answer as it should.
+    """
+    if min(plan.max_tokens, plan.concurrency, plan.repeat) < 1 or plan.warm_up < 0 or not plan.timeout > 0:
+        raise MtpExtractError("expected at least 1 token, 1 request at a time, 1 repeat and some time to answer")
+    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    # A prompt that repeats another says nothing new, however often it is asked.
+    firsts: dict[str, Prompt] = {}
+    for prompt in given:
+        firsts.setdefault(prompt.text, prompt)
+    prompts = list(firsts.values())
+    with ExitStack() as stack:
+        return replace(_measure(plan, prompts, say, stack), repeats=len(given) - len(prompts))
+
+
+def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitStack) -> Benchmark:
+    urls = {"server": plan.url, **({"baseline": plan.baseline} if plan.baseline else {})}
+    servers = {
+        side: stack.enter_context(Server(url, model=plan.model, key=plan.key, timeout=plan.timeout))
+        for side, url in urls.items()
+    }
+    for server in servers.values():
+        say(f"{server.name}: {server.kind.name}, {plan.warm_up} requests to warm up")
+        for number in range(plan.warm_up):
+            _ask(server, prompts[number % len(prompts)], plan)
+    found: dict[str, list[Group]] = {side: [] for side in servers}
+    names = list(dict.fromkeys(prompt.workload for prompt in prompts))
+    order = list(servers)
+    for turn in range(plan.repeat):
+        for name in names:
+            say(f"{name}, turn {turn + 1} of {plan.repeat}")
+            indices = [index for index, prompt in enumerate(prompts) if prompt.workload == name]
+            for begin in range(0, len(indices), plan.concurrency):
+                chosen = tuple(indices[begin : begin + plan.concurrency])
+                for side in order:
+                    found[side].append(_group(servers[side], prompts, chosen, turn, plan))
+                order.reverse()
+    groups = {side: tuple(done) for side, done in found.items()}
+    pairs = _pairs(groups) if plan.temperature == 0 else []
+    return Benchmark(
+        servers=servers,
+        settings={
+            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
+            "max_tokens": plan.max_tokens,
+            "temperature": plan.temperature,
+            "concurrency": plan.concurrency,
+            "repeat": plan.repeat,
+            "warm_up": plan.warm_up,
+            "chat_template": plan.chat_template,
+        },
+        groups=groups,
+        workloads={name: _figures(groups, pairs, {name}) for name in names},
+        total=_figures(groups, pairs, set(names)),
+        parted=tuple((name, index, _parts(a, b)) for name, index, a, b in pairs if a != b),
+    )
+
+
+def _ask(server: Server, prompt: Prompt, plan: BenchPlan) -> Answer:
+    return server.ask(prompt.text, max_tokens=plan.max_tokens, chat=plan.chat_template, temperature=plan.temperature)
+
+
+def _group(server: Server, prompts: Sequence[Prompt], chosen: tuple[int, ...], turn: int, plan: BenchPlan) -> Group:
+    before = server.counters()
+    begun = time.perf_counter()
+    answers = together([lambda index=index: _ask(server, prompts[index], plan) for index in chosen])  # type: ignore[misc]
+    wall = time.perf_counter() - begun
+    page = _moved(server, before, ours := _counted(answers)) if before is not None else None
+    same = page is not None and _equal(page, ours)
+    wrong = impossible(page, plan.max_tokens, len(answers)) if page is not None and same else ()
+    # Answers whose tokens cannot be cannot be told apart from others' either.
+    disturbed = page is not None and not same and not any(answer.impossible for answer in answers)
+    kept = page if same and not wrong else None
+    return Group(prompts[chosen[0]].workload, chosen, turn, tuple(answers), wall, kept, disturbed, wrong)
+
+
+def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of ``tasks``, all under way at once; the first error ends it."""
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    done: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(number: int) -> None:
+        try:
+            done.put((number, tasks[number](), None))
+        except BaseException as error:  # noqa: BLE001 - raised again below, where somebody waits for it
+            done.put((number, None, error))
+
+    for number in range(len(tasks)):
+        # Daemons: whoever is told to stop does not wait for answers.
+        threading.Thread(target=work, args=(number,), daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(tasks):
+        number, result, error = done.get()
+        if error is not None:
+            raise error
+        results[number] = result
+    return [results[number] for number in range(len(tasks))]
+
+
+def _counted(answers: Sequence[Answer]) -> Counters:
+    return Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
+
+
+def _moved(server: Server, before: Counters, ours: Counters) -> Counters | None:
+    """By how much the counters moved; they may trail behind the answers."""
+    deadline = time.monotonic() + _SETTLED
+    while (after := server.counters()) is not None:
+        moved = after - before
+        if _equal(moved, ours) or time.monotonic() > deadline:
+            return moved
+        time.sleep(_LOOK)
+    return None
+
+
+def _equal(moved: Counters, ours: Counters) -> bool:
+    """Whether counters moved by what was asked here, in requests, or in tokens where these are not counted; and up."""
+    name = "tokens" if moved.requests is None else "requests"
+    same = getattr(moved, name) is not None and getattr(moved, name) == getattr(ours, name)
+    return same and 0 <= (moved.accepted or 0) <= (moved.drafted or 0) and (moved.rounds or 0) >= 0
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    listed = list(values)
+    return None if None in listed else sum(value for value in listed if value is not None)
+
+
+def _pairs(groups: Mapping[str, Sequence[Group]]) -> list[tuple[str, int, str, str]]:
+    """Workload, number of the prompt, the server's text and the baseline's."""
+    both = zip(groups["server"], groups.get("baseline", ()), strict="baseline" in groups)
+    return [
+        (ours.workload, index, a.text, b.text)
+        for ours, theirs in both
+        for index, a, b in zip(ours.prompts, ours.answers, theirs.answers, strict=True)
+    ]
+
+
+def _parts(a: str, b: str) -> int:
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _figures(
+    groups: Mapping[str, Sequence[Group]], pairs: Sequence[tuple[str, int, str, str]], names: set[str]
+) -> Figures:
+    chosen = {side: [group for group in done if group.workload in names] for side, done in groups.items()}
+    speeds = {side: _speeds(done) for side, done in chosen.items()}
+    compared = [ours == theirs for name, _, ours, theirs in pairs if name in names]
+    both = sorted(set.intersection(*(set(speed) for speed in speeds.values()))) if len(speeds) > 1 else []
+    fast, slow = speeds["server"], speeds.get("baseline", {})
+    would_take = [slow[index][1] / slow[index][0] * fast[index][0] for index in both]
+    takes = [fast[index][1] for index in both]
+    return Figures(
+        texts=len({index for group in chosen["server"] for index in group.prompts}),
+        server=_side(chosen["server"]),
+        baseline=_side(chosen["baseline"]) if "baseline" in chosen else None,
+        speedup=sum(would_take) / sum(takes) if both else None,
+        speedup_ci95=ratio_interval(would_take, takes),
+        identical=sum(compared) if compared else None,
+        compared=len(compared),
+    )
+
+
+def _speeds(groups: Iterable[Group]) -> dict[int, tuple[int, float]]:
+    """By prompt: tokens after those of the first text, and seconds; of answers that took measurable time for them."""
+    return _summed(
+        (index, answer.tokens - answer.first_tokens, answer.seconds)
+        for group in groups
+        for index, answer in zip(group.prompts, group.answers, strict=True)
+        if answer.tokens is not None and answer.tokens > answer.first_tokens and answer.seconds > 0
+    )
+
+
+def _side(groups: Sequence[Group]) -> Side:
+    answers = [answer for group in groups for answer in group.answers]
+    indices = [index for group in groups for index in group.prompts]
+    tokens = _total(answer.tokens for answer in answers)
+    after, seconds = _columns(_speeds(groups))
+    rate = sum(after) / sum(seconds) if seconds else None
+    firsts = _columns(
+        _summed(
+            (index, answer.first_s * 1e3, 1)
+            for index, answer in zip(indices, answers, strict=True)
+            if answer.first_s is not None
+        )
+    )
+    told = [answer.told for answer in answers if answer.told and answer.told.tokens and answer.told.ms]
+    own = sum(counters.ms or 0.0 for counters in told)
+    drafts = _clusters(groups, "drafted", "accepted")
+    lengths = _clusters(groups, "rounds", "accepted")
+    drafted, accepted = (sum(column) for column in drafts) if drafts[0] else (None, None)
+    rounds = sum(lengths[0]) if lengths[0] else None
+    emitted = [a + b for a, b in zip(*lengths, strict=True)]
+    counted = sum(len(group.answers) for group in groups if group.by_text("drafted"))
+    return Side(
+        tokens=tokens,
+        seconds=sum(answer.seconds for answer in answers),
+        tokens_per_s=rate,
+        tokens_per_s_ci95=ratio_interval(after, seconds),
+        throughput=tokens / sum(group.wall for group in groups) if tokens is not None else None,
+        first_token_ms=sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
+        first_token_ms_ci95=ratio_interval(*firsts),
+        inter_token_ms=1e3 / rate if rate else None,
+        server_tokens_per_s=1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
+        counted=counted,
+        drafted=drafted,
+        accepted=accepted,
+        acceptance=accepted / drafted if drafted and accepted is not None else None,
+        acceptance_ci95=_share(drafts[1], drafts[0], groups),
+        rounds=rounds,
+        mean_accepted_length=sum(emitted) / rounds if rounds else None,
+        mean_accepted_length_ci95=_length_interval(groups),
+    )
+
+
+def _length_interval(groups: Sequence[Group]) -> Interval | None:
+    """Of 1 + accepted / rounds, where no round accepts more than rounds drafted on the mean of any group."""
+    rounds, accepted = _clusters(groups, "rounds", "accepted")
+    most = max(map(_most_drafts, groups), default=0)
+    if not most:
+        return None
+    found = _share([count / most for count in accepted], rounds, groups)
+    return found and found.scaled(most, 1.0)
+
+
+def _most_drafts(group: Group) -> int:
+    """Drafts a round of it, rounded up."""
+    drafted, rounds = (
+        sum(getattr(counters, name) for _, counters in group.by_text(name)) for name in ("drafted", "rounds")
+    )
+    return math.ceil(drafted / rounds) if rounds else 0
+
+
+def _share(hits: Sequence[float], sizes: Sequence[float], groups: Sequence[Group]) -> Interval | None:
+    """The interval of a share; asking the same again draws no more."""
+    turns = len({group.turn for group in groups})
+    return share_interval([hit / turns for hit in hits], [size / turns for size in sizes])
+
+
+def _clusters(groups: Iterable[Group], first: str, second: str) -> tuple[list[int], list[int]]:
+    """Two counters by what is independent."""
+    return _columns(
+        _summed(
+            (index, getattr(counters, first), getattr(counters, second))
+            for group in groups
+            for index, counters in group.by_text(first)
+            if getattr(counters, second) is not None
+        )
+    )
+
+
+def _summed(rows: Iterable[tuple[int, Any, Any]]) -> dict[int, tuple[Any, Any]]:
+    """By prompt, the two values of all rows added up: a text and its repeats are one."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for index, a, b in rows:
+        x, y = found.get(index, (0, 0))
+        found[index] = (x + a, y + b)
+    return found
+
+
+def _columns(found: Mapping[int, tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [a for a, _ in found.values()], [b for _, b in found.values()]

@@ -1,0 +1,194 @@
+"""Agreement with the base: what the drafter drafts after every token of the base's own greedy text.
+
+Definitions (as in vLLM and llama.cpp), for a round that drafts K tokens after an anchor token:
+
+- *conditional* acceptance at step i: accepted_i / accepted_(i-1);
+- *unconditional* acceptance at step i: accepted_i / rounds;
+- *mean accepted length*: 1 + accepted / rounds, the token the base adds included; of rounds that have all K targets.
+
+Every position of the text is an anchor, so positions of one text overlap. All intervals are therefore taken over texts,
+which are independent, and not over positions; a text that repeats another is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+
+from mtp_extract.drafter import Drafter
+from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.evaluate.measured import of_agreement, share_over_texts
+from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.speculate import (
+    Agreement,
+    Base,
+    Encoded,
+    Interval,
+    Options,
+    Proportion,
+    Ranks,
+    Text,
+    groups,
+    ranks_of_text,
+    repeats,
+    teacher_forced,
+)
+
+__all__ = [
+    "Continuations",
+    "Share",
+    "StepFigures",
+    "WorkloadFigures",
+    "continue_greedily",
+    "figures",
+    "measure_agreement",
+    "measure_ranks",
+]
+
+_RUN = 8
+
+Found = TypeVar("Found", Agreement, Ranks)
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """The base's greedy continuations. One entry a prompt, in order.
+
+    Attributes:
+        prompts: texts and workloads.
+        texts: prompt and continuation.
+    """
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[Text, ...]
+
+    @property
+    def usable(self) -> tuple[int, ...]:
+        """Indices of texts with at least one position to draft from, each of those that repeat one another once."""
+        return tuple(index for index, text in enumerate(self.texts) if text.anchors and index not in self.repeats)
+
+    @cached_property
+    def repeats(self) -> frozenset[int]:
+        """Indices of texts that repeat one before them, and are not counted."""
+        return repeats([text.tokens for text in self.texts])
+
+    @property
+    def repeated(self) -> float:
+        """Share of eight-token runs of the continuations that stand earlier in the same one: how much is loops."""
+        seen = total = 0
+        for text in self.texts:
+            new = text.tokens[text.prompt_length :]
+            runs = [tuple(new[at : at + _RUN]) for at in range(len(new) - _RUN + 1)]
+            seen, total = seen + len(runs) - len(set(runs)), total + len(runs)
+        return seen / total if total else 0.0
+
+    def of_workload(self, name: str) -> list[int]:
+        """Indices of the texts of one workload."""
+        return [index for index, prompt in enumerate(self.prompts) if prompt.workload == name]
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """Names, in order of first appearance."""
+        return tuple(dict.fromkeys(prompt.workload for prompt in self.prompts))
+
+
+@dataclass(frozen=True)
+class Share(Proportion):
+    """A proportion of positions, with its 95 % interval over texts; None with too few."""
+
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One draft step."""
+
+    top1: Share
+    top5: Share
+    conditional: Share
+    unconditional: Share
+
+
+@dataclass(frozen=True)
+class WorkloadFigures:
+    """All steps of a workload, or of all."""
+
+    texts: int
+    anchors: int
+    steps: tuple[StepFigures, ...]
+    mean_accepted_length: float
+    mean_accepted_interval: Interval | None
+
+
+def continue_greedily(
+    engine: LocalEngine, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, new_tokens: int
+) -> Continuations:
+    """The base's own text after each prompt, without drafts."""
+    results = engine.generate(encoded, Options(max_new_tokens=new_tokens, drafts=0))
+    texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
+    return Continuations(tuple(prompts), tuple(texts))
+
+
+def measure_agreement(
+    base: Base,
+    drafter: Drafter,
+    continuations: Continuations,
+    steps: int,
+    *,
+    batch: int,
+) -> Agreement:
+    """Teacher forcing over all texts, a batch at a time; ``text`` indexes ``continuations``.
+
+    Raises:
+        PairError: no text is long enough to draft from.
+    """
+    return _over_all(continuations, batch, lambda texts: teacher_forced(base, drafter, texts, steps))
+
+
+def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Ranks:
+    """How likely the drafter thinks the base's own tokens, after every token of its text; as above.
+
+    Raises:
+        PairError: no text is long enough to draft from.
+    """
+    return _over_all(continuations, batch, lambda texts: ranks_of_text(base, drafter, texts, steps))
+
+
+def _over_all(continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], Found]) -> Found:
+    """What is found in each batch, put together."""
+    usable = continuations.usable or tuple(range(len(continuations.texts)))
+    parts = []
+    for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
+        rows = [usable[position] for position in group]
+        part = measure([continuations.texts[row] for row in rows])
+        parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
+    kind = type(parts[0])
+    return kind(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(kind)))
+
+
+def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:
+    """The figures of some texts, or of all."""
+    part = agreement if texts is None else agreement.of(texts)
+    steps = tuple(_step(part, index) for index in range(part.steps))
+    rounds, count = of_agreement(part), len(set(part.text.tolist()))
+    return WorkloadFigures(count, len(part.anchor), steps, rounds.mean_accepted_length, rounds.interval)
+
+
+def _step(part: Agreement, step: int) -> StepFigures:
+    aimed, hit = part.targets[:, step] >= 0, part.drafts == part.targets
+    before = hit[:, :step].all(dim=1)
+    return StepFigures(
+        top1=_share(part.top1_at(step), part.text, hit[:, step], aimed),
+        top5=_share(part.top5_at(step), part.text, part.top5[:, step], aimed),
+        conditional=_share(part.conditional_at(step), part.text, hit[:, step], aimed & before),
+        unconditional=_share(part.unconditional_at(step), part.text, hit[:, step] & before, aimed),
+    )
+
+
+def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
+    return Share(whole.successes, whole.trials, share_over_texts(text[among], hit[among]))

@@ -1,0 +1,165 @@
+"""compressed-tensors' ``pack-quantized``, weights only: what vLLM, SGLang and transformers load.
+
+The head is packed, and so stands apart from the embedding, which nothing stores: a drafter never reads it, and engines
+share the base's. Packed, the head is an eighth of what it is in floats, and reading it is most of what a draft costs.
+SGLang has no packed head and would leave it as it was made, without a word: for it the head stays in floats, tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from mtp_extract.architecture.roles import Role
+from mtp_extract.checkpoint.integers import RowCodes
+from mtp_extract.checkpoint.manifest import anything, is_number, is_text, off, some
+from mtp_extract.checkpoint.packing import row_bytes
+from mtp_extract.errors import DrafterError, escape
+from mtp_extract.formats import reading
+from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat, group_of
+from mtp_extract.formats.parts import Packed, Part
+
+__all__ = ["FORMAT", "SGLANG"]
+
+_QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
+_FIXED = {"num_bits": None, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False}
+_UNSAID = ("actorder", "block_structure", "scale_dtype", "zp_dtype")
+_OFF = ("kv_cache_scheme", "sparsity_config", "transform_config")
+"""What would change the numbers that an engine computes."""
+
+
+class CompressedTensorsFormat(PackedFormat):
+    """``config.json`` with ``quantization_config``, ``generation_config.json`` and ``model.safetensors``."""
+
+    key = "quantization_config"
+    unties = True
+    besides = MappingProxyType(
+        {
+            # Read here, or by nothing that computes.
+            **dict.fromkeys(_OFF, off),
+            "config_groups.*.format": some(None, "pack-quantized"),
+            "config_groups.*.*_activations": off,
+            **dict.fromkeys((f"config_groups.*.weights.{key}" for key in _UNSAID), some(None)),
+            "config_groups.*.weights.observer*": anything,
+            "version": is_text,
+            "global_compression_ratio": is_number,
+        }
+    )
+
+    def __init__(self, name: str, dense_head_for: str = "") -> None:
+        """With a head in floats, for an engine that takes no other."""
+        self.name = name
+        self._dense_head_for = dense_head_for
+
+    def fit(self, role: Role, codes: RowCodes) -> Packed | str:
+        if role.name == HEAD and self._dense_head_for:
+            return f"{self._dense_head_for} takes a head of floats only; without it the codes are kept"
+        whole = codes.block == codes.shape[1]
+        group = codes.block if whole else group_of(codes)
+        if group is None:
+            return (
+                f"its blocks of {codes.block} are none that engines have kernels for; the litert format has its floats"
+            )
+        return Packed(codes.shape, codes.bits, group)
+
+    def parts(self, packed: Packed) -> Sequence[Part]:
+        columns = row_bytes(packed.shape[1], packed.bits, 4) // 4
+        return (
+            Part(".weight_packed", "codes", "I32", (packed.shape[0], columns)),
+            Part(".weight_scale", "scales", "F32", packed.scales),
+            Part(".weight_shape", "shape", "I64", (2,)),
+        )
+
+    def document(self, packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+        groups: dict[tuple[int, int | None], list[str]] = {}
+        for module, how in packed.items():
+            groups.setdefault((how.bits, _group_size(how)), []).append(
+                _target(module, fused=packed.get(_beside(module)) == how)
+            )
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{index}": {
+                    "targets": targets,
+                    "weights": {**_FIXED, "num_bits": bits, **_strategy(size)},
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+                for index, ((bits, size), targets) in enumerate(groups.items())
+            },
+            "ignore": [],
+        }
+
+    def packed_modules(
+        self, document: Mapping[str, Any], modules: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, int]]:
+        if document.get("format") != "pack-quantized" or document.get("ignore", []) != []:
+            raise DrafterError(
+                "expected compressed-tensors in the format pack-quantized with nothing ignored, found "
+                f"{escape(document.get('format'))}, ignoring {escape(document.get('ignore'))}; it is not supported"
+            )
+        for key in _OFF:
+            if document.get(key):
+                raise DrafterError(
+                    f"expected no {key} in {self.key}, found {escape(document[key])}; it is not supported"
+                )
+        known = {_target(module, fused): module for module in modules for fused in (False, True)}
+        found: dict[str, tuple[int, int]] = {}
+        groups = reading.table(document, "config_groups")
+        for name in groups:
+            group = reading.table(groups, name)
+            weights = reading.table(group, "weights")
+            bits, size = reading.positive_integer(weights, "num_bits"), weights.get("group_size")
+            expected = {**_FIXED, "num_bits": bits, **_strategy(size), "actorder": None}
+            if size not in (None, *GROUPS) or {key: weights.get(key) for key in expected} != expected:
+                raise DrafterError(
+                    f"expected signed integers around zero by channel or in groups of 32, 64 or 128 in {escape(name)}, "
+                    f"found {escape(weights)}; it is not supported"
+                )
+            if group.get("format") not in (None, document["format"]):
+                raise DrafterError(f"expected {name} in the format pack-quantized, found {escape(group['format'])}")
+            if group.get("input_activations") or group.get("output_activations"):
+                raise DrafterError(f"expected weights only in {escape(name)}, found activations; it is not supported")
+            for target in reading.sequence(group, "targets"):
+                if not isinstance(target, str) or target not in known:
+                    raise DrafterError(
+                        f"expected targets that name a matrix of the drafter each, found {escape(target)}; extract the "
+                        "drafter anew"
+                    )
+                module = known[target]
+                how = (bits, modules[module][1] if size is None else size)
+                if found.setdefault(module, how) != how:
+                    raise DrafterError(f"{escape(module)} is in two groups; the config contradicts itself")
+        return found
+
+
+FORMAT = CompressedTensorsFormat("compressed-tensors")
+SGLANG = CompressedTensorsFormat("compressed-tensors-sglang", "SGLang")
+
+
+def _group_size(packed: Packed) -> int | None:
+    return None if packed.group == packed.shape[1] else packed.group
+
+
+def _strategy(size: int | None) -> dict[str, Any]:
+    return {"strategy": "channel" if size is None else "group", "group_size": size}
+
+
+def _beside(module: str) -> str:
+    """The module that engines fuse with a gate; empty for any other."""
+    return module.removesuffix(_GATE) + _UP if module.endswith(_GATE) else ""
+
+
+def _target(module: str, fused: bool) -> str:
+    """What finds ``module`` whatever stands before it, as in vLLM, where it is below ``draft_model``; by the names too
+    under which engines fuse it with others: vLLM and SGLang gate and up, if ``fused``; SGLang query, key and value.
+    """
+    name = module.removeprefix("model.")
+    for one, every in ((_QUERY, "self_attn.(q|k|v|qkv)_proj"), (_GATE, "mlp.(gate|gate_up)_proj")):
+        if name.endswith(one) and (fused or one != _GATE):
+            name = name.removesuffix(one) + every
+    escaped = name.replace(".", r"\.")
+    return f"re:.*{escaped}$"

@@ -1,0 +1,238 @@
+"""One file that llama.cpp loads, with the integers of the LiteRT file in it.
+
+Codes of 4 bits and less become Q4_0, of 8 bits Q8_0, with the row's step repeated in every block of 32 and rounded to
+FP16, the only type that steps have there. Norms, scalars and what cannot be held so are F32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mtp_extract._version import __version__
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, SCALAR, Role, roles_of, shapes_of
+from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
+from mtp_extract.checkpoint.integers import RowCodes, row_codes
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Steps, read_floats
+from mtp_extract.checkpoint.manifest import Manifest, Said
+from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
+from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
+from mtp_extract.errors import CheckpointError, DrafterError, escape
+from mtp_extract.formats import reading
+from mtp_extract.formats.gguf_metadata import (
+    ARCH,
+    BESIDES,
+    OWN,
+    config_metadata,
+    config_of,
+    needed_of,
+    notes_of_config,
+    rope_frequency_factors,
+)
+from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
+from mtp_extract.formats.holding import hold_floats
+
+__all__ = ["FORMAT"]
+
+_ROPE = "rope_freqs.weight"
+_QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
+# llama_ftype, of the type that most matrices have.
+_FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
+_QUANTIZATION_VERSION = 2
+_VERSION_KEY = f"{OWN}version"
+_DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
+# A row's step: read this many bytes of rows at a time to find them.
+_READ = 1 << 20
+
+
+class GgufFormat:
+    """``drafter.gguf``; what is read may also be a single file of any name."""
+
+    name = "gguf"
+    marker = "drafter.gguf"
+    weights_file = marker
+
+    def recognizes(self, directory: Path) -> bool:
+        return _file_in(directory).is_file()
+
+    def hold(self, role: Role, tensor: LazyTensor, dtype: str) -> Holding:
+        if self.name not in role.names:
+            return Holding(NOTHING, why=_DROPPED)
+        if role.kind != MATRIX:
+            return hold_floats(tensor, "f32", "llama.cpp multiplies by vectors of F32")
+        if dtype != CODES:
+            return hold_floats(tensor, dtype, "floats were asked for")
+        codes = _codes(tensor)
+        if isinstance(codes, str):
+            return hold_floats(tensor, "f32", codes)
+        if (codes.steps == codes.steps.astype(np.float16)).all():
+            return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
+        return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
+
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
+        config = checkpoint.mtp
+        metadata = config_metadata(config)
+        planned = [
+            _plan(checkpoint, role, shape, dtype)
+            for role, shape in shapes_of(config).items()
+            if self.name in role.names
+        ]
+        factors = rope_frequency_factors(config)
+        if factors is not None:
+            planned.append(plan_array(_ROPE, factors, part="frequencies"))
+        matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
+        most = max(_FILE_TYPES, key=lambda kind: sum(tensor.dtype == kind for tensor in matrices))
+        general: dict[str, Any] = {
+            ARCHITECTURE: ARCH,
+            "general.type": "model",
+            **_origin(checkpoint.provenance),
+            "general.file_type": _FILE_TYPES[most],
+            "general.quantization_version": _QUANTIZATION_VERSION,
+        }
+        own = {_VERSION_KEY: __version__, **{OWN + key: text for key, text in checkpoint.provenance.items()}}
+        notes = notes_of_config(config)
+        tokenizer = {MODEL: NO_TOKENIZER}
+        if checkpoint.tokenizer is not None:
+            tokenizer = tokenizer_metadata(checkpoint.tokenizer, config.vocab_size)
+        everything = {**general, **metadata, **own, **tokenizer}
+        return [OutputFile(self.weights_file, tensors=tuple(planned), metadata=everything, notes=notes)]
+
+    def read_config(self, directory: Path) -> DrafterConfig:
+        return _config(_file_in(directory))[1]
+
+    def read(self, directory: Path) -> Checkpoint:
+        path = _file_in(directory)
+        header, config = _config(path)
+        names = {role: role.names[self.name] for role in shapes_of(config)}
+        reading.check_tensors(
+            {names[role]: (role.path, shape) for role, shape in shapes_of(config).items()},
+            {name: tensor.shape for name, tensor in header.tensors.items()},
+            more=(_ROPE,),
+        )
+        tensors = {role.name: _stored(path, header.tensors[name], name) for role, name in names.items()}
+        types = {header.tensors[name].dtype for role, name in names.items() if role.kind == MATRIX} - set(_QUANTIZED)
+        dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "f32")
+        provenance = {
+            key.removeprefix(OWN): value
+            for key, value in header.metadata.items()
+            if key.startswith((f"{OWN}source.", f"{OWN}section.")) and isinstance(value, str)
+        }
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
+
+    def manifest(self, directory: Path) -> Manifest:
+        path = _file_in(directory)
+        made = config_metadata(_config(path)[1])
+        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), BESIDES, needed_of(made)),))
+
+
+FORMAT = GgufFormat()
+
+
+def _file_in(place: Path) -> Path:
+    return place if place.suffix == Path(FORMAT.marker).suffix and place.is_file() else place / FORMAT.marker
+
+
+def _codes(tensor: LazyTensor) -> RowCodes | str:
+    """``tensor`` as Q4_0 or Q8_0 hold it, or why they cannot."""
+    codes = row_codes(tensor)
+    if isinstance(codes, str):
+        return (
+            f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
+            "can be kept beside the floats)"
+        )
+    if codes.shape[1] % BLOCK or codes.block % BLOCK:
+        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
+        return (
+            f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
+            "format keeps rows of any length)"
+        )
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = codes.steps.astype(np.float16).astype(np.float32)
+    unlike = np.abs(rounded - codes.steps) > DTYPES["f16"].roundoff * np.abs(codes.steps)
+    if unlike.any() or not np.isfinite(rounded).all():
+        return (
+            f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
+            "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
+        )
+    return codes
+
+
+def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
+    tensor, name = checkpoint.tensors.get(role.name), role.names[FORMAT.name]
+    if tensor is None and role.kind == SCALAR:
+        # A layer without a factor is one with a factor of 1, and llama.cpp wants it to be there.
+        tensor = FilledTensor(shape)
+    if tensor is None:
+        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+    codes = _codes(tensor) if role.kind == MATRIX and dtype == CODES else ""
+    if isinstance(codes, str):
+        return plan_floats(name, role.name, tensor, "f32" if role.kind != MATRIX or dtype == CODES else dtype)
+    kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
+    return PlannedTensor(name, kind.name, shape, lambda: blocks_of(codes), role.name, tensor)
+
+
+def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
+    """Where it came from, in the keys that the standard has for it."""
+    found = {"general.name": f"MTP drafter of {provenance['source.name']}"} if "source.name" in provenance else {}
+    if "source.repository" in provenance:
+        found["general.source.repo_url"] = f"https://huggingface.co/{provenance['source.repository']}"
+    if "source.url" in provenance:
+        found["general.source.url"] = provenance["source.url"]
+    return found
+
+
+def _config(path: Path) -> tuple[Header, DrafterConfig]:
+    """What the file at ``path`` says before its data, and the shape it says."""
+    header = read_gguf(path)
+    head = header.tensors.get(_head_name())
+    tokens = header.metadata.get(TOKENS)
+    rows = head.shape[0] if head is not None else 0
+    if isinstance(tokens, Texts) and head is not None and tokens.count != rows:
+        raise DrafterError(
+            f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
+        )
+    factors = None
+    if _ROPE in header.tensors:
+        factors = read_floats(StoredWeight(path, header.tensors[_ROPE])).reshape(-1)
+    try:
+        return header, config_of(header.metadata, rows, factors)
+    except DrafterError as error:
+        raise DrafterError(f"{escape(path)}: {error}") from error
+
+
+def _head_name() -> str:
+    return next(role.names[FORMAT.name] for role in roles_of(1) if role.name == "lm_head")
+
+
+def _stored(path: Path, stored: StoredTensor, name: str) -> LazyTensor:
+    kind = _QUANTIZED.get(stored.dtype)
+    if kind is None:
+        return StoredWeight(path, stored, name)
+
+    def rows(first: int, last: int) -> Any:
+        return unpacked(kind, read_rows(path, stored, first, last))
+
+    return StoredCodes(stored.shape, kind.bits, True, _grid(path, stored, kind), rows, (path, stored.offset))
+
+
+def _grid(path: Path, stored: StoredTensor, kind: BlockType) -> Callable[[], Steps]:
+    def grid() -> Steps:
+        count, columns = stored.shape
+        size = np.empty((count, columns // BLOCK), np.float32)
+        each = max(1, _READ * count // max(stored.length, 1))
+        for first in range(0, count, each):
+            last = min(first + each, count)
+            size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
+        if not np.isfinite(size).all():
+            raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
+        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape)).by_row()
+
+    return grid

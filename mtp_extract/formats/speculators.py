@@ -1,0 +1,88 @@
+"""The directory of an EAGLE-3 head that the speculators library writes, and that vLLM serves by itself.
+
+A Llama configuration lies inside; beside it stand the head's own keys, the base ("verifier") and how many tokens to
+propose. SGLang reads no such directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.checkpoint.manifest import anything, is_text
+from mtp_extract.errors import DrafterError, escape
+from mtp_extract.formats import llama, reading
+from mtp_extract.formats.eagle3_lint import IDS, LLAMA
+
+__all__ = ["FORMAT", "config_document", "parse_config"]
+
+_TOKENS = 3
+"""Proposed a round; whoever serves the head may say otherwise."""
+
+_TYPE = "speculators_model_type"
+
+
+def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """``config.json`` of a head whose weights have the transformers dtype ``dtype``."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        _TYPE: "eagle3",
+        "dtype": dtype,
+        IDS: list(config.base_layers),
+        **llama.shape_flags(config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS}],
+            "verifier": {"name_or_path": config.base, "architectures": []},
+        },
+        "tie_word_embeddings": False,
+        LLAMA: {"architectures": ["LlamaForCausalLM"], **llama.llama_document(config)},
+    }
+
+
+def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+    """The parsed ``config.json``.
+
+    Args:
+        config: what it holds.
+        own_embedding: whether a table of embeddings lies beside it.
+
+    Raises:
+        DrafterError: a key is missing, of the wrong type or range, or says what no such head has.
+    """
+    if config.get(_TYPE) != "eagle3":
+        raise DrafterError(f"expected {_TYPE} eagle3, found {escape(config.get(_TYPE))}; it is not supported")
+    layers = llama.read_ids(config, IDS)
+    if layers is None:
+        raise DrafterError(
+            f"expected {IDS} in the drafter's config, found none; vLLM takes 2, n // 2 and n − 3 of a base of n "
+            "layers: write those that the head was trained with"
+        )
+    # speculators takes false where there is none, vLLM true.
+    reading.require(config, "norm_before_residual")
+    verifier = config.get("speculators_config")
+    for key in ("verifier", "name_or_path"):
+        verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
+    return llama.parse_llama(
+        reading.table(config, LLAMA),
+        config,
+        layers,
+        norm_before_residual=reading.flag(config, "norm_before_residual"),
+        norm_before_fc=reading.flag(config, "norm_before_fc"),
+        own_embedding=own_embedding,
+        base=llama.named_base(verifier),
+    )
+
+
+_BESIDES = {
+    **llama.BESIDES,
+    "speculators_version": is_text,
+    f"{LLAMA}.architectures": anything,
+    # Which base it is for, and how many tokens to propose.
+    "speculators_config.verifier*": anything,
+    "speculators_config.*proposal_method*": anything,
+}
+
+FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _BESIDES)

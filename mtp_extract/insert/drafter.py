@@ -1,0 +1,361 @@
+"""Insertion, the way back: checkpoint → bundle, in one page.
+
+The bundle's own graph, layout and other sections stay; what changes are the bytes of the drafter's constants, or, where
+a type changes or a shared constant is to differ, the drafter's section. Everything is planned, and checked, before a
+byte is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
+from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor
+from mtp_extract.checkpoint.tensor_file import run_all, workers
+from mtp_extract.errors import (
+    CheckpointError,
+    FormatError,
+    NoDrafterError,
+    OutputError,
+    PairError,
+    UnsupportedError,
+    escape,
+)
+from mtp_extract.formats import read_checkpoint
+from mtp_extract.insert.activations import Ranges, recalibrated
+from mtp_extract.insert.caches import freshen, stale_caches
+from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, decide, holds
+from mtp_extract.insert.fit import base_misfits, check_geometry
+from mtp_extract.insert.placing import new_tensors, patches
+from mtp_extract.io.place import PathLike, staged
+from mtp_extract.io.source import Progress, counter
+from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
+from mtp_extract.litertlm.rebuild import rebuilt
+from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.strays import require_manifest
+from mtp_extract.proof.proof import Proof
+from mtp_extract.report.tables import REPORT_FILES
+
+__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
+
+TYPES = {
+    "int8": TensorType.INT8,
+    "int4": TensorType.INT4,
+    "int2": TensorType.INT2,
+    "float32": TensorType.FLOAT32,
+}
+"""What a matrix can be stored in, by name; codes have a scale for each row."""
+
+# A calculation in another order of chunks leaves this much.
+_SAME_ERROR = 1e-6
+
+
+@dataclass(frozen=True)
+class InsertionResult:
+    """What was written.
+
+    Attributes:
+        proof: graph and weights of the new file, executed side by side.
+        notes: things worth knowing that are not errors.
+    """
+
+    path: Path
+    size: int
+    proof: Proof
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class InsertionPlan:
+    """What is to be done; nothing is written yet.
+
+    Attributes:
+        decisions: role → what becomes of it, in the order of the roles.
+        added: whether the bundle has no drafter yet.
+        rebuilt: how many roles get a new place; 0 where all is written in place.
+        size: of the new file.
+    """
+
+    name: str
+    decisions: Mapping[str, Decision]
+    added: bool
+    rebuilt: int
+    size: int
+    notes: tuple[str, ...]
+    _laid: Laid = field(repr=False)
+    _checkpoint: Checkpoint = field(repr=False)
+    _opened: Opened = field(repr=False)
+    _inputs: tuple[PathLike | None, ...] = field(repr=False)
+
+    def write(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        progress: Progress = lambda done, total: None,
+    ) -> InsertionResult:
+        """Write it to the new file ``out``: beside its place first, where it is read, proven and compared.
+
+        Raises:
+            OutputError: it cannot be written there; nothing is left behind.
+            ProofError: what was written does not compute what it holds.
+        """
+        target = Path(out)
+        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
+            write_laid(stage, self._laid, counter(progress, self.size))
+            proof = self._read_again(stage)
+            freshen(stage, target, self._opened.source)
+        notes = [*self.notes, *stale_caches(target)]
+        return InsertionResult(target, self.size, proof, tuple(notes))
+
+    def _read_again(self, path: Path) -> Proof:
+        """Extract what was written, compare it with what was put in, and prove it."""
+        section, signature = self._opened.section, self._opened.signature
+        with open_bundle(path, section=section, signature=signature) as opened:
+            drafter = opened.drafter(self._checkpoint.mtp.sliding_window)
+            written = checkpoint_of(drafter)
+
+            def comparing(role: str, decision: Decision) -> None:
+                mine, new = written.tensors[role], self._checkpoint.tensors[role]
+                if decision.how != REQUANTIZED and decision.error == 0.0:
+                    same = holds(mine, new, self._checkpoint.dtype)
+                else:
+                    same = abs(apart(mine, new) - decision.error) <= _SAME_ERROR
+                if not same:
+                    raise OutputError(f"{path}: {role} reads back differently. Nothing was kept.")
+
+            with ThreadPoolExecutor(workers()) as pool:
+                run_all(pool, [partial(comparing, *item) for item in self.decisions.items()])
+            return prove_checkpoint(drafter, written)
+
+
+@contextmanager
+def planned_insertion(
+    source: str | os.PathLike[str],
+    bundle: str | os.PathLike[str],
+    *,
+    types: Mapping[str, str] | None = None,
+    ranges: Ranges | None = None,
+    graph_from: str | os.PathLike[str] | None = None,
+    section: int | None = None,
+    signature: str | None = None,
+) -> Iterator[InsertionPlan]:
+    """Plan to put the weights of ``source`` into the drafter of ``bundle``.
+
+    Args:
+        source: a checkpoint's directory, or a bundle or model whose drafter is taken.
+        bundle: where they go; it stays as it is.
+        types: role → a name in :data:`TYPES`, for matrices that are to be stored in another type; a role may have
+            wildcards (``layers.*.gate_proj``).
+        ranges: what the drafter's activations reach, for graphs that quantize them statically.
+        graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph is added; by default
+            ``source``, where that is one.
+        section, signature: the drafter's in ``bundle``, where there are several.
+
+    Raises:
+        PairError: the checkpoint does not fit the drafter, or the drafter not the base.
+        UnsupportedError: what is to change is not stored, or cannot be stored so; or a graph is given to a bundle that
+            has one.
+        MtpExtractError: a source that cannot be read.
+    """
+    with ExitStack() as stack:
+        checkpoint = _checkpoint(source, stack)
+        opened = stack.enter_context(open_bundle(bundle, section=section, signature=signature))
+        window = checkpoint.mtp.sliding_window
+        added = False
+        try:
+            drafter = opened.drafter(window)
+        except NoDrafterError as error:
+            template = graph_from or (None if Path(source).is_dir() else source)
+            if opened.bundle is None or section is not None or signature is not None:
+                raise
+            if template is None:
+                raise NoDrafterError(
+                    f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.",
+                    remedies=("graph_from",),
+                ) from error
+            opened = _with_drafter(opened, stack.enter_context(open_bundle(template)))
+            drafter, added = opened.drafter(window), True
+        if graph_from is not None and not added:
+            raise UnsupportedError(
+                f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
+                remedies=("graph_from",),
+            )
+        yield _plan(checkpoint, opened, drafter, (bundle, source, graph_from), types or {}, ranges, added)
+
+
+def _checkpoint(source: str | os.PathLike[str], stack: ExitStack) -> Checkpoint:
+    if Path(source).suffix == ".safetensors":
+        raise CheckpointError(f"{escape(source)}: expected a checkpoint's directory, found a file of one. Give that.")
+    if Path(source).is_dir() or Path(source).suffix == ".gguf":
+        require_manifest(Path(source), REPORT_FILES)
+        return with_codes(Path(source), read_checkpoint(Path(source)))
+    opened = stack.enter_context(open_bundle(source))
+    opened.prefetch()
+    return checkpoint_of(opened.drafter())
+
+
+def _with_drafter(opened: Opened, template: Opened) -> Opened:
+    """``opened`` with the drafter's section of ``template`` (or the bare model that it is) at its end."""
+    drafter = template.drafter()
+    region, bundle = drafter.model.region, opened.bundle
+    assert bundle is not None
+    if drafter.found_by == "scan":
+        raise UnsupportedError(f"{template.source.name}: its drafter has no section of its own to be copied.")
+    items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
+    items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
+    new = [Added(TFLITE_MODEL, items, _whole(region.source, region.begin, region.size))]
+    if (weights := drafter.model.weights) is not None:
+        owned = {"model_type": items["model_type"]}
+        new.append(Added(TFLITE_WEIGHTS, owned, _whole(weights.source, weights.begin, weights.size)))
+    virtual = LaidSource(bundle_with(bundle, {}, new), opened.source.name)
+    grown = Opened(virtual, read_bundle(virtual), None, template.signature)
+    if problems := base_misfits(grown, grown.drafter()):
+        raise PairError(
+            f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {'; '.join(problems)}. "
+            "Take a drafter that was exported for this base."
+        )
+    return grown
+
+
+def _whole(source: Any, begin: int, size: int) -> Laid:
+    return Laid(size, (Piece(0, size, source=source, offset=begin),))
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    opened: Opened,
+    drafter: Drafter,
+    inputs: tuple[PathLike | None, ...],
+    types: Mapping[str, str],
+    ranges: Ranges | None,
+    added: bool,
+) -> InsertionPlan:
+    notes = check_geometry(checkpoint.mtp, drafter.config)
+    if not added:
+        # What was there before stays, fit or not.
+        problems = base_misfits(opened, drafter)
+        notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
+    checkpoint = checkpoint.whole()
+    decisions = _decide(checkpoint, drafter, types)
+    laid, moved = _layout(opened, drafter, decisions)
+    if moved:
+        virtual = LaidSource(laid, opened.source.name)
+        section = drafter.section.index if drafter.section else None
+        relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
+        drafter = relaid.drafter(checkpoint.mtp.sliding_window)
+    calibrated, remarks = _activations(drafter, decisions, ranges)
+    pieces = (*laid.pieces, *patches(drafter, decisions, moved), *calibrated)
+    return InsertionPlan(
+        name=opened.source.name,
+        decisions=decisions,
+        added=added,
+        rebuilt=len(moved),
+        size=laid.size,
+        notes=(*notes, *remarks),
+        _laid=Laid(laid.size, pieces),
+        _checkpoint=checkpoint,
+        _opened=opened,
+        _inputs=inputs,
+    )
+
+
+def _activations(
+    drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
+) -> tuple[list[Piece], list[str]]:
+    """New scales of static activations, and what is to be said of them."""
+    static = [role.role for role in drafter.walk.roles if role.input is not None]
+    if not static:
+        return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
+    if ranges is None:
+        if all(decision.how == KEPT for decision in decisions.values()):
+            return [], []
+        return [], [
+            "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
+            "may be accepted less often than the checkpoint's. A base and prompts give new ones."
+        ]
+    pieces, kept = recalibrated(drafter, ranges)
+    done = f"Static activations of {len(static)} matrices were calibrated anew."
+    return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
+
+
+def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) -> dict[str, Decision]:
+    wanted = _wanted(drafter, types)
+    stored = checkpoint_of(drafter).tensors
+    decisions: dict[str, Decision] = {}
+
+    def deciding(role: str, constant: ConstantTensor) -> None:
+        decisions[role] = decide(role, constant, checkpoint.tensors[role], checkpoint.dtype, wanted.get(role))
+
+    jobs = []
+    for role, shape in shapes_of(drafter.config).items():
+        constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
+        if new is None:
+            raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
+        if isinstance(constant, ConstantTensor):
+            jobs.append(partial(deciding, role.name, constant))
+        elif not holds(FilledTensor(shape), new, checkpoint.dtype):
+            raise UnsupportedError(
+                f"{role.name}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
+                "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+            )
+    with ThreadPoolExecutor(workers()) as pool:
+        run_all(pool, jobs)
+    return {role.name: decisions[role.name] for role in roles_of(drafter.config.num_layers) if role.name in decisions}
+
+
+def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]:
+    """Role → the type it is to be stored in; later patterns over earlier ones."""
+    matrices = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == MATRIX]
+    found: dict[str, TensorType] = {}
+    for pattern, name in types.items():
+        if name not in TYPES:
+            raise ValueError(f"type {name!r}: expected {', '.join(TYPES)}.")
+        matching = [role for role in matrices if fnmatchcase(role, pattern)]
+        if not matching:
+            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {', '.join(matrices)}.")
+        found |= dict.fromkeys(matching, TYPES[name])
+    static = {role.role for role in drafter.walk.roles if role.input is not None}
+    if floats := sorted(role for role in static & found.keys() if found[role] is TensorType.FLOAT32):
+        raise UnsupportedError(
+            f"{', '.join(floats)}: the graph's activations are integers there, which are not multiplied with floats."
+        )
+    return found
+
+
+def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision]) -> tuple[Laid, frozenset[str]]:
+    """The file that is written over, and the roles that have a new and empty place in it."""
+    changes = new_tensors(drafter, decisions)
+    source = opened.source
+    if not changes:
+        whole = source.laid if isinstance(source, LaidSource) else _whole(source, 0, source.size)
+        return whole, frozenset()
+    if drafter.found_by == "scan":
+        raise UnsupportedError(
+            f"{source.name}: its header does not say where the drafter is, so its types and layout cannot change."
+        )
+    section = rebuilt(drafter.model, changes)
+    moved = {(change.subgraph, change.tensor) for change in changes}
+    roles = frozenset(
+        role.role
+        for role in drafter.walk.roles
+        if role.tensor is not None and (role.tensor.subgraph, role.tensor.index) in moved
+    )
+    if opened.bundle is None:
+        return section, roles
+    if drafter.section is None:
+        raise FormatError(f"{source.name}: its drafter has no section.")
+    return bundle_with(opened.bundle, {drafter.section.index: section}), roles

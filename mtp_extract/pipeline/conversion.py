@@ -1,0 +1,299 @@
+"""Conversion: directory → checkpoint → directory of another format. What it shares with extracting is in
+:mod:`mtp_extract.pipeline.directory`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from xxhash import xxh3_128
+
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.bundle import Opened
+from mtp_extract.checkpoint import record
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.holdings import check_codes, check_floats
+from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.rounding import SCALES
+from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.tensor_file import holds_tensors
+from mtp_extract.errors import escape
+from mtp_extract.formats import format_of
+from mtp_extract.graph import Activation
+from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.regular import open_regular
+from mtp_extract.io.source import Progress
+from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
+from mtp_extract.pipeline.extraction import prove_converted
+from mtp_extract.pipeline.staging import RECORD, recorded
+from mtp_extract.pipeline.strays import require_manifest
+from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.report.card import UNSAID, CardWords
+from mtp_extract.report.tables import REPORT_FILES
+
+__all__ = ["ReadDirectory", "convert", "default_directory"]
+
+_READ = 1 << 18
+
+
+def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
+    """Where a result goes when the user does not say: ``NAME-FORMAT`` in the current directory."""
+    place = Path(directory).resolve()
+    return Path(f"{place.stem if place.is_file() else place.name}-{format}")
+
+
+def convert(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    format: str,  # noqa: A002 - the command's word for it
+    engine: str | None = None,
+    dtype: str | None = None,
+    codes: bool = False,
+    exact: bool = False,
+    quantize: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    source: Opened | None = None,
+    overwrite: bool = False,
+    card: CardWords = UNSAID,
+    progress: Progress = lambda done, total: None,
+) -> ExtractionResult:
+    """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
+
+    Args:
+        directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
+            then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
+        out: a directory that does not exist yet; by default :func:`default_directory`.
+        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
+            exactness is towards ``directory``.
+        source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
+            derived again and compared.
+
+    Raises:
+        CheckpointError, DrafterError: the directory is damaged, or holds no drafter.
+        UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
+        ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
+    """
+    choice = Choice.of(
+        format,
+        engine,
+        dtype=dtype,
+        codes=codes,
+        exact=exact,
+        quantize=quantize,
+        overwrite=overwrite,
+        tokenizer=tokenizer,
+    )
+    target = Path(out) if out is not None else default_directory(directory, format)
+    place = with_record(Path(directory))
+    inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
+    check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+    read = ReadDirectory.of(place)
+    choice = replace(choice, card=card.over(read.old))
+    prepared = choice.prepare(read.checkpoint)
+
+    def describe(staged: Staged) -> dict[str, Any]:
+        check_codes(staged.written, prepared.checkpoint, prepared.holdings)
+        check_floats(staged.written, prepared.checkpoint, prepared.holdings)
+        return read.record(prepared, staged, source)
+
+    return write_checkpoint(
+        prepared,
+        target,
+        describe,
+        inputs=inputs,
+        check=None if source is None else lambda stage: verify_against_source(stage, source),
+        notes=read.notes(),
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class ReadDirectory:
+    """What a directory holds, and what is known of it.
+
+    Attributes:
+        checkpoint: with the codes that lie beside its floats.
+        layout: name of its format.
+        old: its record; None where it has none.
+        entries: role → what that record says of it.
+        beside: roles whose codes lie beside their floats.
+    """
+
+    directory: Path
+    checkpoint: Checkpoint
+    layout: str
+    old: Mapping[str, Any] | None
+    entries: Mapping[str, Mapping[str, Any]]
+    beside: frozenset[str]
+
+    @classmethod
+    def of(cls, directory: Path) -> ReadDirectory:
+        """``directory``, held against its record if it has one, and against what its format may hold.
+
+        Raises:
+            CheckpointError, DrafterError: it is damaged, or holds no drafter.
+        """
+        directory = with_record(directory)
+        old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
+        if old is None:
+            require_manifest(directory, REPORT_FILES)
+        format_ = format_of(directory)
+        floats = format_.read(directory)
+        checkpoint = with_codes(directory, floats)
+        tensors = dict(checkpoint.tensors)
+        beside = frozenset(role for role, tensor in tensors.items() if tensor is not floats.tensors[role])
+        entries = _entries(old, floats)
+        # Roles that were one stored constant are one again: formats may write it once.
+        first: dict[object, LazyTensor] = {}
+        for role, entry in entries.items():
+            stored = entry["source"]
+            if stored is not None:
+                key = stored["subgraph"], stored["tensor"], entry["xxh3"], role in beside
+                tensors[role] = first.setdefault(key, tensors[role])
+        checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors))
+        if old is not None:
+            checkpoint = replace(checkpoint, activations=_activations(entries))
+        read = cls(directory, checkpoint, format_.name, old, entries, beside)
+        return replace(read, checkpoint=replace(checkpoint, provenance=record.provenance(read.source)))
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """What a record says of the file that everything came from."""
+        if self.old is not None:
+            found: Mapping[str, Any] = self.old["source"]
+            return found
+        return {
+            "name": self.directory.resolve().name,
+            "size": sum(path.stat().st_size for path in self._weights),
+            "kind": record.CHECKPOINT,
+            "version": None,
+            "provenance": {},
+            "section": None,
+        }
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """By name: XXH3-128 of each file with tensors."""
+        whole = self.directory
+        return {
+            path.relative_to(whole).as_posix() if path != whole else path.name: _xxh3(path) for path in self._weights
+        }
+
+    @property
+    def _weights(self) -> list[Path]:
+        if self.directory.is_file():
+            return [self.directory]
+        return [self.directory / name for name in files_in(self.directory) if holds_tensors(name)]
+
+    def rounded_before(self, role: str) -> list[str]:
+        """What happened to the numbers of ``role`` until they lay in this directory."""
+        return _rounded(self.entries[role], role in self.beside) if role in self.entries else []
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the directory."""
+        told_of_card: tuple[str, ...] = ()
+        if self.old is not None and changed_card(self.directory) is not None:
+            told_of_card = (f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.",)
+        steps = {role: self.rounded_before(role) for role in self.entries}
+        told = sorted({step for done in steps.values() for step in done})
+        if not told:
+            return told_of_card
+        count = sum(bool(done) for done in steps.values())
+        rounded = f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone."
+        return (rounded, *told_of_card)
+
+    def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
+        """The record of what was made of it."""
+        config, old = self.checkpoint.config, self.old or {}
+        known = known_drafter(config) if isinstance(config, DrafterConfig) else None
+
+        def evidence(role: str) -> dict[str, Any]:
+            return {
+                **self.entries.get(role, record.UNKNOWN),
+                "rounded_before": self.rounded_before(role),
+                "made_codes": None,
+            }
+
+        made = record_of(
+            prepared,
+            staged,
+            source=self.source,
+            known_as=old["known_as"] if old else known["name"] if known else None,
+            evidence=evidence,
+            set_aside=old.get("set_aside", []),
+            kv_inputs=old.get("kv_inputs", {}),
+            converted_from=[*old.get("converted_from", []), self._step()],
+            proof=self._proof(prepared, staged, source),
+        )
+        # Where the head is left out, so is what is said of it.
+        kept = ["tuning", *(["ordered_head"] if prepared.holds_ordered_head else [])]
+        return {**made, **{key: old[key] for key in kept if key in old}}
+
+    def _step(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "dtype": self.old["dtype"] if self.old is not None else self.checkpoint.dtype,
+            "version": self.old["tool"]["version"] if self.old is not None else None,
+            "files": self.sums,
+        }
+
+    def _proof(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any] | None:
+        if source is None:
+            proof = self.old["proof"] if self.old is not None else None
+            return {**proof, "inherited": True} if proof else None
+        source.prefetch()
+        drafter = source.drafter(self.checkpoint.mtp.sliding_window)
+        rounded = any(self.rounded_before(role) for role in self.entries) or bool(prepared.made)
+        proof = prove_converted(drafter, prepared, staged.written, rounded=rounded)
+        return {**proof.as_json(), "inherited": False}
+
+
+def _entries(old: Mapping[str, Any] | None, floats: Checkpoint) -> dict[str, Mapping[str, Any]]:
+    if old is None:
+        return {}
+    named = {name: entry for name, entry in old["tensors"].items() if "part" not in entry}
+    entries = {entry["role"]: entry for entry in named.values()}
+    for role, tensor in floats.tensors.items():
+        # A tensor that is several roles stands under the first of them.
+        if role not in entries and isinstance(tensor, StoredWeight) and tensor.name in named:
+            entries[role] = named[tensor.name]
+    return entries
+
+
+def _rounded(entry: Mapping[str, Any], beside: bool) -> list[str]:
+    steps = list(entry["rounded_before"])
+    if entry["made_codes"]:
+        steps.append(entry["made_codes"]["rule"])
+    if entry["rounded_to"] and not beside:
+        steps.append(entry["rounded_to"] + (SCALES if entry["kept"] == CODES else ""))
+    return steps
+
+
+def _activations(
+    entries: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, tuple[Activation | None, Activation | None]]:
+    def made(found: Mapping[str, Any] | None) -> Activation | None:
+        return Activation(found["dtype"], found["scale"], found["zero_point"]) if found else None
+
+    return MappingProxyType(
+        {
+            role: (made(entry["activations"]["input"]), made(entry["activations"]["output"]))
+            for role, entry in entries.items()
+            if entry["activations"]
+        }
+    )
+
+
+def _xxh3(path: Path) -> str:
+    digest = xxh3_128()
+    with open_regular(path) as file:
+        while piece := file.read(_READ):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,321 @@
+"""From a checkpoint to a directory with its record and its card: what extracting and converting have in common."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mtp_extract._version import __version__
+from mtp_extract.architecture.roles import CENTROIDS, shapes_of
+from mtp_extract.checkpoint import record
+from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format, Holding
+from mtp_extract.checkpoint.codes import plan_codes
+from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
+from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
+from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.formats import EVERY, format_named, name_for
+from mtp_extract.io.place import Inputs, staged
+from mtp_extract.io.source import Progress, counter
+from mtp_extract.pipeline.check import changed_card, files_in
+from mtp_extract.pipeline.staging import CARD, RECORD, recorded, write_file
+from mtp_extract.report.card import UNSAID, CardWords, model_card
+
+__all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
+
+_ORDERED = ("lm_head", CENTROIDS)
+
+
+@dataclass(frozen=True)
+class ExtractionResult:
+    """What an extraction or a conversion did.
+
+    Attributes:
+        files: name → size in bytes.
+        record: the content of ``extraction.json``.
+        parameters: numbers of the drafter.
+        notes: things worth knowing that are not errors.
+    """
+
+    directory: Path
+    files: dict[str, int]
+    record: dict[str, Any]
+    parameters: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a checkpoint is to be written; :meth:`of` checks it.
+
+    Attributes:
+        codes: write the integers beside the floats, too.
+        exact: refuse whatever would be rounded.
+        quantize: the rule by which matrices without codes are rounded; None for none.
+        overwrite: replace the directory if it is a checkpoint of ours.
+        tokenizer: the directory of the base's tokenizer, to be kept inside.
+        card: what to say on the card.
+    """
+
+    format: Format
+    dtype: str
+    codes: bool = False
+    exact: bool = False
+    quantize: str | None = None
+    overwrite: bool = False
+    tokenizer: Path | None = None
+    card: CardWords = UNSAID
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        engine: str | None,
+        *,
+        dtype: str | None,
+        codes: bool,
+        exact: bool,
+        quantize: str | None,
+        overwrite: bool,
+        tokenizer: str | os.PathLike[str] | None = None,
+        card: CardWords = UNSAID,
+    ) -> Choice:
+        """The choice of the format called ``name``, as ``engine`` wants it; in its own type where ``dtype`` is None.
+
+        Raises:
+            ValueError: an unknown name, type or rule, an engine for which the format has no other way, or a tokenizer
+                for which it has no room.
+            UnsupportedError: rounding and exactness at once.
+        """
+        format_ = format_named(name_for(name, engine))
+        dtypes = EVERY[name].dtypes
+        dtype = dtype or dtypes[0]
+        if dtype not in dtypes:
+            raise ValueError(f"dtype {dtype!r}: the {name} layout is written in {' or '.join(dtypes)}.")
+        if quantize is not None and quantize not in RULES:
+            raise ValueError(f"quantize {quantize!r}: expected {' or '.join(RULES)}.")
+        if exact and quantize:
+            raise UnsupportedError(
+                f"Rounding by {quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
+            )
+        if tokenizer is not None and not EVERY[name].tokenizer_inside:
+            raise ValueError(f"tokenizer: the {name} layout has no room for one.")
+        kept = None if tokenizer is None else Path(tokenizer)
+        return cls(format_, dtype, codes, exact, quantize, overwrite, kept, card)
+
+    def prepare(self, checkpoint: Checkpoint) -> Prepared:
+        """``checkpoint`` as it is to be written, and how every weight will be held.
+
+        Raises:
+            UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
+        """
+        if EVERY[self.format.name].architecture != checkpoint.architecture:
+            raise UnsupportedError(
+                f"The {self.format.name} format holds drafters of the architecture "
+                f"{EVERY[self.format.name].architecture}, and this is one of {checkpoint.architecture}. Choose "
+                "another format.",
+                remedies=("format",),
+            )
+        checkpoint = replace(checkpoint, tokenizer=self.tokenizer)
+        holdings = holdings_of(self.format, checkpoint, self.dtype)
+        if self.quantize is not None:
+            # An ordered head picks rows of floats.
+            ordered = Prepared(self, checkpoint, holdings).holds_ordered_head
+            checkpoint = self._rounded(checkpoint, self.quantize, _ORDERED if ordered else ())
+            holdings = holdings_of(self.format, checkpoint, self.dtype)
+        if self.exact:
+            require_exact(holdings, self.format.name)
+        return Prepared(self, checkpoint, holdings)
+
+    def _rounded(self, checkpoint: Checkpoint, rule: str, leave: Container[str]) -> Checkpoint:
+        name, rules = self.format.name, EVERY[self.format.name].rules
+        if rule not in rules:
+            raise UnsupportedError(
+                f"The {name} format holds no codes that {rule} makes"
+                + (
+                    f", but those of {' and '.join(rules)}. Choose another rule."
+                    if rules
+                    else ". Choose another format."
+                ),
+                remedies=("quantize",) if rules else ("format",),
+            )
+        rounded = round_matrices(checkpoint, rule, leave)
+        holdings = holdings_of(self.format, rounded, self.dtype)
+        refused = {
+            role: holdings[role].why
+            for role, tensor in rounded.tensors.items()
+            if isinstance(tensor, RoundedTensor) and holdings[role].kept != CODES
+        }
+        made = sum(isinstance(tensor, RoundedTensor) for tensor in rounded.tensors.values())
+        if len(refused) == made:
+            why = next(iter(refused.values()))
+            raise UnsupportedError(
+                f"The {name} format, written as {self.dtype}, cannot hold what {rule} makes: {why}. Choose "
+                "another rule or format.",
+                remedies=("quantize", "format"),
+            )
+        # What is not held as codes is better left as the floats it was.
+        return replace(
+            rounded,
+            tensors=MappingProxyType(
+                {role: (checkpoint if role in refused else rounded).tensors[role] for role in rounded.tensors}
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is to be written, and how.
+
+    Attributes:
+        holdings: by role, how the format will hold it.
+    """
+
+    choice: Choice
+    checkpoint: Checkpoint
+    holdings: Mapping[str, Holding]
+
+    @property
+    def holds_ordered_head(self) -> bool:
+        """Whether there is an ordered head in what is written."""
+        return any(holding.kept == INDICES for holding in self.holdings.values())
+
+    @property
+    def made(self) -> dict[str, Mapping[str, Any]]:
+        """By role, the rule that its codes are made by, and the error of that."""
+        return {
+            role: tensor.error for role, tensor in self.checkpoint.tensors.items() if isinstance(tensor, RoundedTensor)
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how weights are held."""
+        made = self.made.values()
+        if not made:
+            return notes_of(self.holdings)
+        rms, largest = (max(error[key] for error in made) for key in ("rms", "largest"))
+        return (
+            f"Codes were made here, by {self.choice.quantize}, of {len(made)} matrices that had none: at worst "
+            f"{rms:.2g} of a matrix's range off (rms), {largest:.2g} at one place.",
+            *notes_of(self.holdings),
+        )
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A directory that is written, but for its card and record.
+
+    Attributes:
+        written: what it holds, read back.
+        weights: the file with the weights, as planned.
+        sums: by tensor of it, XXH3-128 of what was written.
+        files: by name, what the record says of every file.
+    """
+
+    directory: Path
+    written: Checkpoint
+    weights: OutputFile
+    sums: Mapping[str, str]
+    files: dict[str, dict[str, Any]]
+
+
+def write_checkpoint(
+    prepared: Prepared,
+    target: Path,
+    describe: Callable[[Staged], dict[str, Any]],
+    *,
+    inputs: Inputs,
+    beside: Iterable[Callable[[], object]] = (),
+    check: Callable[[Path], object] | None = None,
+    notes: Iterable[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> ExtractionResult:
+    """Write what was prepared to ``target``.
+
+    Args:
+        describe: makes the record of what lies there; see :func:`record_of`.
+        inputs: what is read, and so is not replaced.
+        beside: jobs for the threads that write the weights.
+        check: is given the directory when all is written, and may refuse it.
+        notes: to be told besides those on how weights are held.
+        progress: called with bytes done and bytes in all, from worker threads.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently; nothing is left behind.
+    """
+    choice = prepared.choice
+    weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
+    files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
+    changed = changed_card(target) is not None
+    replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
+    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as stage:
+        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
+        written: dict[str, dict[str, Any]] = {}
+        for file in files:
+            written[file.name] = write_file(stage, file, tick, tuple(beside) if file is weights else ())
+        sums = written[weights.name].pop("tensors")
+        made = describe(Staged(stage, choice.format.read(stage), weights, sums, written))
+        written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(made)), tick)
+        write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
+        if check is not None:
+            check(stage)
+        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+    return ExtractionResult(
+        directory=target,
+        files=sizes,
+        record=made,
+        parameters=sum(map(math.prod, shapes_of(prepared.checkpoint.config).values())),
+        notes=(*notes, *prepared.notes(), *weights.notes, *replaced),
+    )
+
+
+def record_of(
+    prepared: Prepared,
+    staged: Staged,
+    *,
+    source: Mapping[str, Any],
+    known_as: str | None,
+    evidence: Callable[[str], Mapping[str, Any]],
+    set_aside: list[dict[str, Any]],
+    kv_inputs: Mapping[str, Any],
+    converted_from: list[dict[str, Any]],
+    proof: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The record of what was staged.
+
+    Args:
+        evidence: role → what is known of it, as :func:`mtp_extract.checkpoint.record.evidence` says it.
+    """
+    choice, made = prepared.choice, prepared.made
+    return {
+        "format_version": record.FORMAT_VERSION,
+        "tool": {"name": "mtp-extract", "version": __version__},
+        "source": dict(source),
+        "converted_from": converted_from,
+        "known_as": known_as,
+        "layout": choice.format.name,
+        "dtype": choice.dtype,
+        "geometry": prepared.checkpoint.config.as_json(),
+        "files": staged.files,
+        "tensors": {
+            planned.name: record.tensor_record(
+                planned,
+                staged.sums[planned.name],
+                prepared.holdings[planned.role],
+                evidence(planned.role),
+                made.get(planned.role),
+            )
+            if not planned.part
+            else record.part_record(planned, staged.sums[planned.name])
+            for planned in staged.weights.tensors
+        },
+        "notes": list(staged.weights.notes),
+        **({"card": said} if (said := choice.card.as_json()) else {}),
+        "set_aside": set_aside,
+        "kv_inputs": dict(kv_inputs),
+        "proof": proof,
+    }

@@ -1,0 +1,262 @@
+"""What a file holds, as plain data: sections, tensors, and the drafter's roles with the evidence for each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.roles import EAGLE3, shapes_of
+from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.record import caches, set_aside
+from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.errors import DrafterError, MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.formats import format_of
+from mtp_extract.formats.llama import findings_of
+from mtp_extract.litertlm.container import TFLITE_MODEL
+from mtp_extract.litertlm.published import known_bundle
+from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+
+__all__ = ["Inspection", "inspect", "inspect_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found. ``as_json`` is the whole of it; the rest is what a summary needs.
+
+    Attributes:
+        problem: why the drafter cannot be extracted; None when it can, or when there is none.
+    """
+
+    as_json: dict[str, Any]
+    problem: MtpExtractError | None
+
+
+def inspect(
+    opened: Opened,
+    *,
+    tensors: bool = False,
+    graph: bool = False,
+    section: int | None = None,
+    sliding_window: int | None = None,
+) -> Inspection:
+    """Look at ``opened``. Only the header and flatbuffers are read, and weights only for ``graph``.
+
+    Args:
+        tensors: list every tensor of the drafter's model, or of ``section``.
+        graph: list every role with its evidence, every constant set aside, and the cache inputs; and execute the
+            graph beside the checkpoint it would give, which reads the weights.
+        section: index of the TFLite section to describe instead of the drafter's.
+
+    Raises:
+        UnsupportedError: ``section`` is not a TFLite section.
+    """
+    bundle = opened.bundle
+    known = known_bundle(opened.source)
+    report: dict[str, Any] = {
+        "name": opened.source.name,
+        "size": opened.source.size,
+        "kind": "litertlm" if bundle else "tflite",
+        "version": ".".join(map(str, bundle.version)) if bundle else None,
+        "known_bundle": known.name if known else None,
+        "provenance": dict(sorted(opened.source.provenance.items())),
+        "notes": list(opened.source.notes),
+        "items": dict(bundle.items) if bundle else {},
+        "sections": [
+            {
+                "index": s.index,
+                "data_type": s.data_type,
+                "type": s.type_name,
+                "model_type": s.model_type,
+                "begin": s.begin,
+                "end": s.end,
+                "size": s.size,
+                "items": dict(s.items),
+            }
+            for s in opened.sections
+        ],
+    }
+    if section is not None:
+        report["model"] = _model(_chosen(opened, section), tensors)
+        opened.source.confirm()
+        return Inspection(report, None)
+    problem: MtpExtractError | None = None
+    try:
+        drafter = opened.drafter(sliding_window)
+        report["drafter"] = _drafter(drafter, tensors, graph)
+    except NoDrafterError as error:
+        report["drafter"], report["no_drafter"] = None, str(error)
+    except MtpExtractError as error:
+        report["drafter"], report["problem"], problem = None, str(error), error
+    opened.source.confirm()
+    return Inspection(report, problem)
+
+
+def _chosen(opened: Opened, index: int) -> TfliteModel:
+    for section in opened.sections:
+        if section.index == index:
+            if section.data_type != TFLITE_MODEL:
+                raise UnsupportedError(f"{section.label} is of type {section.type_name}, not a TFLite model.")
+            return opened.model(section)
+    raise UnsupportedError(f"{opened.source.name} has no section {index}; it has {len(opened.sections)}.")
+
+
+def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
+    section = drafter.section
+    confirmed = set(drafter.names.confirmed)
+    found: dict[str, Any] = {
+        "section": section.index if section else None,
+        "found_by": drafter.found_by,
+        "begin": drafter.model.region.begin,
+        "size": drafter.model.region.size,
+        "known_as": drafter.known["name"] if drafter.known else None,
+        "geometry": drafter.config.as_json(),
+        "parameters": sum(math.prod(r.shape) for r in drafter.walk.roles),
+        "stored_types": dict(
+            sorted(Counter(r.tensor.type_name for r in drafter.walk.roles if r.tensor is not None).items())
+        ),
+        "roles_found": len(drafter.walk.roles),
+        "set_aside_count": len(drafter.walk.aside),
+        "names_confirmed": len(confirmed),
+        "model": _model(drafter.model, tensors),
+    }
+    if graph:
+        found["roles"] = [
+            {
+                "role": role.role,
+                "shape": list(role.shape),
+                "tensor": role.tensor.index if role.tensor else None,
+                "name": role.tensor.name if role.tensor else None,
+                "type": role.tensor.type_name if role.tensor else None,
+                "factor": role.factor,
+                "offset": role.offset,
+                "first_row": role.first,
+                "why": role.why,
+                "name_confirms": role.role in confirmed,
+            }
+            for role in drafter.walk.roles
+        ]
+        found["set_aside"] = set_aside(drafter)
+        found["kv_inputs"] = caches(drafter)
+        found["proof"] = prove_checkpoint(drafter, checkpoint_of(drafter)).as_json()
+    return found
+
+
+def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "description": model.description,
+        "subgraphs": len(model.subgraphs),
+        "tensors_in_all": sum(len(g.tensors) for g in model.subgraphs),
+        "operators": sum(len(g.operators) for g in model.subgraphs),
+        "signatures": [
+            {
+                "key": s.key,
+                "subgraph": s.subgraph,
+                "inputs": _interface(model, s.subgraph, s.inputs),
+                "outputs": _interface(model, s.subgraph, s.outputs),
+            }
+            for s in model.signatures
+        ],
+    }
+    if tensors:
+        described["tensors"] = [_tensor(model, g, t) for g in model.subgraphs for t in g.tensors]
+    return described
+
+
+def _interface(model: TfliteModel, subgraph: int, names: Any) -> dict[str, dict[str, Any]]:
+    graph = model.subgraphs[subgraph]
+    return {
+        name: {"type": graph.tensors[i].type_name, "shape": list(graph.tensors[i].shape)} for name, i in names.items()
+    }
+
+
+def _tensor(model: TfliteModel, graph: Subgraph, tensor: Tensor) -> dict[str, Any]:
+    quantization = tensor.quantization
+    described: dict[str, Any] = {
+        "subgraph": graph.index,
+        "index": tensor.index,
+        "name": tensor.name,
+        "type": tensor.type_name,
+        "shape": list(tensor.shape),
+        "quantization": None,
+        "data": None,
+    }
+    if quantization is not None:
+        blocks = quantization.blockwise
+        described["quantization"] = {
+            "scales": quantization.scale_count,
+            "zero_points": quantization.zero_point_count,
+            "axis": quantization.axis,
+            "details": quantization.details,
+            "block_size": blocks.block_size if blocks else None,
+        }
+    if model.has_data(tensor):
+        described["data"] = _data(model, tensor)
+    return described
+
+
+def _data(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
+    """Where the bytes of a constant lie; for one that cannot be read, such as strings, the reason."""
+    try:
+        location = model.locate(tensor)
+    except MtpExtractError as error:
+        return {"problem": str(error)}
+    return {"place": location.place, "offset": location.file_offset, "length": location.length}
+
+
+def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
+    """What the checkpoint at ``place`` holds, of whichever format, by itself: no record is looked at.
+
+    Args:
+        tensors: list every weight.
+
+    Raises:
+        DrafterError, CheckpointError: it is damaged, or holds no drafter.
+    """
+    format_ = format_of(place)
+    findings = findings_of(place)
+    try:
+        found = format_.read(place)
+    except DrafterError as error:
+        if not findings:
+            raise
+        told_of = "\n  ".join(map(str, findings))
+        raise DrafterError(f"{error}\nWhat engines make of it:\n  {told_of}") from error
+    known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
+    shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
+    types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
+    told: dict[str, Any] = {
+        "format": format_.name,
+        "known_as": known["name"] if known else None,
+        "geometry": found.config.as_json(),
+        "parameters": sum(map(math.prod, shapes.values())),
+        "weights": len(shapes),
+        "stored_types": dict(sorted(Counter(types.values()).items())),
+    }
+    if found.architecture == EAGLE3:
+        told["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
+    if tensors:
+        told["tensors"] = [
+            {
+                "role": role.name,
+                "name": role.names.get(format_.name, role.name),
+                "type": types[role.name],
+                "shape": list(shape),
+                "block_size": scheme.block_size or None
+                if (scheme := found.tensors[role.name].scheme) is not None
+                else None,
+            }
+            for role, shape in shapes.items()
+        ]
+    return told
+
+
+def _stored_type(tensor: LazyTensor) -> str:
+    if isinstance(tensor, StoredWeight):
+        return tensor.stored.dtype
+    return f"INT{tensor.scheme.bits}" if tensor.scheme is not None else "implied"

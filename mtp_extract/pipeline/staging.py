@@ -1,0 +1,76 @@
+"""The files of a checkpoint's directory: which are its own, and writing one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.planned import OutputFile
+from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
+from mtp_extract.errors import CheckpointError, OutputError, escape
+from mtp_extract.formats import EVERY, format_named
+from mtp_extract.formats.transformers import GENERATION_FILE
+from mtp_extract.io.output import output_error
+from mtp_extract.io.place import listing
+
+__all__ = ["CARD", "RECORD", "recorded", "write_file"]
+
+RECORD = "extraction.json"
+"""The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
+
+CARD = "README.md"
+"""The model card. It is for people, who may change it."""
+
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE, "codes.safetensors")
+"""What is written besides weights and configuration; the last before version 0.2."""
+
+
+def recorded(place: Path) -> frozenset[str]:
+    """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
+
+    Raises:
+        OutputError: it has no record, or none that can be read.
+    """
+    listing(RECORD, ())(place)
+    try:
+        found = read_object(place / RECORD)
+    except CheckpointError as error:
+        raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
+    files = found.get("files")
+    if not isinstance(files, dict):
+        raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
+    formats = map(format_named, EVERY)
+    written = {*_WRITTEN, *(name for format_ in formats for name in (format_.weights_file, format_.marker))}
+    return frozenset({RECORD, *({*files} & written)})
+
+
+def write_file(
+    stage: Path, file: OutputFile, tick: Callable[[int], None], beside: Sequence[Callable[[], object]] = ()
+) -> dict[str, Any]:
+    """Write ``file`` into the directory ``stage`` and read it back; what a record says of it.
+
+    Args:
+        tick: called with the number of bytes of tensors written since the last call.
+        beside: as for :func:`~mtp_extract.checkpoint.tensor_file.write_tensors`.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently.
+    """
+    path = stage / file.name
+    if file.tensors:
+        sums = write_tensors(stage, file, tick, beside)
+        return {"size": path.stat().st_size, "header": header_sum(path, read_header(path)), "tensors": sums}
+    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+    data = file.text.encode("utf-8", "backslashreplace")
+    try:
+        path.write_bytes(data)
+        if path.read_bytes() != data:
+            raise OSError("it reads back differently")
+    except OSError as error:
+        raise output_error(path, error) from error
+    return {"size": len(data), "xxh3": xxh3_128_hexdigest(data)}

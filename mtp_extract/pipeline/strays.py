@@ -1,0 +1,94 @@
+"""What lies in a checkpoint's directory, is read by engines, and is no part of the drafter that is read there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
+from mtp_extract.checkpoint.manifest import Manifest, Said, beyond
+from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
+from mtp_extract.errors import CheckpointError, escape, few
+from mtp_extract.formats import format_of, reading
+from mtp_extract.pipeline.staging import RECORD
+
+__all__ = ["LEGAL", "is_harmless", "require_manifest", "strays"]
+
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "processor_config.json", "preprocessor_config.json"),
+)
+"""Drafts are tokens of the base: what the drafter's own tokenizer calls them changes none."""
+
+_CODE = "auto_map"
+"""Key of a configuration that names code to be run."""
+
+LEGAL = tuple(f"{name}{ending}" for name in ("LICENSE", "NOTICE") for ending in ("", "*.txt", "*.md"))
+_HARMLESS = (*LEGAL, "CITATION.cff", *(f"*.{ending}" for ending in ("md", "png", "jpg", "jpeg", "gif", "webp", "pdf")))
+"""What no engine reads: it is for people."""
+
+_FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py", ".json")
+"""What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a file of that name, relative to the directory, is read by no engine or changes nothing."""
+    base = name.rpartition("/")[2]
+    if base.startswith("."):
+        return not base.endswith(_FOUND_BY_ENDING)
+    return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)
+
+
+def require_manifest(place: Path, beside: Container[str] = ()) -> None:
+    """Check that ``place`` holds a drafter and nothing else that an engine may read.
+
+    Args:
+        place: a directory, or a file that is a checkpoint.
+        beside: names of files that may be there: those of a report.
+
+    Raises:
+        CheckpointError: there is more, which is named.
+        DrafterError: it holds no drafter, or a damaged one.
+    """
+    if found := strays(place, beside):
+        raise CheckpointError(
+            f"{escape(place)}: expected a drafter and nothing else that an engine may read, found that "
+            f"{few(found, separator='; ')}. Move aside or undo what does not belong there, or extract the drafter "
+            "again."
+        )
+
+
+def strays(place: Path, beside: Container[str] = ()) -> list[str]:
+    """What :func:`require_manifest` refuses, in words, each with its file.
+
+    Raises:
+        DrafterError, CheckpointError: as there.
+    """
+    manifest = format_of(place).manifest(place)
+    files = [] if place.is_file() else sorted(_strange(place, manifest, beside))
+    said = [*manifest.said, said_of_codes(place / CODES_FILE)]
+    found = [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
+    configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
+    return files + found + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
+
+
+def _beyond(said: Said) -> Iterator[str]:
+    read = read_metadata if holds_tensors(said.path) else reading.read_json
+    return beyond(read(said.path), said)
+
+
+def _strange(folder: Path, manifest: Manifest, beside: Container[str]) -> Iterator[str]:
+    for root, folders, names in os.walk(folder):
+        # No engine looks into hidden directories: they are git's, the Hub's and editors'.
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        # What a link leads to is not looked through here, and is by engines.
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for name in (*links, *names):
+            path = Path(root, name).relative_to(folder).as_posix()
+            if path in manifest.files or path in (RECORD, CODES_FILE) or path in beside or is_harmless(path):
+                if not Path(root, name).is_file():
+                    yield f"{escape(path)} is no file"
+                continue
+            yield f"{escape(path)} belongs neither to the checkpoint nor to a report"

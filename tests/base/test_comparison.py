@@ -1,0 +1,263 @@
+"""Does the sample hold its base? Yes; and whatever is planted in either is named, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.bases import PREFIX, Weights, base_with, patched, places_of
+
+from mtp_extract.base.comparison import NOT_FOUND, BaseComparison, compare_base
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP
+from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, UnsupportedError
+
+LAYER = f"{PREFIX}layers.0."
+
+
+def compared(bundle: Path, base: Path) -> BaseComparison:
+    with open_bundle(bundle) as opened:
+        return compare_base(opened, base)
+
+
+def apart(found: BaseComparison) -> dict[str, str]:
+    """Roles that differ or are not there, with the reason."""
+    return {role.role: role.why for role in found.roles if role.verdict in (DIFFERENT, NOT_FOUND)}
+
+
+def test_the_sample_holds_its_base(sample: Path, base: Path) -> None:
+    found = compared(sample, base)
+    assert (found.tensors_found, found.tensors, found.layers) == (101, 101, 6)
+    assert found.problem is None
+    by_role = {role.role: role for role in found.roles}
+    assert {role.verdict for role in found.roles if len(role.shape) == 1} == {EQUAL}
+    assert {role.verdict for role in found.roles if len(role.shape) == 2} == {EQUAL_CODES}
+    assert by_role["lm_head"].tensor == by_role["embed_tokens"].tensor == f"{PREFIX}embed_tokens.weight"
+    assert by_role["layers.0.q_proj"].signatures == ("prefill_32", "decode", "verify")
+    assert by_role["layers.5.q_proj"].signatures == ("decode", "verify")
+    assert all(role.steps is None or 0.4 < role.steps < 0.5001 for role in found.roles)
+    # Layers 4 and 5 read the caches of others.
+    owners = {role.role.split(".")[1] for role in found.roles if role.role.endswith(".k_proj")}
+    assert owners == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_a_rounded_and_sharded_base_is_the_same_one(sample: Path, tmp_path: Path, dtype: str) -> None:
+    found = compared(sample, base_with(tmp_path / "base", dtype=dtype, shards=3))
+    assert found.problem is None
+    assert found.tensors_found == found.tensors == 101
+    assert {role.verdict for role in found.roles if len(role.shape) == 1} == {EQUAL}
+    matrices = [role for role in found.roles if len(role.shape) == 2]
+    assert {role.verdict for role in matrices} <= {EQUAL_CODES, HALF_STEP}
+    # What was rounded twice may lie a little further off than half a step.
+    assert max(role.steps or 0 for role in matrices) > 0.5
+
+
+@pytest.mark.parametrize(
+    "role", ["embed_tokens", "lm_head", "embed_tokens_per_layer", "layers.0.q_proj", "layers.3.v_proj"]
+)
+def test_one_code_is_named(sample: Path, base: Path, tmp_path: Path, role: str) -> None:
+    place = places_of(sample, role)[0]
+    assert place.found.tensor is not None
+    at = place.model.locate(place.found.tensor).file_offset + 70
+    code = sample.read_bytes()[at]
+    found = compared(patched(tmp_path / "b.litertlm", {at: bytes([(code + 2) % 256])}), base)
+    assert list(apart(found)) == [role]
+    assert apart(found)[role].startswith("1 weights lie up to ")
+    assert found.problem is not None and role in str(found.problem)
+
+
+@pytest.mark.parametrize("signature", ["prefill_32", "decode", "verify"])
+def test_one_scale_of_one_signature_is_named(sample: Path, base: Path, tmp_path: Path, signature: str) -> None:
+    place = next(p for p in places_of(sample, "layers.1.down_proj") if p.signature == signature)
+    assert place.found.tensor is not None and place.found.tensor.quantization is not None
+    quantization = place.found.tensor.quantization
+    at = place.model.region.begin + quantization.scale_at + 4 * 5
+
+    def found(factor: float) -> BaseComparison:
+        scale = np.float32(quantization.scale[5] * np.float32(factor))
+        return compared(patched(tmp_path / f"{factor}.litertlm", {at: scale.tobytes()}), base)
+
+    assert list(apart(found(1.5))) == ["layers.1.down_proj"]
+    # So little changes no weight by more than half a step, and is not called equal.
+    verdicts = {role.role: role for role in found(1.00001).roles}
+    assert verdicts["layers.1.down_proj"].verdict == HALF_STEP
+    assert verdicts["layers.1.down_proj"].why == "scales differ"
+
+
+def _swap(weights: Weights) -> None:
+    gate, up = f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def _less_one(weights: Weights) -> None:
+    weights[f"{LAYER}input_layernorm.weight"] = weights[f"{LAYER}input_layernorm.weight"] - 1
+
+
+def _turn(weights: Weights) -> None:
+    weights[f"{LAYER}self_attn.k_proj.weight"] = weights[f"{LAYER}self_attn.k_proj.weight"].T
+
+
+def _scalar(weights: Weights) -> None:
+    weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
+
+
+def _table(weights: Weights) -> None:
+    weights[f"{PREFIX}embed_tokens.weight"][7] += 1
+
+
+def _untied(weights: Weights) -> None:
+    weights["lm_head.weight"] = weights[f"{PREFIX}embed_tokens.weight"] * np.float32(1.5)
+
+
+def _broken(weights: Weights) -> None:
+    weights[f"{LAYER}mlp.up_proj.weight"][3, 4] = np.nan
+
+
+def _fewer(weights: Weights) -> None:
+    del weights[f"{LAYER}self_attn.v_proj.weight"]
+
+
+def _more(weights: Weights) -> None:
+    weights[f"{LAYER}self_attn.v_norm.weight"] = np.ones(32, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            _swap,
+            {
+                "layers.0.gate_proj": f"it holds the checkpoint's {LAYER}mlp.up_proj.weight",
+                "layers.0.up_proj": f"it holds the checkpoint's {LAYER}mlp.gate_proj.weight",
+            },
+        ),
+        (_less_one, {"layers.0.pre_attention_norm": "it holds the checkpoint's plus 1"}),
+        (_turn, {"layers.0.k_proj": "it holds the checkpoint's transposed"}),
+        (_scalar, {"layers.0.layer_scalar": "the graphs have no layer scalar, which is one of 1"}),
+        (_table, {"embed_tokens": "64 weights", "lm_head": "64 weights"}),
+        (_untied, {"lm_head": "weights lie up to"}),
+        (_broken, {"layers.0.up_proj": "the checkpoint holds values that are not finite"}),
+        (_fewer, {"layers.0.v_proj": "the checkpoint has no such tensor"}),
+        (_more, {f"{LAYER}self_attn.v_norm.weight": "the bundle has no place for this tensor"}),
+    ],
+)
+def test_what_is_planted_in_the_checkpoint_is_named(
+    sample: Path, tmp_path: Path, change: Callable[[Weights], None], expected: dict[str, str]
+) -> None:
+    found = apart(compared(sample, base_with(tmp_path / "base", change)))
+    assert set(found) == set(expected)
+    assert all(reason in found[role] for role, reason in expected.items())
+
+
+def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path: Path) -> None:
+    """The published checkpoints have them; transformers does not load them."""
+
+    def more(weights: Weights) -> None:
+        weights[f"{PREFIX}layers.4.self_attn.k_proj.weight"] = np.zeros((64, 64), np.float32)
+        weights["model.vision_tower.patch.weight"] = np.zeros(3, np.float32)
+
+    found = compared(sample, base_with(tmp_path / "base", more))
+    assert found.problem is None
+    assert found.unused == (f"{PREFIX}layers.4.self_attn.k_proj.weight",)
+    assert found.others == {"vision_tower": 1}
+
+
+def _wider(weights: Weights) -> None:
+    table = weights[f"{PREFIX}embed_tokens.weight"]
+    weights[f"{PREFIX}embed_tokens.weight"] = np.concatenate([table, table])
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"model_type": "llama"}, CheckpointError, "expected model_type gemma4"),
+        ({"vocab_size": 1024}, PairError, "vocab_size 1024 instead of 512"),
+        ({"hidden_size": 128}, PairError, "hidden_size 128 instead of 64"),
+        ({"num_hidden_layers": 7}, PairError, "num_hidden_layers 7 instead of 6"),
+        ({"num_hidden_layers": "six"}, CheckpointError, "num_hidden_layers is six"),
+        ({"rms_norm_eps": 1e-5}, PairError, "rms_norm_eps"),
+        ({"final_logit_softcapping": None}, PairError, "final_logit_softcapping"),
+        ({"enable_moe_block": True}, UnsupportedError, "mixture of experts"),
+        ({"quantization_config": {"quant_method": "gemma"}}, UnsupportedError, "expected weights in floats"),
+    ],
+)
+def test_another_model_is_refused(
+    sample: Path, tmp_path: Path, config: dict[str, Any], error: type[MtpExtractError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        compared(sample, base_with(tmp_path / "base", **config))
+
+
+def test_another_vocabulary_that_its_config_hides_is_named(sample: Path, tmp_path: Path) -> None:
+    found = apart(compared(sample, base_with(tmp_path / "base", _wider)))
+    assert set(found) == {"embed_tokens", "lm_head"}
+    assert found["lm_head"] == "the checkpoint's is [1024, 64], the bundle's [512, 64]"
+
+
+def _truncated(base: Path) -> None:
+    path = base / "model-00001-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _nowhere(base: Path) -> None:
+    (base / "model-00002-of-00003.safetensors").unlink()
+
+
+def _outside(base: Path) -> None:
+    index = base / "model.safetensors.index.json"
+    read = json.loads(index.read_text())
+    read["weight_map"] = dict.fromkeys(read["weight_map"], "../base/model-00001-of-00003.safetensors")
+    index.write_text(json.dumps(read))
+
+
+def _elsewhere(base: Path) -> None:
+    index = base / "model.safetensors.index.json"
+    read = json.loads(index.read_text())
+    read["weight_map"] = dict.fromkeys(read["weight_map"], "model-00001-of-00003.safetensors")
+    index.write_text(json.dumps(read))
+
+
+def _no_map(base: Path) -> None:
+    (base / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+
+
+def _no_weights(base: Path) -> None:
+    (base / "model.safetensors.index.json").unlink()
+
+
+def _no_json(base: Path) -> None:
+    (base / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncated, "its header describes"),
+        (_nowhere, "which is not there"),
+        (_outside, "which is not there"),
+        (_elsewhere, "as the index says, found none"),
+        (_no_map, "expected a weight_map"),
+        (_no_weights, "found neither"),
+        (_no_json, "not valid JSON"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    sample: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    base = base_with(tmp_path / "base", shards=3)
+    damage(base)
+    with pytest.raises(CheckpointError, match=words):
+        compared(sample, base)
+
+
+def test_weights_in_integers_are_refused(sample: Path, tmp_path: Path) -> None:
+    def packed(weights: Weights) -> None:
+        weights[f"{LAYER}mlp.up_proj.weight"] = np.zeros((128, 64), np.uint8)
+
+    with pytest.raises(UnsupportedError, match="expected weights in floats, found U8"):
+        compared(sample, base_with(tmp_path / "base", packed))

@@ -1,0 +1,265 @@
+"""A base into the sample: nothing changes that need not, and what is put in is there in every signature."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ai_edge_litert import schema_py_generated as schema
+from helpers.bases import PREFIX, Weights, base_with, edited_section, places_of
+from helpers.make_bundle import kind, set_buffer
+
+from mtp_extract.base.comparison import compare_base, grouped
+from mtp_extract.base.insertion import BaseInsertionResult, planned_base_insertion
+from mtp_extract.base.places import find_base
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.distance import EQUAL, EQUAL_CODES
+from mtp_extract.cli import insert as insert_command
+from mtp_extract.cli import inspect as inspect_command
+from mtp_extract.cli._run import run_lean
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
+from mtp_extract.insert.decision import FLOATS, KEPT, REQUANTIZED
+from mtp_extract.pipeline.extraction import extract
+
+LAYER = f"{PREFIX}layers.0."
+
+
+def put(base: Path, bundle: Path, out: Path) -> BaseInsertionResult:
+    with planned_base_insertion(base, bundle) as plan:
+        return plan.write(out)
+
+
+def tuned(weights: Weights) -> None:
+    """All that is not 1, a little different."""
+    random = np.random.default_rng(0)
+    for name, weight in weights.items():
+        if weight.size > 1:
+            weights[name] = (weight * (1 + 0.1 * random.standard_normal(weight.shape))).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["", "f16"])
+def test_the_base_that_is_there_changes_nothing(sample: Path, tmp_path: Path, dtype: str) -> None:
+    out = tmp_path / "new.litertlm"
+    with planned_base_insertion(base_with(tmp_path / "base", dtype=dtype), sample) as plan:
+        kept = {d.how for role, each in plan.decisions.items() for d in each if dtype == "" or role.endswith("norm")}
+        plan.write(out)
+    assert kept == {KEPT}
+    assert dtype or out.read_bytes() == sample.read_bytes()
+
+
+def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
+    base, out = base_with(tmp_path / "base", tuned, shards=2), tmp_path / "new.litertlm"
+    with planned_base_insertion(base, sample) as plan:
+        assert {each[0].how for role, each in plan.decisions.items() if role.endswith("norm")} == {FLOATS}
+        assert {each[0].how for role, each in plan.decisions.items() if role.endswith("proj")} == {REQUANTIZED}
+        assert max(decision.error for each in plan.decisions.values() for decision in each) < 0.01
+        result = plan.write(out)
+    assert any("drafter" in note for note in result.notes)
+    with open_bundle(out) as opened:
+        found = compare_base(opened, base)
+        written = find_base(opened)
+        regions = {place.model.region.begin: place.model.region for each in written.places.values() for place in each}
+    assert found.problem is None
+    assert found.counts == {EQUAL: 48, EQUAL_CODES: 54}
+    # Signatures agree, so that each role is stored in one way.
+    assert {len(grouped(places)) for places in written.places.values()} == {1}
+    old, new = sample.read_bytes(), out.read_bytes()
+    assert len(old) == len(new)
+    inside = np.zeros(len(old), bool)
+    for region in regions.values():
+        inside[region.begin : region.begin + region.size] = True
+    changed = np.frombuffer(old, np.uint8) != np.frombuffer(new, np.uint8)
+    assert changed.any() and not changed[~inside].any()
+
+
+def _scalar(weights: Weights) -> None:
+    weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
+
+
+def _more(weights: Weights) -> None:
+    weights[f"{LAYER}self_attn.v_norm.weight"] = np.ones(32, np.float32)
+
+
+def _fewer(weights: Weights) -> None:
+    del weights[f"{LAYER}self_attn.v_proj.weight"]
+
+
+def _wider(weights: Weights) -> None:
+    weights[f"{LAYER}mlp.up_proj.weight"] = np.zeros((256, 64), np.float32)
+
+
+def _broken(weights: Weights) -> None:
+    weights[f"{LAYER}mlp.up_proj.weight"][3, 4] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "error", "words"),
+    [
+        (_scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the weight was 1"),
+        (_more, {}, CheckpointError, "1 tensors play no role"),
+        (_fewer, {}, CheckpointError, r"layers\.0\.v_proj: the bundle's base has this weight"),
+        (_wider, {}, UnsupportedError, r"layers\.0\.up_proj: the checkpoint's is \[256, 64\]"),
+        (_broken, {}, CheckpointError, r"layers\.0\.up_proj: holds values that are not finite"),
+        (tuned, {"hidden_size": 128}, PairError, "another model"),
+    ],
+)
+def test_what_has_no_place_is_refused(
+    sample: Path,
+    tmp_path: Path,
+    change: Callable[[Weights], None],
+    config: dict[str, Any],
+    error: type[MtpExtractError],
+    words: str,
+) -> None:
+    with pytest.raises(error, match=words):
+        put(base_with(tmp_path / "base", change, **config), sample, tmp_path / "new.litertlm")
+    assert not list(tmp_path.glob("*.litertlm"))
+
+
+def test_nothing_is_written_over(sample: Path, base: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.litertlm"
+    own.write_bytes(sample.read_bytes())
+    with pytest.raises(OutputError, match="is read and stays"):
+        put(base, own, own)
+    with pytest.raises(OutputError, match="exists"):
+        put(base, sample, own)
+    assert own.read_bytes() == sample.read_bytes()
+
+
+def _share(sample: Path, out: Path, other: str | None) -> Path:
+    """As converters do with equal constants: one buffer for layer 0's K norm and another role, or the V norm's ones."""
+    own = places_of(sample, "layers.0.k_norm")
+    theirs = places_of(sample, other) if other else own
+
+    def share(model: Any) -> None:
+        for mine, place in zip(own, theirs, strict=True):
+            assert mine.found.tensor is not None and place.found.tensor is not None
+            graph = model.subgraphs[mine.found.tensor.subgraph]
+            ones = np.ones(32, np.float32).tobytes()
+            held = place.found.tensor.index
+            if other is None:
+                held = next(i for i, t in enumerate(graph.tensors) if _data(model, t) == ones)
+            graph.tensors[mine.found.tensor.index].buffer = graph.tensors[held].buffer
+
+    return edited_section(out, "prefill_decode", share)
+
+
+def _data(model: Any, tensor: Any) -> bytes:
+    held = model.buffers[tensor.buffer].data
+    return b"" if held is None else bytes(held)
+
+
+def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
+    bundle, new = _share(sample, tmp_path / "shared.litertlm", None), tmp_path / "new.litertlm"
+    with pytest.raises(UnsupportedError, match="plays no role, and shares its bytes"):
+        put(base_with(tmp_path / "base", tuned), bundle, new)
+
+
+def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) -> None:
+    bundle, new = _share(sample, tmp_path / "shared.litertlm", "layers.0.q_norm"), tmp_path / "new.litertlm"
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm and layers\.0\.q_norm: all that lies at byte"):
+        put(base_with(tmp_path / "base", tuned), bundle, new)
+
+    def agreeing(weights: Weights) -> None:
+        tuned(weights)
+        weights[f"{LAYER}self_attn.k_norm.weight"] = weights[f"{LAYER}self_attn.q_norm.weight"]
+
+    base = base_with(tmp_path / "agreeing", agreeing)
+    put(base, bundle, new)
+    with open_bundle(new) as opened:
+        assert compare_base(opened, base).problem is None
+
+
+def _tables(model: Any) -> None:
+    """One table a layer, as the published bundles have them: looked up, scaled, and joined."""
+    graph = model.subgraphs[0]
+    lookup = next(op for op in graph.operators if kind(model, op) == "EMBEDDING_LOOKUP")
+    first, table, found = lookup.inputs[0], graph.tensors[lookup.inputs[1]], graph.tensors[lookup.outputs[0]]
+    codes = np.frombuffer(bytes(model.buffers[table.buffer].data), np.int8).reshape(table.shape)
+    pieces, operators = [], []
+    for layer in range(6):
+        own, part = copy.deepcopy(table), copy.deepcopy(found)
+        own.shape, part.shape = [512, 32], [1, 32]
+        # Each table has scales of its own.
+        own.quantization.scale = (np.asarray(table.quantization.scale) * (1 + layer)).astype(np.float32)
+        set_buffer(model, own, np.ascontiguousarray(codes[:, 32 * layer : 32 * layer + 32]).tobytes())
+        graph.tensors += [own, part]
+        op = copy.deepcopy(lookup)
+        op.inputs, op.outputs = [first, len(graph.tensors) - 2], [len(graph.tensors) - 1]
+        operators.append(op)
+        pieces.append(len(graph.tensors) - 1)
+    code = schema.OperatorCodeT()
+    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.CONCATENATION
+    code.version = 1
+    model.operatorCodes.append(code)
+    join = schema.OperatorT()
+    join.opcodeIndex, join.inputs, join.outputs = len(model.operatorCodes) - 1, pieces, [lookup.outputs[0]]
+    join.builtinOptionsType = schema.BuiltinOptions.ConcatenationOptions
+    join.builtinOptions = schema.ConcatenationOptionsT()
+    join.builtinOptions.axis = 1
+    at = graph.operators.index(lookup)
+    graph.operators[at : at + 1] = [*operators, join]
+    # The old table goes, so that no constant is left over.
+    table.buffer = 0
+
+
+def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
+    bundle = edited_section(tmp_path / "tables.litertlm", "per_layer_embedder", _tables)
+    name = f"{PREFIX}embed_tokens_per_layer.weight"
+
+    def scaled(weights: Weights) -> None:
+        weights[name] = weights[name] * np.repeat(np.arange(1, 7, dtype=np.float32), 32)
+
+    base = base_with(tmp_path / "base", scaled)
+    with open_bundle(bundle) as opened:
+        assert len(find_base(opened).places["embed_tokens_per_layer"]) == 6
+        found = compare_base(opened, base)
+    # Rows were quantized as wholes: their parts do not reach the last code, and are within half a step.
+    assert found.problem is None
+    out = tmp_path / "new.litertlm"
+    new = base_with(tmp_path / "tuned", tuned)
+    put(new, bundle, out)
+    with open_bundle(out) as opened:
+        found = compare_base(opened, new)
+    assert found.problem is None
+    verdicts = {role.role: role.verdict for role in found.roles}
+    assert verdicts["embed_tokens_per_layer"] == EQUAL_CODES
+
+
+def run(capsys: pytest.CaptureFixture[str], command: Any, *arguments: object) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr("sys.argv", ["mtp", *map(str, arguments)])
+        run_lean(command.app)
+    printed = capsys.readouterr()
+    return int(stopped.value.code or 0), printed.out, printed.err
+
+
+def test_a_drafter_s_directory_is_told_from_a_base_s(
+    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(sample, tmp_path / "drafter")
+    status, out, _ = run(capsys, inspect_command, sample, "--against", tmp_path / "drafter")
+    assert status == 0 and "is a drafter's checkpoint" in out and "equal, bit for bit" in out
+
+
+def test_the_commands(sample: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, inspect_command, sample, "--against", base, "--json")
+    report = json.loads(out)
+    assert status == 0 and report["tensors_found"] == report["tensors"] == 101
+    assert report["verdicts"] == {"equal": 48, "equal codes": 54} and len(report["roles"]) == 102
+    new, other = tmp_path / "new.litertlm", base_with(tmp_path / "base", tuned)
+    status, out, err = run(capsys, inspect_command, sample, "--against", other)
+    assert status == 1 and "101 of 101 tensors found" in out and "are not the weights of" in err
+    status, out, _ = run(capsys, insert_command, sample, "--base-weights", other, "-o", new)
+    assert status == 0 and "requantized" in out and f"Wrote {new}" in out
+    status, out, _ = run(capsys, inspect_command, new, "--against", other)
+    assert status == 0 and "102 roles: 48 equal, 54 equal codes" in out
+    status, _, err = run(capsys, insert_command, base, sample, "--base-weights", other, "-o", new)
+    assert status == 2 and "for a drafter" in err
+    status, _, err = run(capsys, inspect_command, sample, "--against", sample)
+    assert status == 2 and "is none" in err

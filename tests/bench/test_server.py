@@ -1,0 +1,502 @@
+"""Servers: each kind is recognised, its answers and counters are read, and nothing it sends does harm."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from time import sleep
+from typing import Any, Protocol
+
+import pytest
+from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
+
+from mtp_extract.bench.kinds import KINDS, Counters, impossible, recognise
+from mtp_extract.bench.server import Server, key_from
+from mtp_extract.errors import MtpExtractError, ServerError
+
+PROMPT = "class Foo(object):"
+
+
+class Connect(Protocol):
+    def __call__(self, url: str, **arguments: Any) -> Server: ...
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """A server whose connections are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda url, **arguments: stack.enter_context(Server(url, **arguments))
+
+
+@pytest.fixture(params=sorted(MANNERS))
+def any_server(request: pytest.FixtureRequest) -> Iterator[ModelServer]:
+    with model_server(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def vllm() -> Iterator[ModelServer]:
+    with model_server("vLLM") as server:
+        yield server
+
+
+def test_each_kind_is_recognised(connect: Connect, any_server: ModelServer) -> None:
+    found = connect(any_server.url + "/v1/")
+    assert (found.kind.name, found.model, found.name) == (any_server.kind, MODEL, any_server.url)
+    assert found.version == {
+        "vLLM": "0.33.0",
+        "SGLang": "0.5.23",
+        "llama-server": "b1-0c1e570",
+        "mlx-vlm": "0.7.10",
+    }.get(any_server.kind)
+
+
+def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
+    answer = connect(any_server.url).ask(PROMPT, max_tokens=6, temperature=0)
+    (path, asked), tokens = any_server.asked[-1], words_of(PROMPT, 6)
+    assert (path, asked["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
+    assert (asked["model"], asked["max_tokens"], asked["temperature"], asked["stream"]) == (MODEL, 6, 0, True)
+    assert (answer.text, answer.finish_reason, answer.first_tokens) == ("".join(tokens), "length", 1)
+    assert answer.tokens == (None if any_server.kind == "unknown" else 6)
+    assert answer.first_s is not None
+    assert answer.first_s > 0
+    assert answer.seconds > 0
+    counted = account(6)
+    drafts = {name: counted[name] for name in ("drafted", "accepted")}
+    assert answer.told == {
+        "llama-server": Counters(tokens=6, ms=10.0, **drafts),
+        "mlx-vlm": Counters(tokens=6, ms=10.0, rounds=counted["rounds"], **drafts),
+        "SGLang": Counters(rounds=counted["rounds"], **drafts),
+    }.get(any_server.kind)
+
+
+def test_vllm_tells_in_its_answers_if_it_was_started_so(connect: Connect, vllm: ModelServer) -> None:
+    vllm.told = True
+    counted = account(6)
+    told = connect(vllm.url).ask(PROMPT, max_tokens=6).told
+    assert told == Counters(rounds=counted["rounds"], drafted=counted["drafted"], accepted=counted["accepted"])
+
+
+@pytest.mark.parametrize("kind", ["llama-server", "mlx-vlm"])
+def test_without_a_drafter_nothing_is_drafted(connect: Connect, kind: str) -> None:
+    with model_server(kind, drafts=False) as server:
+        told = connect(server.url).ask(PROMPT, max_tokens=6).told
+    assert told is not None
+    assert (told.drafted, told.accepted, told.tokens) == (0, 0, 6)
+
+
+def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None:
+    server = connect(vllm.url)
+    assert server.ask(PROMPT, max_tokens=3, chat=False).tokens == 3
+    assert [(path, body.get("prompt")) for path, body in vllm.asked] == [("/v1/completions", PROMPT)]
+
+
+def test_tokens_of_the_first_text(connect: Connect, vllm: ModelServer) -> None:
+    """Some send several at once: they took no time of their own."""
+    vllm.burst = 4
+    answer = connect(vllm.url).ask(PROMPT, max_tokens=6)
+    assert (answer.tokens, answer.first_tokens) == (6, 4)
+
+
+def test_counters_of_the_pages() -> None:
+    """The numbers that stand in the files, over all label sets."""
+    kinds = {kind.name: kind for kind in KINDS}
+    pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
+    assert kinds["vLLM"].of_page(pages["vLLM"]) == Counters(5, 493, 131, 524, 321)
+    assert kinds["SGLang"].of_page(pages["SGLang"]) == Counters(requests=2, tokens=192, rounds=55)
+    llama = dict(line.split(" ") for line in pages["llama-server"].splitlines() if not line.startswith("#"))
+    assert kinds["llama-server"].of_page(pages["llama-server"]) == Counters(
+        tokens=int(llama["llamacpp:tokens_predicted_total"]),
+        rounds=int(llama["llamacpp:spec_decode_num_drafts_total"]),
+        drafted=int(llama["llamacpp:spec_decode_num_draft_tokens_total"]),
+        accepted=int(llama["llamacpp:spec_decode_num_accepted_tokens_total"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("timings", "expected"),
+    [
+        ({"predicted_n": 3, "predicted_ms": 8.5}, Counters(tokens=3, drafted=0, accepted=0, ms=8.5)),
+        ({"predicted_n": 3, "draft_n_accepted": 3}, Counters(tokens=3, accepted=3)),
+        ({"predicted_n": 3, "draft_n": 4}, Counters(tokens=3, drafted=4)),
+        ({"predicted_n": 3, "predicted_ms": 1e-320}, Counters(tokens=3, drafted=0, accepted=0)),
+    ],
+)
+def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Counters) -> None:
+    """Of drafts, but where none of their counters is there."""
+    (llama,) = (kind for kind in KINDS if kind.name == "llama-server")
+    assert llama.of_answer({"timings": timings}) == expected
+
+
+def test_a_time_longer_than_there_was() -> None:
+    assert impossible(Counters(ms=2999.0), 8, seconds=3) == ()
+    assert impossible(Counters(ms=3001.0), 8, seconds=3) == ("3001.0 ms where at most 3000.0 can be",)
+
+
+def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServer) -> None:
+    """A proxy that keeps the text until it ends, and sends the end after it."""
+
+    def answer(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.end_headers()
+        for event in ({"choices": [{"text": "a b c"}]}, FINISHED | used(3)):
+            handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            handler.wfile.flush()
+            threading.Event().wait(0.02)
+        handler.wfile.write(b"data: [DONE]\n\n")
+        handler.close_connection = True
+
+    server = connect(vllm.url)
+    vllm.overrides["/v1/completions"] = answer
+    found = server.ask(PROMPT, max_tokens=3, chat=False)
+    assert (found.tokens, found.seconds, found.text) == (3, 0.0, "a b c")
+
+
+def test_what_a_page_rounds_is_not_taken() -> None:
+    kind = recognise("llama.cpp", [])
+    page = "llamacpp:tokens_predicted_total 1.23457e+06\nllamacpp:spec_decode_num_drafts_total 999999\n"
+    assert kind.of_page(page) == Counters(rounds=999999)
+
+
+def test_counters_move(connect: Connect, vllm: ModelServer) -> None:
+    server = connect(vllm.url)
+    before = server.counters()
+    server.ask(PROMPT, max_tokens=6)
+    after = server.counters()
+    assert before is not None
+    assert after is not None
+    assert after - before == Counters(**account(6))
+
+
+def test_a_page_that_is_not_there(connect: Connect, vllm: ModelServer) -> None:
+    vllm.overrides["/metrics"] = lambda handler: handler.json({"error": "no"}, 501)
+    assert connect(vllm.url).counters() is None
+
+
+def test_the_model_is_chosen(connect: Connect) -> None:
+    with model_server("mlx-vlm") as server:
+        server.models.append({"id": "another", "loaded": False})
+        assert connect(server.url).model == MODEL
+        assert connect(server.url, model="another").model == "another"
+        server.models.append({"id": "a third", "loaded": True})
+        with pytest.raises(ServerError, match=f"expected one model, found {MODEL}, another, a third"):
+            connect(server.url)
+        with pytest.raises(ServerError, match="expected the model x, found") as caught:
+            connect(server.url, model="x")
+    assert caught.value.remedies == ("model",)
+
+
+def test_the_key_is_sent_and_shown_to_nobody(
+    connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.key = KEY
+    monkeypatch.setenv("SOME_KEY", f" {KEY}\n")
+    assert connect(vllm.url, key=key_from("SOME_KEY")).ask(PROMPT, max_tokens=3).tokens == 3
+    assert {given for _, given in vllm.seen} == {f"Bearer {KEY}"}
+    with pytest.raises(ServerError, match="wants a key") as caught:
+        connect(vllm.url, key=KEY + "x")
+    assert KEY not in str(caught.value)
+    assert caught.value.remedies == ("api_key_env",)
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "two words", "schlüssel", "a\x00b"])
+def test_what_is_no_key(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    # An environment cannot hold a NUL.
+    monkeypatch.setattr("os.environ", {"SOME_KEY": value} if value is not None else {})
+    with pytest.raises(MtpExtractError, match="environment variable SOME_KEY"):
+        key_from("SOME_KEY")
+
+
+def test_a_login_in_the_url_is_sent_and_shown_to_nobody(connect: Connect, vllm: ModelServer) -> None:
+    url = vllm.url.replace("//", "//user:pa%20ss@")
+    server = connect(url + "/?token=secret")
+    assert server.name == vllm.url
+    assert vllm.seen[0] == ("/v1/models", "Basic dXNlcjpwYSBzcw==")
+    vllm.overrides["/v1/chat/completions"] = lambda handler: handler.json(
+        {"error": {"message": f"no: {handler.headers['authorization']}, user:pa ss"}}, 400
+    )
+    with pytest.raises(ServerError) as caught:
+        server.ask(PROMPT, max_tokens=3)
+    for secret in ("user", "pa ss", "pa%20ss", "dXNlcj", "secret"):
+        assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "localhost:8000", "ftp://host", "http://", "http://[::1", "http://host:99999", "http://a b", "http://h\n"],
+)
+def test_what_is_no_url(connect: Connect, url: str) -> None:
+    with pytest.raises(MtpExtractError, match="expected the URL of a server"):
+        connect(url)
+
+
+def test_nobody_is_there(connect: Connect) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ServerError, match=r"cannot be reached.*Check that it runs, and its address") as caught:
+            connect(url)
+    assert str(caught.value).startswith(url)
+
+
+def status(number: int, message: str = "because") -> Callable[[Any], None]:
+    return lambda handler: handler.json({"error": {"message": message}}, number)
+
+
+def body(data: bytes, kind: str = "application/json") -> Callable[[Any], None]:
+    return lambda handler: handler.send(data, kind)
+
+
+def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
+    def answer(handler: Any) -> None:
+        data = b"".join(
+            b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+            for event in events
+        )
+        handler.send(data + (b"data: [DONE]\n\n" if end else b""), "text/event-stream")
+
+    return answer
+
+
+def cut(handler: Any) -> None:
+    """The connection ends in the middle of what was announced."""
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/event-stream")
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+    handler.close_connection = True
+
+
+def endless(line: bytes, kind: str, pause: float = 0.0) -> Callable[[Any], None]:
+    """So much of one line that no answer or page has it, with ``pause`` seconds before each."""
+
+    def answer(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(1 << 34))
+        handler.end_headers()
+        while True:
+            sleep(pause)
+            handler.wfile.write(line)
+
+    return answer
+
+
+TEXT = {"choices": [{"text": "a"}]}
+FINISHED = {"choices": [{"text": "", "finish_reason": "stop"}]}
+
+
+def told(**counters: Any) -> dict[str, Any]:
+    return {"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2, **counters}}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (status(401), r"wants a key, or does not accept this one \(401\): because"),
+        (status(403), r"refuses access \(403\)"),
+        (status(404), r"expected /v1/completions and the model .* found one missing \(404\)"),
+        (status(429), r"limits the rate of requests.* \(429\)"),
+        (status(503, "Loading model"), r"may still be loading.* \(503\): Loading model"),
+        (status(500, "x" * 5000), r"does not answer as .* \(500\): x+…"),
+        (status(400, "\x1b[31mred\nline"), r"\(400\): \\x1b\[31mred\\nline"),
+        (status(302), r"\(302\)"),
+        (body(b"<html>"), "expected a stream of events, found application/json"),
+        (body(b"", "text/html"), "found text/html"),
+        (cut, "the connection was lost"),
+        (stream(TEXT, end=False), "the answer ended before its end"),
+        (stream(end=False), "the answer ended before its end"),
+        (stream(TEXT, b"not json"), "expected a JSON object, found not json"),
+        (stream(TEXT, b"[1]"), "expected a JSON object"),
+        (stream(b"[" * 100_000), "expected a JSON object"),
+        (stream(b'{"a": ' + b"9" * 5000 + b"}"), "expected a JSON object"),
+        (stream(TEXT, {"error": {"message": "out of\nmemory"}}), r"ended in an error: out of\\nmemory"),
+        (stream(TEXT, {"error": "gone"}), "ended in an error: gone"),
+        (stream(TEXT, told(num_draft_tokens=-1)), "expected a count for num_draft_tokens, found -1"),
+        (stream(TEXT, told(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
+        (stream(TEXT, told(num_spec_steps="7")), "expected a count for num_spec_steps, found 7"),
+        (stream(TEXT, told(num_draft_tokens=True)), "expected a count"),
+        (stream(TEXT, told(num_draft_tokens=1 << 60)), "expected a count"),
+        (endless(b"a" * (1 << 16), "text/event-stream"), "too large"),
+        (endless(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
+        (endless(b"a" * (1 << 16), "application/json"), "found application/json"),
+    ],
+)
+def test_answers_that_are_none(
+    connect: Connect, vllm: ModelServer, answer: Callable[[Any], None], message: str
+) -> None:
+    server = connect(vllm.url)
+    vllm.overrides["/v1/completions"] = answer
+    with pytest.raises(ServerError, match=message) as caught:
+        server.ask(PROMPT, max_tokens=3, chat=False)
+    text = str(caught.value)
+    assert text.startswith(f"{vllm.url}: ")
+    assert text.endswith(".")
+    assert text.isprintable()
+    assert len(text) < 600
+
+
+def used(tokens: Any) -> dict[str, Any]:
+    return {"usage": {"completion_tokens": tokens}}
+
+
+@pytest.mark.parametrize(
+    ("events", "tokens", "said"),
+    [
+        ([TEXT, used(3)], 3, ()),
+        ([TEXT, used(4)], None, ("4 tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([TEXT, used(1 << 52)], None, ("4503599627370496 tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([TEXT, used(10**300)], None, (f"1{'0' * 22}… tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([TEXT, used(-1)], None, ("-1 tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([TEXT, used(0)], None, ("0 tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([used(0)], 0, ()),
+        ([TEXT | used(3), used(2)], None, ("2 tokens of an answer of 1 pieces and at most 3 tokens",)),
+        ([TEXT, told(num_accepted_draft_tokens=5)], None, ("5 accepted drafts where at most 4 can be",)),
+        ([TEXT, told(num_spec_steps=0)], None, ("2 accepted drafts where at most 0 can be",)),
+        ([TEXT, told(num_spec_steps=5)], None, ("5 rounds where at most 4 can be",)),
+        (
+            [TEXT, told(num_draft_tokens=1 << 52, num_accepted_draft_tokens=800)],
+            None,
+            ("4503599627370496 drafts where at most 3072 can be", "800 accepted drafts where at most 67 can be"),
+        ),
+        (
+            [TEXT, used(3), told(num_draft_tokens=800, num_accepted_draft_tokens=800)],
+            3,
+            ("800 accepted drafts where at most 67 can be",),
+        ),
+    ],
+)
+def test_what_a_server_tells_is_bounded_by_what_was_asked(
+    connect: Connect, vllm: ModelServer, events: list[Any], tokens: int | None, said: tuple[str, ...]
+) -> None:
+    """What cannot be is kept apart, and nothing is computed with it."""
+    server = connect(vllm.url)
+    vllm.overrides["/v1/completions"] = stream(*events, FINISHED)
+    answer = server.ask(PROMPT, max_tokens=3, chat=False)
+    assert (answer.tokens, answer.impossible, answer.first_tokens >= 1) == (tokens, said, True)
+    assert answer.told is None
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"choices": [{"text": 5}]}, ""),
+        ({"choices": "none"}, ""),
+        ({"choices": [None, 3, {"delta": []}, {"delta": {"content": ["a"]}}]}, ""),
+        ({"usage": {"completion_tokens": "many"}}, ""),
+        ({"usage": {"completion_tokens": 10**300}}, ""),
+        ({"usage": []}, ""),
+        ({"metrics": {"speculative_decoding": 5}}, ""),
+        ({"choices": [{"delta": {"reasoning": "hm ", "reasoning_content": "hm ", "content": "yes"}}]}, "hm yes"),
+    ],
+)
+def test_events_of_other_forms(connect: Connect, vllm: ModelServer, event: dict[str, Any], expected: str) -> None:
+    server = connect(vllm.url)
+    vllm.overrides["/v1/completions"] = stream(event, FINISHED)
+    answer = server.ask(PROMPT, max_tokens=3, chat=False)
+    assert (answer.text, answer.tokens, answer.told, answer.finish_reason) == (expected, None, None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (b"vllm:request_success_total NaN", "expected a count for vllm:request_success_total, found NaN"),
+        (b"vllm:request_success_total -1", "found -1"),
+        (b"vllm:request_success_total 1e400", "found 1e400"),
+        (b"vllm:request_success_total 1.5", "found 1.5"),
+        (b"vllm:request_success_total", "found nothing"),
+        (b'vllm:request_success_total{a="}', "found nothing"),
+        (b"vllm:request_success_total \xff\xfe\x1b[31m", r"found .*\\x1b\[31m"),
+        (None, "expected a page of at most 16 MiB"),
+    ],
+)
+def test_pages_that_make_no_sense(connect: Connect, vllm: ModelServer, page: bytes | None, message: str) -> None:
+    server = connect(vllm.url)
+    vllm.overrides["/metrics"] = endless(b"}{" * (1 << 15), "text/plain") if page is None else body(page, "text/plain")
+    with pytest.raises(ServerError, match=message) as caught:
+        server.counters()
+    assert str(caught.value).startswith(f"{vllm.url}: ")
+
+
+def test_a_page_of_something_else(connect: Connect, vllm: ModelServer) -> None:
+    server = connect(vllm.url)
+    vllm.overrides["/metrics"] = body(b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000, "a/b")
+    assert server.counters() is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (b"<html></html>", "expected a JSON object, found <html>"),
+        (b"[]", "expected a JSON object"),
+        (b"{}", "expected an OpenAI-compatible server, found none that lists its models"),
+        (b'{"data": {"id": "a"}}', "none that lists its models"),
+        (b'{"data": [{"id": 7}, null, "a"]}', "none that lists its models"),
+    ],
+)
+def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
+    vllm.overrides["/v1/models"] = body(listed)
+    with pytest.raises(ServerError, match=message) as caught:
+        connect(vllm.url)
+    assert str(caught.value).startswith(f"{vllm.url}: ")
+    vllm.overrides["/v1/models"] = status(404)
+    with pytest.raises(ServerError, match=r"expected an OpenAI-compatible server, found no /v1/models \(404\)"):
+        connect(vllm.url)
+
+
+def test_a_version_that_is_not_told(connect: Connect, vllm: ModelServer) -> None:
+    for answer in (status(404), body(b'{"version": 3}'), body(b"what")):
+        vllm.overrides["/version"] = answer
+        assert connect(vllm.url).version is None
+
+
+def test_an_answer_that_takes_too_long(connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of whoever waits, though something comes all the time."""
+    server = connect(vllm.url)
+    monkeypatch.setattr(server, "_timeout", 0.1)
+    vllm.overrides["/v1/completions"] = endless(b": still here\n", "text/event-stream", pause=0.01)
+    with pytest.raises(ServerError, match=r"expected an answer within 0\.1 seconds") as caught:
+        server.ask(PROMPT, max_tokens=3, chat=False)
+    assert caught.value.remedies == ("timeout",)
+
+
+def test_a_head_that_trickles_in(connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line in time, and no end: only closing the connection ends it."""
+    server = connect(vllm.url)
+    monkeypatch.setattr(server, "_timeout", 0.05)
+
+    def trickle(handler: Any) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            handler.wfile.write(b"X: y\r\n")
+            sleep(0.01)
+
+    vllm.overrides["/v1/completions"] = trickle
+    with pytest.raises(ServerError, match="expected an answer within") as caught:
+        server.ask(PROMPT, max_tokens=3, chat=False)
+    assert str(caught.value).startswith(f"{vllm.url}: ")
+
+
+@pytest.mark.torch
+def test_it_is_an_engine(connect: Connect, vllm: ModelServer) -> None:
+    from mtp_extract.speculate import Options, Sampling
+
+    engine = connect(vllm.url)
+    options = Options(
+        max_new_tokens=5, sampling=Sampling(temperature=0.5, top_k=7), seed=3, stop="\n", chat_template=True
+    )
+    results = engine.generate(["one", "three"], options)
+    assert [result.text for result in results] == ["".join(words_of(prompt, 5)) for prompt in ("one", "three")]
+    assert [result.finish_reason for result in results] == ["length", "length"]
+    asked = vllm.asked[0][1]
+    assert (asked["temperature"], asked["top_k"], asked["seed"], asked["stop"]) == (0.5, 7, 3, ["\n"])
+    assert "top_p" not in asked
+    for refused in (Options(drafts=0), Options(stop_token_ids=[1])):
+        with pytest.raises(MtpExtractError, match=r"a request cannot"):
+            engine.generate(["one"], refused)

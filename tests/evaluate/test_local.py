@@ -1,0 +1,48 @@
+"""Our loop as an engine: order, batches and seeds."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from helpers.first_pair import first_base, first_bundle
+
+import mtp_extract
+from mtp_extract.drafter import load_drafter
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.speculate import Options, Sampling, SpeculativeGenerator
+
+PROMPTS = ("import os\n", [{"role": "user", "content": "hello"}], (2, 5, 7), "def main():\n    ", "x")
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeGenerator:
+    directory = tmp_path_factory.mktemp("engine") / "drafter"
+    mtp_extract.extract(first_bundle(), directory, dtype="f32")
+    base = transformers.Gemma4ForConditionalGeneration.from_pretrained(first_base()).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(first_base())
+    return SpeculativeGenerator(base, load_drafter(directory), tokenizer)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_results_are_in_order(generator: SpeculativeGenerator, batch: int) -> None:
+    engine = LocalEngine(generator, batch)
+    options = Options(max_new_tokens=20, stop_token_ids=[])
+    together = engine.generate(PROMPTS, options)
+    alone = [generator.generate_batch([prompt], options)[0] for prompt in PROMPTS]
+    assert [(r.prompt_tokens, r.bos, r.tokens) for r in together] == [(r.prompt_tokens, r.bos, r.tokens) for r in alone]
+    assert engine.generate([], options) == []
+
+
+def test_the_same_prompt_in_two_batches_is_sampled_twice(generator: SpeculativeGenerator) -> None:
+    options = Options(max_new_tokens=12, sampling=Sampling(1.0), stop_token_ids=[], seed=3)
+    found = LocalEngine(generator, 2).generate([PROMPTS[0]] * 6, options)
+    assert len({result.tokens for result in found}) == 6
+    again = LocalEngine(generator, 2).generate([PROMPTS[0]] * 6, options)
+    assert [r.tokens for r in found] == [r.tokens for r in again]
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5])
+def test_a_batch_is_a_count(generator: SpeculativeGenerator, batch: int) -> None:
+    with pytest.raises(MtpExtractError, match="expected batch to be a whole number of at least 1"):
+        LocalEngine(generator, batch).generate(PROMPTS, Options())

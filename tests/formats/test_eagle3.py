@@ -1,0 +1,483 @@
+"""EAGLE-3 heads in the two layouts of their trainers: names as engines ask for them, strict reading, conversion."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.random_heads import LAYOUTS, asked_for, edit, head_config, random_head, write_head
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mtp_extract import convert
+from mtp_extract.drafter import Eagle3Drafter, load_any, load_drafter
+from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
+from mtp_extract.formats import format_of, read_checkpoint
+from mtp_extract.formats.eagle3_lint import CHECK, REFUSED, WRONG, Finding, lint
+from mtp_extract.formats.llama import findings_of
+from mtp_extract.pipeline.check import verify
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+WHOLE = {"own_embedding": True, "draft_vocab_size": 40}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": 40},
+        {"fc_norm": True},
+        {"norm_before_fc": True, "norm_output": True},
+        {"own_embedding": True, "backbone_hidden_size": 48},
+    ],
+)
+def test_names_and_shapes_are_those_that_engines_ask_for(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
+    config = head_config(**changes)
+    source = write_head(tmp_path / "head", random_head(config), "eagle3" if layout == "speculators" else "speculators")
+    convert(source, tmp_path / "out", format=layout, dtype="bf16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    marks = found.pop("t2d", None)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == asked_for(config, layout)
+    assert {tensor.dtype for name, tensor in found.items() if name != "d2t"} == {torch.bfloat16}
+    assert (marks is not None) == config.reduced
+    if marks is not None:
+        targets = torch.arange(config.draft_vocab_size) + found["d2t"]
+        assert found["d2t"].dtype == torch.int64 and marks.nonzero().flatten().tolist() == targets.tolist()
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_both_layouts_and_back(tmp_path: Path, first: str) -> None:
+    """What is converted is the same head, bit for bit, with its record; and so is what is converted back."""
+    head = random_head(head_config(fc_norm=True, norm_output=True, base="org/base"))
+    second = next(layout for layout in LAYOUTS if layout != first)
+    source = write_head(tmp_path / "head", head, first)
+    convert(source, tmp_path / "other", format=second, dtype="f32")
+    convert(tmp_path / "other", tmp_path / "back", format=first, dtype="f32")
+    for directory in (source, tmp_path / "other", tmp_path / "back"):
+        loaded = load_any(directory)
+        assert isinstance(loaded, Eagle3Drafter)
+        assert loaded.config == replace(head.config, max_position_embeddings=131072)
+        for name, tensor in head.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert verify(tmp_path / "back").files == 2
+    ours = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == ours
+    card = (tmp_path / "other" / "README.md").read_text()
+    assert "EAGLE-3" in card and "MTP" not in card and "multi-token" not in card
+    assert "refuses it: it has no fc" in card and "llama-server" not in card
+    assert 'base_model:\n- "org/base"' in card and "vllm serve org/base" in card
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    flags=st.fixed_dictionaries({name: st.booleans() for name in ("fc_norm", "norm_before_fc", "norm_output")}),
+    full=st.booleans(),
+    own=st.booleans(),
+    dtype=st.sampled_from(["f32", "bf16", "f16"]),
+    layers=st.lists(st.integers(0, 40), min_size=3, max_size=3, unique=True).map(sorted),
+)
+def test_there_and_back_is_the_same_to_the_byte(
+    flags: dict[str, bool], full: bool, own: bool, dtype: str, layers: list[int]
+) -> None:
+    """Whatever the flags: what both layouts can hold comes back as the same files."""
+    more = {"own_embedding": True, "backbone_hidden_size": 48} if own else {}
+    config = head_config(**flags, **more, draft_vocab_size=40 if full else 24, base_layers=tuple(layers), base="o/b")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        place = write_head(folder / "theirs", random_head(config))
+        for step, layout in enumerate(("eagle3", "speculators", "eagle3", "speculators")):
+            convert(place, folder / str(step), format=layout, dtype=dtype)
+            place = folder / str(step)
+        for before, after in (("0", "2"), ("1", "3")):
+            for file in ("config.json", "model.safetensors"):
+                assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
+        assert read_checkpoint(place).config == replace(config, max_position_embeddings=131072)
+        assert not any(finding.forbids for finding in findings_of(place))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shards_and_short_floats(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of several files with an index, each weight in the type it is stored in."""
+    head = random_head(head_config())
+    directory = write_head(tmp_path / "head", head)
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    (directory / "model.safetensors").unlink()
+    places = {name: f"model-{number % 2 + 1}-of-2.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    loaded = load_any(directory, dtype=torch.float32)
+    for name, tensor in head.state_dict().items():
+        expected = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], expected), name
+    if dtype == torch.float16:
+        with pytest.raises(DrafterError, match="stored as float16 and no dtype was given"):
+            load_any(directory)
+    assert not findings_of(directory)
+    convert(directory, tmp_path / "whole", format="eagle3", dtype="f32")
+    assert load_file(tmp_path / "whole" / "model.safetensors").keys() == tensors.keys()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places | {"gone.weight": "model-1-of-2.safetensors"}}))
+    with pytest.raises(DrafterError, match=r"expected gone.weight where"):
+        read_checkpoint(directory)
+
+
+def test_layers_are_written_as_each_engine_counts(tmp_path: Path) -> None:
+    """vLLM sorts and takes ids at the top level as they are; SGLang adds 1 to those of eagle_config."""
+    write_head(tmp_path / "head", random_head(head_config(base_layers=(0, 2, 5))))
+    found = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert found[IDS] == [0, 2, 5] and [i + 1 for i in found["eagle_config"][IDS]] == [0, 2, 5]
+
+
+def test_transformers_reads_the_same_llama(tmp_path: Path) -> None:
+    """Both engines read the configuration through transformers' LlamaConfig, which refuses some widths."""
+    refused = write_head(tmp_path / "refused", random_head(head_config(num_heads=6)), "speculators")
+    with pytest.raises(UnsupportedError, match="no multiple of 6 heads"):
+        convert(refused, tmp_path / "out", format="eagle3")
+    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
+        transformers.LlamaConfig(hidden_size=32, num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+    write_head(tmp_path / "head", random_head(head_config(rope_theta=5e5)))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "head")
+    assert isinstance(config, transformers.LlamaConfig)
+    assert config.rope_parameters["rope_theta"] == 5e5 and config.rope_parameters["rope_type"] == "default"
+    assert (config.head_dim, config.num_key_value_heads, config.hidden_act) == (8, 2, "silu")
+    assert (config.draft_vocab_size, config.target_hidden_size, config.tie_word_embeddings) == (24, 32, False)
+
+
+@pytest.mark.parametrize("form", ["eagle_config alone", "top level alone", "without t2d", "rope_parameters"])
+def test_other_ways_to_say_it(tmp_path: Path, form: str) -> None:
+    head = random_head(head_config())
+    directory = write_head(tmp_path / "head", head, marks=form != "without t2d")
+    if form == "eagle_config alone":
+        edit(directory, **{IDS: ...})
+    elif form == "top level alone":
+        edit(directory, eagle_config=...)
+    elif form == "rope_parameters":
+        edit(directory, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    config = read_checkpoint(directory).config
+    assert config == head_config(max_position_embeddings=131072)
+
+
+@pytest.mark.parametrize(
+    "path", ["/home/somebody/base", "./somebody", "~/somebody", "x/somebody/base", "C:\\\\somebody"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_path_of_whoever_trained_is_handed_on(tmp_path: Path, layout: str, path: str) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config(base=path)), layout)
+    assert "somebody" in (directory / "config.json").read_text()
+    for to in LAYOUTS:
+        convert(directory, tmp_path / to, format=to)
+        for name in ("config.json", "extraction.json", "README.md"):
+            assert "somebody" not in (tmp_path / to / name).read_text()
+
+
+def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
+    """SpecForge writes them, vLLM refuses them: they are read, and not written again."""
+    directory = write_head(tmp_path / "head", random_head(head_config(draft_vocab_size=40)))
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"d2t": torch.zeros(40, dtype=torch.int64)}, directory / "model.safetensors")
+    assert [f.effect for f in findings_of(directory)] == [REFUSED]
+    convert(directory, tmp_path / "out", format="eagle3")
+    assert "d2t" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert not findings_of(tmp_path / "out")
+
+
+def made_for(directory: Path) -> list[Finding]:
+    """What engines make of the head in ``directory`` for which its layout is made."""
+    return [finding for finding in findings_of(directory) if finding.engine.startswith(("vLLM", "SGLang", "one of"))]
+
+
+def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        made = make(tensors)
+        tensors.pop(name, None)
+        save_file(tensors | ({name: made} if made is not None else {}), directory / "model.safetensors")
+
+    return change
+
+
+def _cut(length: int) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:length])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: edit(d, hidden_act="gelu_pytorch_tanh"), "hidden_act silu in an EAGLE-3 head, found gelu"),
+        (lambda d: edit(d, model_type="gemma4"), "expected model_type llama"),
+        (lambda d: edit(d, num_hidden_layers=2), "expected num_hidden_layers 1"),
+        (lambda d: edit(d, num_hidden_layers=True), "expected num_hidden_layers 1"),
+        (lambda d: edit(d, rope_theta=...), "expected rope_theta"),
+        (lambda d: edit(d, rope_scaling={"rope_type": "yarn"}), "rope_scaling None"),
+        (lambda d: edit(d, rope_parameters={"full_attention": {"rope_theta": 1e6}}), "engines that read a flat one"),
+        (lambda d: edit(d, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), "contradicts itself"),
+        (lambda d: edit(d, **{IDS: ..., "eagle_config": ...}), "engines take 2, n // 2 and n − 3"),
+        (lambda d: edit(d, **{IDS: [0, 2, 4]}), "SGLang and vLLM would read different states"),
+        (lambda d: edit(d, **{IDS: ["1", 3, 5]}), "expected layer numbers"),
+        (lambda d: edit(d, **{IDS: [1, 3, 10**9]}), "expected layer numbers"),
+        (lambda d: edit(d, **{IDS: {"1": 2}}), "to be a list"),
+        (lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state to be true"),
+        (lambda d: edit(d, eagle_config=[1]), "eagle_config to be an object"),
+        (lambda d: edit(d, hidden_size=0), "hidden_size to be a positive integer"),
+        (lambda d: edit(d, hidden_size=1 << 40), "hidden_size to be a positive integer"),
+        (lambda d: edit(d, rms_norm_eps="1e-6"), "rms_norm_eps to be a positive number"),
+        (lambda d: edit(d, fc_norm=1), "fc_norm to be true or false"),
+        (lambda d: edit(d, fc_norm=True), "fc_norm.0.weight: expected a tensor"),
+        (lambda d: edit(d, norm_before_fc=True), "input_norm.weight: expected a tensor"),
+        (lambda d: edit(d, draft_vocab_size=23), r"d2t: expected shape \[23\], found \[24\]"),
+        (lambda d: edit(d, target_hidden_size=31), "beside a base of 31"),
+        (lambda d: edit(d, tie_word_embeddings=True), "tie_word_embeddings False"),
+        (lambda d: edit(d, attention_bias=True), "attention_bias False"),
+        (lambda d: edit(d, quantization_config={"quant_method": "fp8"}), "quantization_config None in an EAGLE-3 head"),
+        (_tensor("d2t", lambda t: t["d2t"] + torch.arange(24)), "expected differences"),
+        (_tensor("d2t", lambda t: t["d2t"] - 100), "expected differences"),
+        (_tensor("d2t", lambda t: t["d2t"].clone().index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)), "twice"),
+        (_tensor("d2t", lambda t: t["d2t"].int()), "expected indices in I64"),
+        (_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
+        (_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
+        (_tensor("t2d", lambda t: t["t2d"][:9]), "t2d: expected the tokens that d2t names"),
+        (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
+        (_tensor("fc.weight", lambda t: torch.ones(32, 64)), r"fc.weight: expected shape \[32, 96\]"),
+        (_tensor("fc.weight", lambda t: torch.ones(32, 96, dtype=torch.int8)), "expected weights in floats"),
+        (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
+        (_tensor("norm.weight", lambda t: t["norm.weight"] * math.nan), "norm.weight: expected finite numbers"),
+        (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
+        (_tensor("d2t", lambda t: t["d2t"][None]), r"d2t: expected shape \[24\], found \[1, 24\]"),
+        (_tensor("d2t", lambda t: t["d2t"].double()), "expected indices in I64"),
+        (_tensor("t2d", lambda t: t["t2d"].long()), "t2d: expected the tokens that d2t names"),
+        (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers|would read different states"),
+        (lambda d: edit(d, **{IDS: [1, 3, 3], "eagle_config": ...}), "expected 3 different layers"),
+        (lambda d: edit(d, **{IDS: [5, 3, 1], "eagle_config": ...}), "the lowest first"),
+        (lambda d: edit(d, **{IDS: [-1, 3, 5], "eagle_config": ...}), "the lowest first"),
+        (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "expected layer numbers"),
+        (lambda d: edit(d, **{IDS: [], "eagle_config": ...}), "engines take 2, n // 2|expected 3 different layers"),
+        (lambda d: edit(d, partial_rotary_factor=0.25), "expected partial_rotary_factor None or 1"),
+        (lambda d: edit(d, vocab_size=[40]), "vocab_size to be a positive integer"),
+        (lambda d: edit(d, rope_theta=math.nan), "rope_theta to be a positive number"),
+        (lambda d: edit(d, rope_theta=10**400), "rope_theta to be a positive number"),
+        (lambda d: edit(d, num_attention_heads="8"), "num_attention_heads to be a positive integer"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "expected safetensors in"),
+        (_cut(9), "expected safetensors in"),
+        (_cut(-9), "expected safetensors in"),
+        (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors in"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config()))
+    change(directory)
+    with pytest.raises((DrafterError, CheckpointError), match=message):
+        convert(directory, tmp_path / "out", format="speculators")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_before_residual": ...}, "expected norm_before_residual"),
+        ({"speculators_model_type": "dflash"}, "expected speculators_model_type eagle3, found dflash"),
+        ({IDS: ...}, "vLLM takes 2, n // 2 and n − 3"),
+        ({"transformer_layer_config": ...}, "expected transformer_layer_config"),
+        ({"transformer_layer_config": []}, "to be an object"),
+        (
+            {"transformer_layer_config": {"model_type": "qwen3"}},
+            "found qwen3; in one of qwen3, which vLLM alone",
+        ),
+        ({"transformer_layer_config": {}}, "expected model_type llama in an EAGLE-3 head, found None"),
+        ({"transformer_layer_config": 3}, "to be an object"),
+        ({IDS: "1, 3, 5"}, "to be a list"),
+        ({"norm_before_residual": "true"}, "norm_before_residual to be true or false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "an EAGLE-3 head in floats"),
+    ],
+)
+def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    directory = edit(write_head(tmp_path / "head", random_head(head_config()), "speculators"), **changes)
+    with pytest.raises(DrafterError, match=message):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "found"),
+    [
+        ("eagle3", {}, []),
+        ("speculators", {}, [("vLLM", CHECK, "names no base")]),
+        (
+            "eagle3",
+            {"architectures": ["LlamaEagle3DraftModel"]},
+            [("vLLM", REFUSED, "LlamaEagle3DraftModel"), ("SGLang", REFUSED, "write LlamaForCausalLMEagle3")],
+        ),
+        ("eagle3", {"architectures": ["Eagle3LlamaForCausalLM"]}, [("SGLang", REFUSED, "Eagle3LlamaForCausalLM")]),
+        ("eagle3", {"hidden_act": "gelu"}, [("vLLM", REFUSED, "silu only"), ("SGLang", REFUSED, "silu only")]),
+        ("eagle3", {"rope_theta": ...}, [("vLLM", WRONG, "takes 10000"), ("SGLang", WRONG, "takes 10000")]),
+        (
+            "eagle3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            [("vLLM", WRONG, "by layer type"), ("SGLang", WRONG, "by layer type")],
+        ),
+        ("eagle3", {IDS: ...}, [("vLLM", WRONG, "not at the top level")]),
+        ("eagle3", {"eagle_config": ...}, [("SGLang", WRONG, "missing in eagle_config")]),
+        ("eagle3", {IDS: ..., "eagle_config": ...}, [("vLLM", WRONG, "2, n // 2"), ("SGLang", WRONG, "2, n // 2")]),
+        ("eagle3", {IDS: [0, 2, 4]}, [("one of vLLM and SGLang", WRONG, "each is to be one less")]),
+        (
+            "eagle3",
+            {IDS: [3, 1, 5], "eagle_config": {IDS: [2, 0, 4]}},
+            [("vLLM", WRONG, "the lowest first"), ("SGLang", WRONG, "the lowest first")],
+        ),
+        ("speculators", {IDS: ...}, [("vLLM", WRONG, "is missing"), ("vLLM", CHECK, "base")]),
+        ("eagle3", {"rope_parameters": None}, []),
+        ("eagle3", {"norm_before_residual": True}, [("SGLang", WRONG, "norm_before_residual")]),
+        ("speculators", {"norm_before_residual": True}, [("vLLM", CHECK, "base")]),
+        ("speculators", {"norm_before_residual": ...}, [("vLLM", WRONG, "takes true"), ("vLLM", CHECK, "base")]),
+        ("eagle3", {"norm_output": True}, [("vLLM", CHECK, "SpecForge"), ("SGLang", CHECK, "SpecForge")]),
+        ("eagle3", {"use_aux_norm": True}, [("vLLM", REFUSED, "write fc_norm")]),
+        ("eagle3", {"draft_vocab_size": ...}, [("SGLang", REFUSED, "draft_vocab"), ("vLLM", REFUSED, "d2t is there")]),
+        ("eagle3", {"draft_vocab_size": None}, [("SGLang", WRONG, "LM head"), ("vLLM", REFUSED, "d2t is there")]),
+        ("eagle3", {"target_hidden_size": 48}, [("vLLM", REFUSED, "fc reads 96"), ("SGLang", REFUSED, "fc reads 96")]),
+        ("eagle3", {"tie_word_embeddings": True}, [("SGLang", WRONG, "tie_word_embeddings")]),
+        (
+            "eagle3",
+            {"num_attention_heads": 6},
+            [("vLLM", REFUSED, "no multiple of 6 heads"), ("SGLang", REFUSED, "no multiple of 6 heads")],
+        ),
+        ("speculators", {"transformer_layer_config": []}, [("vLLM", WRONG, "10000"), ("vLLM", CHECK, "base")]),
+    ],
+)
+def test_what_engines_make_of_it(
+    tmp_path: Path, layout: str, changes: dict[str, Any], found: list[tuple[str, str, str]]
+) -> None:
+    directory = edit(write_head(tmp_path / "head", random_head(head_config()), layout), **changes)
+    findings = made_for(directory)
+    assert [(f.engine.split(" 0")[0], f.effect) for f in findings] == [(engine, effect) for engine, effect, _ in found]
+    for finding, (_, _, what) in zip(findings, found, strict=True):
+        assert what in finding.what
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "changes", "found"),
+    [
+        ("eagle3", {"norm_before_fc": True, "norm_before_residual": False}, {}, []),
+        ("eagle3", {"fc_norm": True}, {}, [("llama.cpp", REFUSED, "no fc_norm")]),
+        ("eagle3", {"norm_output": True}, {}, [("llama.cpp", WRONG, "before the norm")]),
+        ("eagle3", {}, {IDS: ...}, [("llama.cpp", WRONG, "not at the top level")]),
+        ("speculators", WHOLE | {"norm_before_residual": True}, {}, []),
+        ("speculators", {"draft_vocab_size": 40}, {}, [("mlx-vlm", REFUSED, "wants embed_tokens.weight")]),
+        ("speculators", WHOLE | {"base_layers": (0, 2, 5)}, {}, [("mlx-vlm", WRONG, "leaves layer 0")]),
+        ("speculators", {"own_embedding": True}, {}, [("mlx-vlm", WRONG, "the text changes")]),
+        (
+            "speculators",
+            WHOLE | {"fc_norm": True, "norm_output": True},
+            {},
+            [
+                ("llama.cpp", REFUSED, "no fc_norm"),
+                ("llama.cpp", WRONG, "before the norm"),
+                ("mlx-vlm", REFUSED, "no fc_norm"),
+                ("mlx-vlm", WRONG, "before the norm"),
+            ],
+        ),
+    ],
+)
+def test_what_others_make_of_it(
+    tmp_path: Path, layout: str, flags: dict[str, Any], changes: dict[str, Any], found: list[tuple[str, str, str]]
+) -> None:
+    """It is told, and neither an error nor a reason not to write it: the layouts are not made for them."""
+    directory = edit(write_head(tmp_path / "head", random_head(head_config(**flags)), layout), **changes)
+    findings = [finding for finding in findings_of(directory) if finding not in made_for(directory)]
+    assert [(f.engine.split(" 0")[0], f.effect) for f in findings] == [(engine, effect) for engine, effect, _ in found]
+    assert all(what in finding.what for finding, (_, _, what) in zip(findings, found, strict=True))
+    assert not any(finding.is_error or finding.forbids for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "found"),
+    [
+        ("embed_tokens.weight", (40, 32), "takes the base's embeddings"),
+        ("midlayer.self_attn.q_proj.bias", (64,), "has no biases there"),
+        ("fc_norm.0.weight", (32,), "skips fc_norm"),
+        ("input_norm.weight", (96,), "skips input_norm"),
+    ],
+)
+def test_tensors_that_sglang_skips(tmp_path: Path, name: str, shape: tuple[int, ...], found: str) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config()))
+    _tensor(name, lambda _: torch.ones(shape))(directory)
+    (finding,) = made_for(directory)
+    assert finding.effect == WRONG and found in finding.what
+
+
+def test_a_missing_map_of_tokens(tmp_path: Path) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config()))
+    _tensor("d2t", lambda _: None)(directory)
+    assert {f.effect for f in findings_of(directory)} == {WRONG}
+
+
+def test_a_head_as_wide_as_what_it_fuses() -> None:
+    """SGLang takes a state of the head's own width for one that is fused already."""
+    config = head_config(hidden_size=96, own_embedding=True)
+    document = LAYOUTS["eagle3"](config, "float32")
+    (finding,) = lint("eagle3", document, {"fc.weight": (96, 96), "d2t": (24,), "embed_tokens.weight": (40, 96)})
+    assert finding.effect == WRONG and "leaves fc out" in finding.what
+
+
+@pytest.mark.parametrize("document", [{}, {"architectures": 3, IDS: "a", "eagle_config": 7}, {"rope_parameters": []}])
+def test_rules_stand_whatever_they_are_given(document: dict[str, Any]) -> None:
+    for layout in LAYOUTS:
+        assert lint(layout, document, {})
+        assert lint(layout, document, {"fc.weight": (1,), "d2t": ()})
+
+
+def test_what_the_other_layout_cannot_hold(tmp_path: Path) -> None:
+    """SGLang would begin the residual elsewhere, and not say so."""
+    directory = write_head(tmp_path / "head", random_head(head_config(norm_before_residual=True)), "speculators")
+    with pytest.raises(UnsupportedError, match=r"eagle3 layout cannot hold this head: SGLang.*norm_before_residual"):
+        convert(directory, tmp_path / "out", format="eagle3")
+    assert not (tmp_path / "out").exists()
+    convert(directory, tmp_path / "out", format="speculators")
+
+
+def test_drafters_of_the_other_architecture(tmp_path: Path, extracted: Path) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config()))
+    for source, name in ((extracted, "eagle3"), (directory, "transformers"), (directory, "gguf")):
+        with pytest.raises(UnsupportedError, match="format holds drafters of the architecture"):
+            convert(source, tmp_path / "out", format=name)
+    with pytest.raises(UnsupportedError, match="Expected an MTP drafter, found an EAGLE-3 head"):
+        load_drafter(directory)
+    assert format_of(extracted).name == "transformers" and format_of(directory).name == "eagle3"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "null", '{"architectures": ["Eagle3"]}', '{"speculators_model_type": 1}']
+)
+def test_damaged_configurations(tmp_path: Path, text: str) -> None:
+    directory = write_head(tmp_path / "head", random_head(head_config()))
+    (directory / "config.json").write_text(text)
+    with pytest.raises(MtpExtractError):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_a_head_of_several_types_loses_none(tmp_path: Path, short: torch.dtype) -> None:
+    """One whose matrices alone are short floats is F32 as a whole."""
+    head = random_head(head_config())
+    directory = write_head(tmp_path / "head", head)
+    tensors = load_file(directory / "model.safetensors")
+    mixed = {name: t.to(short) if t.is_floating_point() and t.ndim == 2 else t for name, t in tensors.items()}
+    save_file(mixed, directory / "model.safetensors")
+    convert(directory, tmp_path / "other", format="speculators", dtype="f32")
+    for place in (directory, tmp_path / "other"):
+        loaded = load_any(place).state_dict()
+        assert torch.equal(loaded["final_norm.weight"], head.final_norm.weight)
+        assert torch.equal(loaded["fc.weight"], head.fc.weight.to(short).float())

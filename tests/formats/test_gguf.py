@@ -1,0 +1,769 @@
+"""GGUF: held against the gguf package, which did not write the data; and hostile files, of which each is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
+from helpers.gguf_bytes import Info, array, entry, gguf_bytes, number, text
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_extract import extract
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
+from mtp_extract.architecture.roles import roles_of, shapes_of
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
+from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of, unpacked
+from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
+from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
+from mtp_extract.checkpoint.integers import RowCodes, row_codes, same_codes
+from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
+from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
+from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
+from mtp_extract.formats import FORMATS, format_named, read_checkpoint
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.proof.proof import Proof
+
+NAMES = sorted(VARIANTS.keys() - REFUSED)
+FILE = "drafter.gguf"
+
+
+def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4) -> StoredCodes:
+    """A matrix of these codes and steps."""
+    grid = Steps(block, steps, np.zeros(steps.shape, np.int64))
+    return StoredCodes(codes.shape, bits, True, lambda: grid, lambda first, last: codes[first:last])
+
+
+def seen(tensor: Any) -> RowCodes:
+    found = row_codes(tensor)
+    assert not isinstance(found, str), found
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample as GGUF."""
+    directory = tmp_path_factory.mktemp("gguf") / "sample"
+    extract(sample, directory, format="gguf")
+    return directory
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """A copy to plant faults in."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+# What is in a block
+
+
+def test_the_bytes_of_a_block() -> None:
+    """Two rows of 32 codes −8 … 7, twice over; the steps 0.5 and −2 in FP16 are 0x3800 and 0xC000."""
+    row = np.arange(32, dtype=np.int8) % 16 - 8
+    codes = np.stack([row, row[::-1]])
+    made = np.concatenate([*blocks_of(seen(stored_codes(codes, np.array([[0.5], [-2.0]], np.float32), 32)))]).tobytes()
+    # Element j is the low half of byte j, element j + 16 the high half; both are 8 too large.
+    assert made == bytes.fromhex("0038" + "".join(f"{n:x}{n:x}" for n in range(16))) + bytes.fromhex(
+        "00c0" + "".join(f"{n:x}{n:x}" for n in reversed(range(16)))
+    )
+    eight = np.stack([np.arange(32, dtype=np.int8), -np.arange(32, dtype=np.int8)])
+    made = np.concatenate(
+        [*blocks_of(seen(stored_codes(eight, np.array([[0.5], [-2.0]], np.float32), 32, 8)))]
+    ).tobytes()
+    assert made == b"\x00\x38" + bytes(range(32)) + b"\x00\xc0" + bytes(-n % 256 for n in range(32))
+
+
+def test_halves_of_a_byte_are_told_apart() -> None:
+    """Only element 16 of the row is not 0."""
+    codes = np.zeros((1, 32), np.int8)
+    codes[0, 16] = 7
+    made = np.concatenate([*blocks_of(seen(stored_codes(codes, np.ones((1, 1), np.float32), 32)))]).tobytes()
+    assert made == b"\x00\x3c" + b"\xf8" + b"\x88" * 15
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), bits=st.sampled_from([4, 8]), blocks=st.integers(1, 3), rows=st.integers(1, 5))
+def test_codes_come_back(data: st.DataObject, bits: int, blocks: int, rows: int) -> None:
+    """As we read them, and as the gguf package does; for any FP16 step, and a step a row or a block."""
+    kind = BLOCK_TYPES[bits]
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, 32 * blocks)).astype(np.int8)
+    block = data.draw(st.sampled_from([32, 32 * blocks]))
+    steps = rng.standard_normal((rows, 32 * blocks // block)).astype(np.float16).astype(np.float32)
+    tensor = stored_codes(codes, steps, block, bits)
+    stored = np.concatenate([*blocks_of(seen(tensor))]).reshape(rows, -1)
+    np.testing.assert_array_equal(unpacked(kind, stored), codes)
+    np.testing.assert_array_equal(steps_of(kind, stored), np.repeat(steps, block // 32, axis=1))
+    theirs = dequantize(stored, GGMLQuantizationType[kind.name])
+    np.testing.assert_array_equal(theirs, read_floats(tensor))
+
+
+def test_what_ggml_packs_is_unpacked() -> None:
+    """Bytes that the gguf package made of floats."""
+    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    for kind in BLOCK_TYPES.values():
+        stored = quantize(values, GGMLQuantizationType[kind.name]).reshape(3, -1)
+        ours = unpacked(kind, stored).reshape(3, -1, 32) * steps_of(kind, stored)[..., None]
+        np.testing.assert_array_equal(ours.reshape(3, 64), dequantize(stored, GGMLQuantizationType[kind.name]))
+
+
+# What is written of a bundle
+
+
+def theirs(directory: Path) -> dict[str, np.ndarray]:
+    """Every tensor's numbers, as the gguf package reads the file."""
+    return {
+        tensor.name: dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        for tensor in GGUFReader(directory / FILE).tensors
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_are_the_files_for_every_variant(tmp_path: Path, name: str) -> None:
+    result = extract(variant(name), tmp_path / "out", format="gguf")
+    numbers, written = theirs(tmp_path / "out"), read_checkpoint(tmp_path / "out")
+    entries = {entry["role"]: entry for entry in result.record["tensors"].values()}
+    with open_bundle(variant(name)) as opened:
+        drafter = opened.drafter()
+        original = checkpoint_of(drafter)
+        assert replace(written.config, max_position_embeddings=None) == drafter.config
+        for role, shape in shapes_of(drafter.config).items():
+            tensor = original.tensors.get(role.name, FilledTensor(shape))
+            found = numbers[role.names["gguf"]]
+            np.testing.assert_array_equal(read_floats(written.tensors[role.name]), found, err_msg=role.name)
+            if entries[role.name]["kept"] == CODES:
+                mine, back = seen(tensor), seen(written.tensors[role.name])
+                assert same_codes(mine, back), role.name
+                scales = mine.steps.astype(np.float16).astype(np.float32)
+                np.testing.assert_array_equal(
+                    np.concatenate([codes for _, codes in mine.blocks()]).reshape(*scales.shape, -1)
+                    * scales[..., None],
+                    found.reshape(*scales.shape, -1),
+                    err_msg=role.name,
+                )
+            else:
+                np.testing.assert_array_equal(read_floats(tensor), found, err_msg=role.name)
+
+
+def test_codes_are_the_truth(made: Path, truth: dict[str, dict[str, np.ndarray]]) -> None:
+    """The integers of the quantizer, before it packed them, in every matrix of the sample."""
+    written, matrices = read_checkpoint(made), 0
+    for role in roles_of(4):
+        if role.kind == "matrix":
+            matrices += 1
+            codes = np.concatenate([codes for _, codes in seen(written.tensors[role.name]).blocks()])
+            np.testing.assert_array_equal(codes, truth[role.names["transformers"]]["q"].reshape(codes.shape))
+    assert matrices == 23
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_floats(sample: Path, tmp_path: Path, dtype: str) -> None:
+    extract(sample, tmp_path / "gguf", format="gguf", dtype=dtype)
+    extract(sample, tmp_path / "transformers", dtype=dtype)
+    numbers, other = theirs(tmp_path / "gguf"), read_checkpoint(tmp_path / "transformers")
+    for role in roles_of(4):
+        found, same = numbers[role.names["gguf"]], read_floats(other.tensors[role.name])
+        if role.kind == "matrix":
+            np.testing.assert_array_equal(found, same, err_msg=role.name)
+        else:
+            # Vectors are F32 whatever the type; narrowed they are the other's.
+            np.testing.assert_allclose(found, same, rtol=2**-8)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "gguf" / FILE).tensors}
+    assert {kinds[role.names["gguf"]] for role in roles_of(4) if role.kind != "matrix"} == {"F32"}
+    assert {kinds[role.names["gguf"]] for role in roles_of(4) if role.kind == "matrix"} == {dtype.upper()}
+    assert read_checkpoint(tmp_path / "gguf").dtype == dtype
+
+
+def test_what_llama_cpp_reads(made: Path) -> None:
+    """Key by key, with the types that its loader insists on; the values are the sample's."""
+    fields = GGUFReader(made / FILE).fields
+    arch = "gemma4-assistant"
+    expected = {
+        "general.architecture": ("STRING", arch),
+        "tokenizer.ggml.model": ("STRING", "no_vocab"),
+        f"{arch}.vocab_size": ("UINT32", 512),
+        f"{arch}.block_count": ("UINT32", 4),
+        f"{arch}.nextn_predict_layers": ("UINT32", 4),
+        f"{arch}.embedding_length": ("UINT32", 64),
+        f"{arch}.embedding_length_out": ("UINT32", 64),
+        f"{arch}.feed_forward_length": ("UINT32", 128),
+        f"{arch}.attention.head_count": ("UINT32", 4),
+        f"{arch}.attention.head_count_kv": ("UINT32", 2),
+        f"{arch}.attention.key_length": ("UINT32", 64),
+        f"{arch}.attention.value_length_swa": ("UINT32", 32),
+        f"{arch}.attention.sliding_window": ("UINT32", 16),
+        f"{arch}.attention.shared_kv_layers": ("UINT32", 4),
+        f"{arch}.rope.freq_base": ("FLOAT32", 1e6),
+        f"{arch}.rope.freq_base_swa": ("FLOAT32", 1e4),
+        f"{arch}.rope.dimension_count": ("UINT32", 64),
+        f"{arch}.final_logit_softcapping": ("FLOAT32", 30.0),
+        f"{arch}.attention.layer_norm_rms_epsilon": ("FLOAT32", float(np.float32(1e-6))),
+    }
+    found = {key: (fields[key].types[0].name, fields[key].contents()) for key in expected}
+    assert found == expected
+    assert fields[f"{arch}.attention.sliding_window_pattern"].contents() == [True, True, True, False]
+    np.testing.assert_array_equal(theirs(made)["rope_freqs.weight"], np.float32([1.0] * 8 + [1e30] * 24))
+
+
+def test_provenance_is_inside(made: Path, sample: Path) -> None:
+    record = json.loads((made / "extraction.json").read_text())
+    metadata = read_gguf(made / FILE).metadata
+    assert metadata["mtp_extract.source.name"] == record["source"]["name"] == sample.name
+    assert metadata["mtp_extract.section.sha256"] == record["source"]["section"]["sha256"]
+    assert metadata["general.name"] == f"MTP drafter of {sample.name}"
+    assert read_checkpoint(made).provenance["section.sha256"] == record["source"]["section"]["sha256"]
+
+
+def test_the_same_bytes_each_time(sample: Path, made: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "again", format="gguf")
+    assert (tmp_path / "again" / FILE).read_bytes() == (made / FILE).read_bytes()
+    assert (tmp_path / "again" / "extraction.json").read_bytes() == (made / "extraction.json").read_bytes()
+
+
+def test_it_is_derived_again(sample: Path, made: Path) -> None:
+    with open_bundle(sample) as opened:
+        assert verify_against_source(made, opened).tensors == 49
+
+
+def test_a_changed_header_is_seen(copy: Path) -> None:
+    """The window, 16, becomes 17: the configuration is nowhere but in the header."""
+    data = (copy / FILE).read_bytes()
+    key = b"gemma4-assistant.attention.sliding_window" + struct.pack("<I", 4)
+    assert data.count(key + struct.pack("<I", 16)) == 1
+    (copy / FILE).write_bytes(data.replace(key + struct.pack("<I", 16), key + struct.pack("<I", 17)))
+    assert read_checkpoint(copy).config.sliding_window == 17
+    with pytest.raises(CheckpointError, match=f"{FILE} has another header"):
+        verify(copy)
+
+
+@pytest.mark.torch
+def test_the_reference_loads_it(made: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from mtp_extract.drafter.load import load_drafter
+
+    weight = load_drafter(made).state_dict()["lm_head.weight"]
+    assert weight.dtype == torch.float32
+    np.testing.assert_array_equal(weight.numpy(), theirs(made)["token_embd.weight"])
+
+
+def test_exactness_is_refused_where_scales_are_rounded(sample: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="scales of codes to FP16"):
+        extract(sample, tmp_path / "out", format="gguf", exact=True)
+    assert not (tmp_path / "out").exists()
+    assert extract(sample, tmp_path / "out", format="gguf", dtype="f32", exact=True).record["dtype"] == "f32"
+
+
+# What can be held
+
+
+def held(tensor: Any) -> Holding:
+    return format_named("gguf").hold(roles_of(1)[0], tensor, CODES)
+
+
+def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> StoredCodes:
+    count = columns // block
+    grid = Steps(block, np.full((4, count), scale, np.float32), np.full((4, count), zero, np.int64))
+    codes = np.ones((4, columns), np.int8)
+    return StoredCodes((4, columns), 8, True, lambda: grid, lambda first, last: codes[first:last])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (rows(0.5), Holding(CODES)),
+        (rows(0.0), Holding(CODES)),
+        (rows(2.0**-24), Holding(CODES)),  # subnormal in FP16, and exact
+        (rows(0.1), Holding(CODES, "FP16", 2.0**-11)),
+        (rows(0.1, block=64), Holding(CODES, "FP16", 2.0**-11)),
+        (rows(1e-5), "a scale of 1e-05 is out of FP16's range"),
+        (rows(1e-9), "a scale of 1e-09 is out of FP16's range"),
+        (rows(7e4), "a scale of 7e\\+04 is out of FP16's range"),
+        (rows(0.5, columns=48, block=48), "rows of 48"),
+        (rows(0.5, block=16), "blocks of 16"),
+        (rows(0.5, zero=3), "its zero points are not 0"),
+        (rows(0.5, block=1), "its scales run across the rows"),
+    ],
+)
+def test_what_is_held(tensor: StoredCodes, expected: Holding | str) -> None:
+    found = held(tensor)
+    if isinstance(expected, Holding):
+        assert found == expected
+        assert (
+            np.abs(found.bound * tensor.steps.size).max()
+            >= np.abs(tensor.steps.size.astype(np.float16).astype(np.float32) - tensor.steps.size).max()
+        )
+    else:
+        assert (found.kept, found.rounded_to) == ("floats", "")
+        assert re.search(expected, found.why), found.why
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(2.0**-14, 65504, width=32))
+def test_no_normal_scale_moves_further_than_is_said(scale: float) -> None:
+    rounded = float(np.float32(np.float16(scale)))
+    assert abs(rounded - scale) <= 2.0**-11 * scale
+
+
+# Faults planted into what was written: each is refused by the comparison of codes, whatever the proof would say
+
+
+def block_scale(stored: bytearray) -> None:
+    (scale,) = struct.unpack_from("<e", stored, 18)
+    struct.pack_into("<e", stored, 18, scale * 1.01)
+
+
+def nibbles(stored: bytearray) -> None:
+    stored[2:18] = bytes(n >> 4 | (n & 15) << 4 for n in stored[2:18])
+
+
+def neighbours(stored: bytearray) -> None:
+    stored[2], stored[3] = stored[3], stored[2]
+
+
+def other_rows_scale(stored: bytearray) -> None:
+    row = 64 // 32 * 18
+    for at in (0, 18):
+        stored[at : at + 2] = stored[5 * row : 5 * row + 2]
+
+
+def one_code(stored: bytearray) -> None:
+    stored[2] ^= 1
+
+
+@pytest.mark.parametrize("fault", [block_scale, nibbles, neighbours, other_rows_scale, one_code])
+@pytest.mark.parametrize("role", ["lm_head", "layers.0.gate_proj"])
+def test_a_planted_fault_is_refused(sample: Path, copy: Path, fault: Callable[[bytearray], None], role: str) -> None:
+    name = next(r.names["gguf"] for r in roles_of(4) if r.name == role)
+    place = read_header(copy / FILE)[name]
+    assert place.dtype == "Q4_0"
+    data = bytearray((copy / FILE).read_bytes())
+    stored = data[place.offset : place.offset + place.length]
+    before = bytes(stored)
+    fault(stored)
+    assert stored != before
+    data[place.offset : place.offset + place.length] = stored
+    (copy / FILE).write_bytes(data)
+    with open_bundle(sample) as opened:
+        original = checkpoint_of(opened.drafter())
+        holdings = holdings_of(format_named("gguf"), original, CODES)
+        with pytest.raises(CheckpointError, match=f"^{role}: what was written holds other (codes|scales)"):
+            check_codes(read_checkpoint(copy), original, holdings)
+        with pytest.raises(CheckpointError, match=f"tensor {name} has other values"):
+            verify_against_source(copy, opened)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "gemma4-assistant.attention.sliding_window",
+        "gemma4-assistant.attention.layer_norm_rms_epsilon",
+        "gemma4-assistant.rope.freq_base",
+        "gemma4-assistant.rope.freq_base_swa",
+        "gemma4-assistant.final_logit_softcapping",
+        "gemma4-assistant.context_length",
+        "general.file_type",
+    ],
+)
+def test_a_key_that_is_changed_and_a_record_that_is_forged(key: str, copy: Path, sample: Path) -> None:
+    """The configuration is in the header, which the record sums: whoever changes one can change the other."""
+    reader = GGUFReader(copy / FILE, "r+")
+    field = reader.fields[key]
+    field.parts[field.data[0]][0] += 1
+    reader.data.flush()
+    record = json.loads((copy / "extraction.json").read_text())
+    record["files"][FILE]["header"] = header_sum(copy / FILE, read_header(copy / FILE))
+    record["geometry"] = read_checkpoint(copy).config.as_json()
+    (copy / "extraction.json").write_text(json.dumps(record))
+    verify(copy)
+    with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=f"says something else of {key}"):
+        verify_against_source(copy, opened)
+
+
+# What the proof says of rounding
+
+
+def rounding(source: Path, folder: Path, spoiled: str = "", share: float = 0.0) -> Proof:
+    """The proof of ``source`` beside its GGUF in ``folder``, whose role ``spoiled`` is off by ``share``."""
+    with open_bundle(source) as opened:
+        drafter = opened.drafter()
+        original = checkpoint_of(drafter)
+        bounds = {role: holding.bound for role, holding in holdings_of(format_named("gguf"), original, CODES).items()}
+        written = read_checkpoint(folder)
+        tensors = dict(written.tensors)
+        if spoiled:
+            size, grid = tensors[spoiled].shape, seen(tensors[spoiled])
+            # Half of the rows too large, half too small: a norm behind them takes nothing of that away.
+            signs = np.where(np.arange(size[0]) % 2, 1 + share, 1 - share).astype(np.float32)
+            codes = np.concatenate([codes for _, codes in grid.blocks()])
+            tensors[spoiled] = stored_codes(codes, grid.steps * signs[:, None], grid.block, 8)
+        exact = replace(original, config=written.config)
+        return prove_checkpoint(drafter, exact, replace(written, tensors=tensors), bounds)
+
+
+@pytest.mark.parametrize("name", ["jax_published", "torch_int2", "torch_blockwise32", "torch_asymmetric"])
+def test_rounded_scales_pass_with_a_margin(tmp_path: Path, name: str) -> None:
+    extract(variant(name), tmp_path / "out", format="gguf")
+    proof = rounding(variant(name), tmp_path / "out")
+    assert proof.rounded is not None and proof.rounded_tolerance is not None
+    assert 0 < proof.rounded < proof.rounded_tolerance / 8 < 0.01
+
+
+@pytest.mark.parametrize(
+    "role", ["pre_projection", "layers.1.gate_proj", "layers.3.o_proj", "lm_head", "post_projection"]
+)
+def test_more_than_rounding_is_refused(sample: Path, made: Path, role: str) -> None:
+    with pytest.raises(ProofError, match="where rounding of that size explains"):
+        rounding(sample, made, role, 0.2)
+
+
+# The configuration
+
+
+def config(**changes: Any) -> DrafterConfig:
+    sliding = LayerConfig(SLIDING, 32, 2, 512, RopeConfig(1e4))
+    full = LayerConfig(FULL, 64, 2, None, RopeConfig(1e6, 0.25))
+    shape = DrafterConfig(96, 64, 128, 512, 4, (sliding, full), max_position_embeddings=1000)
+    return replace(shape, **changes)
+
+
+def full_layer(**changes: Any) -> tuple[LayerConfig, ...]:
+    first, last = config().layers
+    return first, replace(last, **changes)
+
+
+CONFIGS = [
+    config(),
+    config(rms_norm_eps=1e-5, final_logit_softcap=30.0),
+    config(rms_norm_eps=1.0000001e-6, final_logit_softcap=29.999999999),
+    config(hidden_activation="gelu"),
+    config(layers=full_layer(rope=RopeConfig(1e6, 0.3))),
+    config(layers=full_layer(rope=RopeConfig(1234567.891, 0.25, 8.0))),
+    config(layers=full_layer(rope=RopeConfig(1e6, 0.5, 3.3333333333))),
+    config(layers=full_layer(rope=RopeConfig(1e6))),
+    config(layers=full_layer(num_kv_heads=1)),
+    config(layers=config().layers[:1] * 2),
+    config(layers=config().layers[1:] * 2),
+]
+
+
+def checkpoint(shape: DrafterConfig) -> Checkpoint:
+    tensors = {role.name: FilledTensor(size, 0.5) for role, size in shapes_of(shape).items()}
+    return Checkpoint("gemma4-mtp", shape, tensors, "f32")
+
+
+def write(folder: Path, shape: DrafterConfig, **more: Any) -> None:
+    (file,) = format_named("gguf").plan(checkpoint(shape), "f32")
+    write_tensors(folder, replace(file, metadata={**file.metadata, **more}))
+
+
+@pytest.mark.parametrize("shape", CONFIGS, ids=range(len(CONFIGS)))
+def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> None:
+    write(tmp_path, shape)
+    assert format_named("gguf").read_config(tmp_path) == shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (config(attention_scale=0.5), "llama.cpp's is 1"),
+        (config(layers=(replace(config().layers[0], rope=RopeConfig(1e4, 0.5)), config().layers[1])), "turns all"),
+        (config(layers=(*config().layers, replace(config().layers[1], head_dim=32))), "to be alike"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        format_named("gguf").plan(checkpoint(shape), "f32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (config(backbone_hidden_size=64), "as wide as its base"),
+        (config(layers=config().layers[1:]), "no sliding layer"),  # GGML_ASSERT(hparams.is_swa_any())
+        (config(hidden_activation="gelu"), "tanh approximation"),
+        (config(), None),
+    ],
+)
+def test_what_llama_cpp_does_not_do_is_said(shape: DrafterConfig, what: str | None) -> None:
+    (file,) = format_named("gguf").plan(checkpoint(shape), "f32")
+    assert not file.notes if what is None else what in " ".join(file.notes)
+
+
+ARCH = "gemma4-assistant"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("general.architecture", "gemma4", "expected general.architecture gemma4-assistant, found gemma4"),
+        (f"{ARCH}.vocab_size", 511, "vocab_size 512, found 511"),
+        (f"{ARCH}.block_count", 3, "sliding_window_pattern to be 3 truth values"),
+        (f"{ARCH}.block_count", 0, "block_count to be a positive integer"),
+        (f"{ARCH}.embedding_length", 32, "expected shape"),
+        (f"{ARCH}.embedding_length_out", "96", "embedding_length_out to be a positive integer"),
+        (f"{ARCH}.nextn_predict_layers", 1, "nextn_predict_layers 2, found 1"),
+        (f"{ARCH}.attention.value_length", 32, "attention.value_length 64, found 32"),
+        (f"{ARCH}.attention.key_length_swa", 64, "contradicts itself"),
+        (f"{ARCH}.attention.scale", 0.5, "no attention.scale"),
+        (f"{ARCH}.attention.head_count_kv", [2, 2, 2], "one number or 2, found 3"),
+        (f"{ARCH}.attention.sliding_window_pattern", [True, True], "rope_freqs.weight in a file with full layers"),
+        (f"{ARCH}.attention.sliding_window_pattern", [1, 0], "truth values"),
+        (f"{ARCH}.attention.sliding_window", 0, "sliding_window to be a positive"),
+        (f"{ARCH}.rope.scaling.factor", 8.0, "no rope.scaling.factor"),
+        (f"{ARCH}.rope.dimension_count", 16, "rope.dimension_count 64, found 16"),
+        (f"{ARCH}.rope.freq_base", 0.0, "rope.freq_base to be a positive number"),
+        (f"{ARCH}.embedding_length_per_layer_input", 32, "no embedding_length_per_layer_input"),
+        ("mtp_extract.rope.partial_rotary_factor", np.float64(0.5), "as rope_freqs.weight says"),
+        ("mtp_extract.rope.freq_base", np.float64(5e5), "as rope.freq_base says"),
+        ("mtp_extract.hidden_activation", "silu", "hidden_activation gelu_pytorch_tanh or gelu, found silu"),
+        ("tokenizer.ggml.tokens", ["a", "b"], "512 tokens in .*, found 2"),
+    ],
+)
+def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: str) -> None:
+    write(tmp_path, config(), **{key: value})
+    with pytest.raises(DrafterError, match=what):
+        read_checkpoint(tmp_path)
+
+
+def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
+    """Without any key of ours, in FP16, as llama.cpp's converter writes the same drafter."""
+    (file,) = format_named("gguf").plan(checkpoint(config()), "f16")
+    theirs = {
+        key: value for key, value in file.metadata.items() if "mtp_extract" not in key and "vocab_size" not in key
+    }
+    write_tensors(tmp_path, replace(file, metadata={**theirs, "tokenizer.ggml.tokens": ["x"] * 512}))
+    found = read_checkpoint(tmp_path)
+    assert (found.config, found.dtype, dict(found.provenance)) == (config(), "f16", {})
+
+
+def test_a_tensor_of_no_role_is_named(tmp_path: Path) -> None:
+    (file,) = format_named("gguf").plan(checkpoint(config()), "f32")
+    write_tensors(
+        tmp_path, replace(file, tensors=(*file.tensors, replace(file.tensors[0], name="blk.0.attn_k.weight")))
+    )
+    with pytest.raises(DrafterError, match=r"blk\.0\.attn_k\.weight: expected no such tensor"):
+        read_checkpoint(tmp_path)
+
+
+# The container
+
+
+def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
+    """Every type of value it can write, and tensors of every type that we have."""
+    writer = GGUFWriter(tmp_path / "x.gguf", "some")
+    values = {
+        "uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31, "int32": -5, "uint64": 1 << 63,
+        "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True, "string": "Ünïcode",
+    }  # fmt: skip
+    for kind, value in values.items():
+        getattr(writer, f"add_{kind}")(f"key.{kind}", value)
+    writer.add_array("key.texts", ["a", "", "bc"])
+    writer.add_array("key.numbers", [1, -2])
+    made = {
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "f16": np.arange(3, dtype=np.float16),
+        "q4": quantize(np.ones((2, 64), np.float32), GGMLQuantizationType.Q4_0),
+        "q8": quantize(np.ones((2, 32), np.float32), GGMLQuantizationType.Q8_0),
+    }
+    kinds = {"q4": GGMLQuantizationType.Q4_0, "q8": GGMLQuantizationType.Q8_0}
+    for name, tensor in made.items():
+        writer.add_tensor(name, tensor, raw_dtype=kinds.get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = read_gguf(tmp_path / "x.gguf")
+    assert {key: header.metadata[f"key.{key}"] for key in values} == values
+    assert (header.metadata["key.texts"], header.metadata["key.numbers"]) == (Texts(3), (1, -2))
+    data = (tmp_path / "x.gguf").read_bytes()
+    places = header.tensors
+    assert {name: data[p.offset : p.offset + p.length] for name, p in places.items()} == {
+        name: tensor.tobytes() for name, tensor in made.items()
+    }
+    assert [(p.dtype, p.shape) for p in places.values()] == [
+        ("F32", (2, 3)), ("F16", (3,)), ("Q4_0", (2, 64)), ("Q8_0", (2, 32)),
+    ]  # fmt: skip
+
+
+ONE = [Info("t", (2,))]
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not a GGUF file"),
+    "another": (b"\x93NUMPY" + bytes(100), "not a GGUF file"),
+    "only the magic": (b"GGUF", "cut short"),
+    "version 2": (gguf_bytes(version=2), "expected GGUF version 3, found 2"),
+    "other byte order": (gguf_bytes(version=3 << 24), "3 in the other byte order"),
+    "more tensors than bytes": (gguf_bytes(counts=(1 << 60, 0)), "at most 65536 tensors"),
+    "a few more tensors": (gguf_bytes(counts=(3, 0)), "cut short"),
+    "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 entries"),
+    "long key": (gguf_bytes([struct.pack("<Q", 1 << 62)]), "at most 65536 bytes of text"),
+    "long text": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 40))]), "at most"),
+    "text past the end": (gguf_bytes([entry("k", struct.pack("<IQ", 8, 1 << 20))]), "cut short"),
+    "no text": (gguf_bytes([entry("k", struct.pack("<I", 8) + text(b"\xff\xfe"))]), "UTF-8"),
+    "unknown type of value": (gguf_bytes([entry("k", struct.pack("<IQ", 13, 0))]), "found 13"),
+    "list of lists": (gguf_bytes([entry("k", array(9, 1, bytes(12)))]), "no list of lists, found 9"),
+    "long list": (gguf_bytes([entry("k", array(10, 1 << 61, b""))]), "cut short"),
+    "long list of text": (gguf_bytes([entry("k", array(8, 1 << 61, b""))]), "cut short"),
+    "neither true nor false": (gguf_bytes([entry("k", struct.pack("<IB", 7, 2))]), "0 or 1, found 2"),
+    "twice the same key": (gguf_bytes([entry("k", number(1))] * 2), "each key once, found k"),
+    "alignment 0": (gguf_bytes([entry("general.alignment", number(0))]), "power of two, found 0"),
+    "alignment 24": (gguf_bytes([entry("general.alignment", number(24))]), "power of two, found 24"),
+    "alignment vast": (gguf_bytes([entry("general.alignment", number(1 << 31))]), "power of two"),
+    "twice the same tensor": (gguf_bytes([], ONE * 2, bytes(64)), "each tensor once, found t"),
+    "no dimensions": (gguf_bytes([], [Info("t", ())], bytes(32)), "1 to 4 dimensions, found 0"),
+    "many dimensions": (gguf_bytes([], [Info("t", (1,) * 5)], bytes(32)), "1 to 4 dimensions, found 5"),
+    "type of another": (gguf_bytes([], [Info("t", (256,), 12)], bytes(160)), "found Q4_K"),
+    "unknown type": (gguf_bytes([], [Info("t", (2,), 1 << 31)], bytes(32)), "found number 2147483648"),
+    "vast shape": (gguf_bytes([], [Info("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
+    "shape of 0 times vast": (gguf_bytes([], [Info("t", (0, 1 << 63))], bytes(32)), "cannot be"),
+    "half a block": (gguf_bytes([], [Info("t", (16, 2), 2)], bytes(32)), r"\[2, 16\] in Q4_0 cannot be"),
+    "offset past the end": (gguf_bytes([], [Info("t", (2,), 0, 1 << 50)], bytes(32)), "to begin 0 bytes"),
+    "overlapping": (gguf_bytes([], [*ONE, Info("u", (2,))], bytes(64)), "u to begin 32 bytes into the data, found 0"),
+    "crooked": (gguf_bytes([], [*ONE, Info("u", (2,), 0, 8)], bytes(64)), "u to begin 32 bytes into the data, found 8"),
+    "cut short": (gguf_bytes([], [Info("t", (9,))], bytes(32)), "cut short"),
+    "too long": (gguf_bytes([], ONE, bytes(64)), "its header describes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_named(tmp_path: Path, name: str) -> None:
+    data, what = HOSTILE[name]
+    path = tmp_path / FILE
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(MtpExtractError):
+        read_checkpoint(tmp_path)
+
+
+def test_another_alignment_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(
+        gguf_bytes(
+            [entry("general.alignment", number(128))], [*ONE, Info("u", (2,), 0, 128)], bytes(136), alignment=128
+        )
+    )
+    first, second = read_header(tmp_path / "x.gguf").values()
+    assert first.offset % 128 == 0 and second.offset == first.offset + 128
+
+
+def test_every_cut_is_named(made: Path, tmp_path: Path) -> None:
+    data = (made / FILE).read_bytes()
+    for size in [*range(0, 200, 7), *range(200, len(data), 3001)]:
+        (tmp_path / FILE).write_bytes(data[:size])
+        with pytest.raises(MtpExtractError):
+            read_checkpoint(tmp_path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_changed_byte_of_a_header_does_harm(made: Path, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """It is read, or refused by name; nothing else is raised, and nothing of the size it claims is made."""
+    folder = tmp_path_factory.mktemp("changed")
+    stored = bytearray((made / FILE).read_bytes())
+    at = data.draw(st.integers(0, 4900))
+    stored[at] = data.draw(st.integers(0, 255))
+    (folder / FILE).write_bytes(stored)
+    try:
+        read_checkpoint(folder)
+    except MtpExtractError as error:
+        assert str(error)
+
+
+# An ordered head
+
+
+def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
+    """llama.cpp computes the dense head, which is in the file as well; its own converter leaves the other out too."""
+    shape = config(ordered_head=OrderedHeadConfig(32, 4))
+    gguf = format_named("gguf")
+    holdings = holdings_of(gguf, checkpoint(shape), "f32")
+    left = {role for role, holding in holdings.items() if holding.kept == "nothing"}
+    assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}
+    (note,) = notes_of(holdings)
+    assert "Left out: ordered_head.centroids, ordered_head.token_ordering, because llama.cpp" in note
+    with pytest.raises(UnsupportedError, match="ordered_head"):
+        require_exact(holdings, "gguf")
+    write(tmp_path, shape)
+    assert gguf.read_config(tmp_path) == config()
+
+
+# A tokenizer
+
+
+def tokenizer(folder: Path, count: int = 512, **changes: Any) -> Path:
+    """One of ``count`` tokens: four special ones, one that is added last, the rest ordinary and bytes."""
+    folder.mkdir()
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<0x0A>", *(f"t{n}" for n in range(count - 7))]
+    added = [{"id": n, "content": name, "special": True} for n, name in enumerate(names[:5])]
+    model = {"type": "BPE", "byte_fallback": True, "vocab": {name: n for n, name in enumerate(names)}}
+    model["merges"] = [["t", "0"], ["t", "1"]]
+    parsed = {"model": model, "added_tokens": [*added, {"id": count - 1, "content": "<new>", "special": False}]}
+    (folder / "tokenizer.json").write_text(json.dumps(parsed | {"decoder": {"type": "Sequence"}} | changes))
+    names = {"pad": "<pad>", "eos": "<eos>", "bos": {"content": "<bos>"}, "unk": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({f"{key}_token": value for key, value in names.items()}))
+    return folder
+
+
+def test_a_tokenizer_as_the_converter_writes_it(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "out", format="gguf", tokenizer=tokenizer(tmp_path / "words"))
+    fields = {key: field.contents() for key, field in GGUFReader(tmp_path / "out" / FILE).fields.items()}
+    found = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer" in key}
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<0x0A>", *(f"t{n}" for n in range(505)), "<new>"]
+    assert found == {
+        "model": "gemma4",
+        "tokens": tokens,
+        "scores": [-1000.0] * 512,
+        "token_type": [3, 3, 3, 3, 4, 6, *[1] * 505, 4],
+        "merges": ["t 0", "t 1"],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "padding_token_id": 0,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+    assert read_checkpoint(tmp_path / "out").config.vocab_size == 512
+    with open_bundle(sample) as opened:
+        assert verify_against_source(tmp_path / "out", opened).tensors == 49
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (lambda folder: tokenizer(folder, 511), "expected 512 tokens, as the drafter has, found 511"),
+        (lambda folder: tokenizer(folder, model={"type": "WordPiece"}), "falls back to bytes"),
+        (lambda folder: tokenizer(folder, model=[]), "model to be an object"),
+        (lambda folder: tokenizer(folder, added_tokens=[3]), "added_tokens to have content"),
+        (lambda folder: tokenizer(folder, added_tokens=[{"content": "x", "id": 7}]), "numbered from 0 on"),
+        (lambda folder: tokenizer(folder, added_tokens=[{"content": "x", "id": "7"}]), "numbered from 0 on"),
+        (lambda folder: tokenizer(folder, added_tokens=[{"content": "\ud800", "id": 511}]), "lone surrogate"),
+        (lambda folder: folder, "tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(
+    sample: Path, tmp_path: Path, words: Callable[[Path], Path], what: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        extract(sample, tmp_path / "out", format="gguf", tokenizer=words(tmp_path / "words"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_a_format_with_room_takes_a_tokenizer(sample: Path, tmp_path: Path) -> None:
+    without = next(name for name, listed in FORMATS.items() if not listed.tokenizer_inside)
+    with pytest.raises(ValueError, match="has no room"):
+        extract(sample, tmp_path / "out", format=without, tokenizer=tmp_path)

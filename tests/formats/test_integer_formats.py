@@ -1,0 +1,454 @@
+"""The formats that pack the file's integers: what they hold is the file's, what not is said, damage is named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract import extract
+from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.architecture.roles import MATRIX, shapes_of
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.holdings import holdings_of
+from mtp_extract.checkpoint.integers import row_codes, same_codes
+from mtp_extract.checkpoint.lazy import Steps, read_floats
+from mtp_extract.checkpoint.stored import StoredCodes
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.formats import format_named, format_of, read_checkpoint
+from mtp_extract.graph import Activation
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.verification import verify_against_source
+
+NAMES = sorted(VARIANTS.keys() - REFUSED)
+PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
+GROUPS = (32, 64, 128)
+
+
+@pytest.mark.parametrize("format_", PACKED)
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_and_scales_are_the_files(tmp_path: Path, name: str, format_: str) -> None:
+    result = extract(variant(name), tmp_path / "out", format=format_)
+    found = read_checkpoint(tmp_path / "out")
+    kept = {entry["role"]: entry["kept"] for entry in result.record["tensors"].values() if "part" not in entry}
+    with open_bundle(variant(name)) as opened:
+        original = checkpoint_of(opened.drafter())
+        assert found.config == replace(original.config, max_position_embeddings=131072)
+        for role, shape in shapes_of(original.config).items():
+            if role.name not in original.tensors:
+                continue
+            tensor, there = original.tensors[role.name], found.tensors[role.name]
+            mine = row_codes(tensor)
+            if kept[role.name] == "floats":
+                assert not holds(format_, role.name, mine, shape)
+                np.testing.assert_array_equal(read_floats(there), read_floats(tensor), err_msg=role.name)
+                continue
+            theirs = row_codes(there)
+            assert not isinstance(mine, str) and not isinstance(theirs, str)
+            assert same_codes(mine, theirs), role.name
+            assert theirs.bits == mine.bits
+            np.testing.assert_array_equal(
+                np.repeat(theirs.steps, theirs.block, axis=1), np.repeat(mine.steps, mine.block, axis=1)
+            )
+            # A rounding of what was folded into the scales, and else nothing, parts the numbers.
+            np.testing.assert_allclose(
+                read_floats(there), read_floats(tensor), rtol=0 if mine.exact else 2**-22, err_msg=role.name
+            )
+        assert verify_against_source(tmp_path / "out", opened).tensors == len(result.record["tensors"])
+
+
+def holds(format_: str, role: str, codes: Any, shape: tuple[int, ...]) -> bool:
+    """What a format has room for, written down anew."""
+    if isinstance(codes, str):
+        return False
+    if format_ == "gemma":
+        return codes.block == shape[1]
+    if format_ == "mlx":
+        return any(codes.block % group == 0 for group in GROUPS)
+    if format_ == "compressed-tensors-sglang" and role == "lm_head":
+        return False
+    return codes.block == shape[1] or any(codes.block % group == 0 for group in GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "format_", "expected"),
+    [
+        ("torch_asymmetric", "mlx", "its zero points are not 0"),
+        ("torch_odd_sizes", "mlx", "groups of 32, 64 or 128; the compressed-tensors format keeps"),
+        ("torch_blockwise32", "gemma", "blocks of 32 .* the compressed-tensors format keeps"),
+        ("torch_folded_softcap", "mlx", "Rounded: lm_head, scales of codes to F32, by at most 6.0e-08"),
+    ],
+)
+def test_what_is_not_held_is_said(tmp_path: Path, name: str, format_: str, expected: str) -> None:
+    import re
+
+    notes = " ".join(extract(variant(name), tmp_path / "out", format=format_).notes)
+    assert re.search(expected, notes), notes
+
+
+def test_exact_refuses_a_rounded_scale(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="lm_head scales of codes to F32"):
+        extract(variant("torch_folded_softcap"), tmp_path / "out", format="gemma", exact=True)
+    assert not (tmp_path / "out").exists()
+    extract(variant("torch_int2"), tmp_path / "out", format="gemma", exact=True)
+
+
+@pytest.mark.parametrize("format_", PACKED)
+def test_the_same_bytes_every_time(sample: Path, tmp_path: Path, format_: str) -> None:
+    for name in ("one", "two"):
+        extract(sample, tmp_path / name, format=format_)
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two
+
+
+@pytest.mark.parametrize("format_", PACKED)
+def test_it_is_known_for_what_it_is(sample: Path, tmp_path: Path, format_: str) -> None:
+    extract(sample, tmp_path / "out", format=format_)
+    assert format_of(tmp_path / "out").name == format_.removesuffix("-sglang")
+    assert verify(tmp_path / "out").record["layout"] == format_
+
+
+def test_an_engine_that_wants_it_otherwise(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "out", format="compressed-tensors", engine="sglang")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is True
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.embed_tokens.weight"].dtype == np.float32
+    assert not any("lm_head" in name for name in stored)
+    with pytest.raises(ValueError, match="is written otherwise for sglang"):
+        extract(sample, tmp_path / "other", format="compressed-tensors", engine="vllm")
+    with pytest.raises(ValueError, match="is written one way"):
+        extract(sample, tmp_path / "other", format="mlx", engine="sglang")
+
+
+def test_targets_find_what_engines_fuse(sample: Path, tmp_path: Path) -> None:
+    """Under any prefix, each module once; and by the names of vLLM's and SGLang's fused modules."""
+    import re
+
+    extract(sample, tmp_path / "out", format="compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
+    groups = config["quantization_config"]["config_groups"].values()
+    bits = {target.removeprefix("re:"): group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+
+    def found(module: str) -> list[int]:
+        return [n for pattern, n in bits.items() if re.match(pattern, module)]
+
+    for prefix in ("", "model.", "draft_model.", "draft_model.model."):
+        assert found(f"{prefix}layers.1.mlp.gate_up_proj") == [4]
+        assert found(f"{prefix}layers.1.mlp.gate_proj") == found(f"{prefix}layers.1.mlp.up_proj") == [4]
+        for name in "qkv", "q", "k", "v", "o":
+            assert found(f"{prefix}layers.1.self_attn.{name}_proj") == [8]
+        assert found(f"{prefix}pre_projection") == [8]
+        assert found(f"{prefix}lm_head") == [4]
+        assert found(f"{prefix}embed_tokens") == found(f"{prefix}layers.11.mlp.gate_proj") == []
+
+
+def test_a_gate_is_not_fused_with_what_is_packed_otherwise(sample: Path, tmp_path: Path) -> None:
+    with open_bundle(sample) as opened:
+        checkpoint = checkpoint_of(opened.drafter())
+        tensors = {**checkpoint.tensors, "layers.0.up_proj": random_codes((128, 64), 8, 64)}
+        write(format_named("compressed-tensors"), replace(checkpoint, tensors=tensors), tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert r"re:.*layers\\.0\\.mlp\\.gate_proj$" in text
+    assert r"re:.*layers\\.1\\.mlp\\.(gate|gate_up)_proj$" in text
+    found = read_checkpoint(tmp_path)
+    assert found.tensors["layers.0.up_proj"].scheme.bits == 8  # type: ignore[union-attr]
+    assert found.tensors["layers.0.gate_proj"].scheme.bits == 4  # type: ignore[union-attr]
+
+
+def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> StoredCodes:
+    generator = np.random.default_rng(shape[0] + bits)
+    codes = generator.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
+    sizes = generator.uniform(0.01, 0.1, (shape[0], shape[1] // block)).astype(np.float32)
+    if per_tensor:
+        sizes[:] = sizes[0, 0]
+    steps = Steps(block, sizes, np.zeros(sizes.shape, np.int64))
+    return StoredCodes(shape, bits, True, lambda: steps, lambda first, last: codes[first:last])
+
+
+def write(format_: Any, checkpoint: Checkpoint, directory: Path) -> None:
+    from mtp_extract.pipeline.staging import write_file
+
+    for file in format_.plan(checkpoint, "codes"):
+        write_file(directory, file, lambda _: None)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("format_", PACKED)
+def test_blocks_of_every_size(sample: Path, tmp_path: Path, format_: str, block: int, bits: int) -> None:
+    """Rows of 512 in blocks: held in the longest group there is, else in floats; the numbers are the same."""
+    with open_bundle(sample) as opened:
+        known = checkpoint_of(opened.drafter())
+        config = replace(known.config, backbone_hidden_size=256)
+        tensors = dict(known.tensors)
+        tensors["pre_projection"] = random_codes((64, 512), bits, block)
+        tensors["post_projection"] = random_codes((256, 64), bits, 64, per_tensor=True)
+        checkpoint = replace(known, config=config, tensors=tensors)
+        write(format_named(format_), checkpoint, tmp_path)
+        holding = holdings_of(format_named(format_), checkpoint, "codes")["pre_projection"]
+    found = read_checkpoint(tmp_path)
+    assert (holding.kept == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
+    if holding.kept == "codes":
+        group = found.tensors["pre_projection"].steps.block  # type: ignore[union-attr]
+        # MLX repeats a row's steps for each of its groups; read, they are one again.
+        assert group == (min(block, 128) if block < 512 else 512)
+    for role in ("pre_projection", "post_projection"):
+        np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensors[role]))
+
+
+def test_codes_beside_are_of_what_is_in_floats(tmp_path: Path) -> None:
+    extract(variant("torch_asymmetric"), tmp_path / "out", format="mlx", codes=True)
+    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out"))
+    stored = {name.rpartition(".")[0] for name in load_file(tmp_path / "out" / "codes" / "codes.safetensors")}
+    assert "pre_projection.weight" in stored
+    assert "model.embed_tokens.weight" not in stored
+    assert all(tensor.scheme is not None for tensor in found.tensors.values() if len(tensor.shape) == 2)
+
+
+@pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
+def test_gemma_holds_static_scales(tmp_path: Path, name: str) -> None:
+    result = extract(variant(name), tmp_path / "out", format="gemma")
+    assert any("Static scales of activations are held" in note for note in result.notes)
+    found = read_checkpoint(tmp_path / "out")
+    with open_bundle(variant(name)) as opened:
+        expected = {role: pair for role, pair in checkpoint_of(opened.drafter()).activations.items() if any(pair)}
+    assert set(found.activations) == set(expected) != set()
+    for role, pair in expected.items():
+        assert [a and np.float32(a.scale) for a in found.activations[role]] == [a and np.float32(a.scale) for a in pair]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["lm_head.input_activation_scale"].shape == ()
+    assert stored["lm_head.input_activation_scale"] == 0
+
+
+def test_static_scales_that_are_not_around_zero(sample: Path) -> None:
+    with open_bundle(sample) as opened:
+        checkpoint = checkpoint_of(opened.drafter())
+        odd, plain = Activation("int8", 0.5, 3), Activation("int8", 0.25, 0)
+        pairs = {"pre_projection": (odd, plain), "post_projection": (plain, plain)}
+        weights, *_ = format_named("gemma").plan(replace(checkpoint, activations=pairs), "codes")
+        wide = {"lm_head": (Activation("int16", 0.5, 0), None)}
+        other, *_ = format_named("gemma").plan(replace(checkpoint, activations=wide), "codes")
+    assert len(weights.notes) == 2 and "Activations of pre_projection are not rounded" in weights.notes[1]
+    assert len(other.notes) == 1 and "Activations of lm_head are not rounded" in other.notes[0]
+    planned = {t.name: t for t in weights.tensors}
+    made = {name: float(next(iter(planned[name].produce()))[0]) for name in planned if "activation" in name}
+    assert made["pre_projection.input_activation_scale"] == 0
+    assert made["pre_projection.output_activation_scale"] == 0.25
+    assert made["post_projection.input_activation_scale"] == 0.25
+
+
+@pytest.mark.parametrize("format_", PACKED)
+def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
+    floats = read_checkpoint(extracted)
+    with pytest.raises(UnsupportedError, match=f"The {format_} format is for matrices of integers"):
+        format_named(format_).plan(floats, "codes")
+
+
+@pytest.mark.parametrize("format_", PACKED)
+def test_an_ordered_head_of_floats_is_kept(sample: Path, tmp_path: Path, format_: str) -> None:
+    """What an official assistant has, its other matrices made integers; a head of integers is refused by name."""
+    ordering = tmp_path / "ordering.safetensors"
+    save_file({"order": np.random.default_rng(0).permutation(512)}, ordering)
+    with open_bundle(sample) as opened:
+        checkpoint = ordered(checkpoint_of(opened.drafter()), ordering)
+        if format_ != "compressed-tensors-sglang":
+            with pytest.raises(UnsupportedError, match="lm_head: an ordered head picks rows of floats"):
+                format_named(format_).plan(checkpoint, "codes")
+        extract(sample, tmp_path / "floats", dtype="f32")
+        tensors = {**checkpoint.tensors, "lm_head": read_checkpoint(tmp_path / "floats").tensors["lm_head"]}
+        (tmp_path / "out").mkdir()
+        write(format_named(format_), replace(checkpoint, tensors=tensors), tmp_path / "out")
+    found = read_checkpoint(tmp_path / "out")
+    assert found.config.ordered_head == OrderedHeadConfig(num_centroids=8, top_k=2)
+    order = found.tensors["ordered_head.token_ordering"]
+    np.testing.assert_array_equal(order.indices(), load_file(ordering)["order"])  # type: ignore[attr-defined]
+    assert found.tensors["ordered_head.centroids"].scheme is not None
+    for role in ("lm_head", "ordered_head.centroids"):
+        np.testing.assert_array_equal(read_floats(found.tensors[role]), read_floats(tensors[role]))
+
+
+def ordered(checkpoint: Checkpoint, ordering: Path) -> Checkpoint:
+    from mtp_extract.checkpoint.stored import StoredWeight
+    from mtp_extract.checkpoint.tensor_file import read_header
+
+    tensors = {
+        **checkpoint.tensors,
+        "ordered_head.centroids": random_codes((8, 64), 4, 64),
+        "ordered_head.token_ordering": StoredWeight(ordering, read_header(ordering)["order"], "order"),
+    }
+    config = replace(checkpoint.config, ordered_head=OrderedHeadConfig(num_centroids=8, top_k=2))
+    return replace(checkpoint, config=config, tensors=MappingProxyType(tensors))
+
+
+@pytest.fixture(scope="module")
+def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The sample in a format; each is written once."""
+
+    @functools.cache
+    def of(format_: str) -> Path:
+        directory = tmp_path_factory.mktemp("written") / format_
+        extract(sample, directory, format=format_)
+        return directory
+
+    return of
+
+
+Damage = Callable[[dict[str, Any], dict[str, np.ndarray]], None]
+"""Changes the configuration and the tensors."""
+
+
+def section(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config.get("quantization") or config["quantization_config"]
+    return found
+
+
+def group(config: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = section(config)["config_groups"][f"group_{index}"]
+    return found
+
+
+def without(name: str) -> Damage:
+    return lambda config, tensors: void(tensors.pop(name))
+
+
+def void(_: object) -> None:
+    pass
+
+
+def put(name: str, value: Callable[[np.ndarray], np.ndarray]) -> Damage:
+    return lambda config, tensors: tensors.update({name: np.array(value(tensors[name]), order="C")})
+
+
+def nan(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.flat[1] = np.nan
+    return array
+
+
+DAMAGES: dict[str, dict[str, tuple[Damage, str]]] = {
+    "mlx": {
+        "no scales": (without("pre_projection.scales"), "pre_projection.scales: expected a tensor"),
+        "no biases": (without("pre_projection.biases"), "pre_projection.biases: expected a tensor"),
+        "NaN": (put("pre_projection.scales", nan), "pre_projection: expected scales that are finite"),
+        "negative": (put("pre_projection.scales", np.negative), "pre_projection: expected scales that are finite"),
+        "biases": (put("pre_projection.biases", lambda b: b * 2), "pre_projection: expected biases of −128 scales"),
+        "shape": (put("pre_projection.weight", lambda w: w[:, :-1]), "pre_projection.weight: expected shape"),
+        "type": (put("pre_projection.weight", lambda w: w.view(np.int32)), "pre_projection.weight: expected U32"),
+        "scales' type": (put("pre_projection.scales", lambda s: s.astype(np.float16)), "scales: expected F32"),
+        "group": (lambda c, t: section(c)["pre_projection"].update(group_size=64), "pre_projection.scales: expected"),
+        "odd group": (lambda c, t: section(c)["pre_projection"].update(group_size=48), "groups of 32, 64 or 128"),
+        "bits": (lambda c, t: section(c)["pre_projection"].update(bits=4), "pre_projection.weight: expected shape"),
+        "no such bits": (lambda c, t: section(c)["pre_projection"].update(bits=3), "expected codes of 2, 4 or 8 bits"),
+        "mode": (lambda c, t: section(c)["pre_projection"].update(mode="mxfp4"), "expected affine quantization"),
+        "mode of all": (lambda c, t: section(c).update(mode="mxfp4"), "expected affine quantization"),
+        "no entry": (lambda c, t: void(section(c).pop("pre_projection")), "pre_projection.scales: expected no such"),
+        "stranger": (lambda c, t: section(c).update(vision={"bits": 4, "group_size": 64}), "found vision"),
+        "untied": (lambda c, t: untie(c, False), "expected tie_word_embeddings to be true"),
+    },
+    "compressed-tensors": {
+        "no scales": (without("lm_head.weight_scale"), "lm_head.weight_scale: expected a tensor"),
+        "no shape": (without("lm_head.weight_shape"), "lm_head.weight_shape: expected a tensor"),
+        "NaN": (put("lm_head.weight_scale", nan), "lm_head: expected scales that are finite"),
+        "its own shape": (put("lm_head.weight_shape", lambda s: s + 1), r"expected the shape \[512, 64\], found"),
+        "words": (put("lm_head.weight_packed", lambda w: w[:, :-1]), "lm_head.weight_packed: expected shape"),
+        "bits": (lambda c, t: group(c, 0)["weights"].update(num_bits=4), "weight_packed: expected shape"),
+        "no such bits": (lambda c, t: group(c, 0)["weights"].update(num_bits=5), "expected codes of 2, 4 or 8 bits"),
+        "asymmetric": (
+            lambda c, t: group(c)["weights"].update(symmetric=False),
+            "expected signed integers around zero",
+        ),
+        "group": (lambda c, t: group(c)["weights"].update(strategy="group", group_size=32), "weight_scale: expected"),
+        "odd group": (lambda c, t: group(c)["weights"].update(strategy="group", group_size=48), "groups of 32, 64"),
+        "activations": (lambda c, t: group(c).update(input_activations={"num_bits": 8}), "expected weights only"),
+        "format": (lambda c, t: section(c).update(format="nvfp4-pack-quantized"), "expected compressed-tensors in"),
+        "cache": (lambda c, t: section(c).update(kv_cache_scheme={"num_bits": 8}), "expected no kv_cache_scheme"),
+        "sparse": (lambda c, t: section(c).update(sparsity_config={"format": "sparse-24"}), "no sparsity_config"),
+        "transform": (lambda c, t: section(c).update(transform_config={"config_groups": {}}), "no transform_config"),
+        "order": (lambda c, t: group(c)["weights"].update(actorder="group"), "expected signed integers around zero"),
+        "other format": (lambda c, t: group(c).update(format="int-quantized"), "in the format pack-quantized"),
+        "ignored": (lambda c, t: section(c).update(ignore=["lm_head"]), "with nothing ignored"),
+        "targets": (lambda c, t: group(c).update(targets=["Linear"]), "expected targets that name a matrix"),
+        "twice": (lambda c, t: group(c, 1)["targets"].append(group(c)["targets"][0]), "is in two groups"),
+        "tied": (lambda c, t: untie(c, True), "expected targets that name a matrix"),
+        "half tied": (lambda c, t: c.update(tie_word_embeddings=True), "to be the same in config.json"),
+    },
+    "gemma": {
+        "no scales": (without("lm_head.weight_scale"), "lm_head.weight_scale: expected a tensor"),
+        "no activation scale": (without("lm_head.input_activation_scale"), "input_activation_scale: expected a tensor"),
+        "NaN": (put("lm_head.weight_scale", nan), "lm_head: expected scales that are finite"),
+        "NaN of an activation": (
+            put("lm_head.output_activation_scale", lambda s: np.array(np.nan, np.float32)),
+            "lm_head: expected a scale of activations that is finite",
+        ),
+        "bytes": (put("lm_head.weight", lambda w: w[:, :-1]), "lm_head.weight: expected shape"),
+        "type": (put("pre_projection.weight", lambda w: w.view(np.uint8)), "pre_projection.weight: expected I8"),
+        "bits": (lambda c, t: configs(c)["^lm_head$"].update(num_bits=2), "lm_head.weight: expected shape"),
+        "no such bits": (lambda c, t: configs(c)["^lm_head$"].update(num_bits=3), "expected codes of 2, 4 or 8 bits"),
+        "no entry": (lambda c, t: void(configs(c).pop("^lm_head$")), "expected lm_head under modules_to_not_convert"),
+        "stranger": (lambda c, t: configs(c).update({".*": {"num_bits": 4}}), "expected a pattern for each matrix"),
+        "embeddings": (lambda c, t: section(c).update(quantize_embeddings=False), "quantize_embeddings to be true"),
+        "skipped": (lambda c, t: section(c).update(modules_to_not_convert=["lm_head"]), "the config contradicts"),
+        "default skips": (lambda c, t: void(section(c).pop("modules_to_not_convert")), "modules_to_not_convert"),
+    },
+}
+
+
+def untie(config: dict[str, Any], tied: bool) -> None:
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = tied
+
+
+def configs(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = section(config)["module_quant_configs"]
+    return found
+
+
+@pytest.mark.parametrize(("format_", "damage"), [(f, name) for f, damages in DAMAGES.items() for name in damages])
+def test_damage_is_named(written: Callable[[str], Path], tmp_path: Path, format_: str, damage: str) -> None:
+    directory = Path(shutil.copytree(written(format_), tmp_path / "copy"))
+    change, expected = DAMAGES[format_][damage]
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    change(config, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MtpExtractError, match=expected):
+        for tensor in read_checkpoint(directory).tensors.values():
+            read_floats(tensor)
+
+
+@pytest.mark.parametrize("format_", PACKED)
+def test_a_file_cut_short(written: Callable[[str], Path], tmp_path: Path, format_: str) -> None:
+    directory = Path(shutil.copytree(written(format_), tmp_path / "copy"))
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(MtpExtractError, match=r"its header describes"):
+        read_checkpoint(directory)
+
+
+def bits_of_all(checkpoint: Checkpoint) -> Iterator[int]:
+    for role in shapes_of(checkpoint.config):
+        scheme = checkpoint.tensors[role.name].scheme
+        if role.kind == MATRIX:
+            assert scheme is not None
+            yield scheme.bits
+
+
+def test_two_bits_stay_two_bits(tmp_path: Path) -> None:
+    for format_ in ("mlx", "compressed-tensors", "gemma"):
+        extract(variant("torch_int2"), tmp_path / format_, format=format_)
+        assert set(bits_of_all(read_checkpoint(tmp_path / format_))) == {2}

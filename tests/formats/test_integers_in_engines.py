@@ -1,0 +1,167 @@
+"""The packed formats, read by those they are for: the weights are the F32 extraction's bits, and so are the outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.variant_files import REFUSED, VARIANTS, variant
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+from transformers import Gemma4AssistantForCausalLM
+from transformers.integrations import gemma_quant
+
+from mtp_extract import extract
+from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.drafter import load_drafter
+from mtp_extract.formats import read_checkpoint
+
+NAMES = sorted(VARIANTS.keys() - REFUSED)
+EMBEDDING = "model.embed_tokens."
+ORDINARY = ("torch_odd_sizes", "torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_folded_softcap")
+
+
+def load(directory: Path) -> Any:
+    """By transformers, in F32; nothing but the embedding that a drafter never reads may be missing."""
+    model, info = Gemma4AssistantForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"], info
+    untied = not json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    assert all(untied and name.startswith(EMBEDDING) for name in info["missing_keys"]), info
+    return model.eval()
+
+
+def weight(module: Any) -> Tensor:
+    """What a linear module multiplies by."""
+    if isinstance(module, gemma_quant.QuantizedLinear):
+        return module._dequantize_weights()
+    return module.weight
+
+
+def feed(model: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    text = model.config.text_config
+    layers = {kind: text.per_layer_config[index] for index, kind in enumerate(text.layer_types)}
+    shapes = {kind: (1, layer.num_key_value_heads, 10, layer.head_dim) for kind, layer in layers.items()}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "inputs_embeds": random(1, 1, 2 * model.config.backbone_hidden_size),
+        "position_ids": torch.tensor([[9]]),
+        "shared_kv_states": {kind: (random(*shape), random(*shape)) for kind, shape in shapes.items()},
+    }
+
+
+def compare(model: Any, reference: Any) -> None:
+    """Every matrix to the bit but what is rounded at 2^-24, and the outputs."""
+    with torch.no_grad():
+        given = feed(reference)
+        # compressed-tensors unpacks a module when it is first used.
+        found, expected = model(**given), reference(**given)
+        theirs = dict(model.named_modules())
+        for name, module in reference.named_modules():
+            if isinstance(module, nn.Linear):
+                bits = 0 if name != "lm_head" else 2**-22
+                torch.testing.assert_close(weight(theirs[name]), module.weight, rtol=bits, atol=0, msg=name)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Variant → transformers' model of its F32 extraction."""
+    made: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in made:
+            directory = tmp_path_factory.mktemp("f32") / name
+            extract(variant(name), directory, dtype="f32")
+            made[name] = load(directory)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that are not ours
+@pytest.mark.parametrize("format_", ["compressed-tensors", "compressed-tensors-sglang"])
+@pytest.mark.parametrize("name", ("jax_published", *ORDINARY))
+def test_compressed_tensors_in_transformers(name: str, format_: str, tmp_path: Path, reference: Any) -> None:
+    pytest.importorskip("compressed_tensors")
+    extract(variant(name), tmp_path / "out", format=format_)
+    compare(load(tmp_path / "out"), reference(name))
+
+
+@pytest.mark.parametrize("name", ("jax_cap_none", *ORDINARY))
+def test_gemma_in_transformers(name: str, tmp_path: Path, reference: Any) -> None:
+    extract(variant(name), tmp_path / "out", format="gemma")
+    compare(load(tmp_path / "out"), reference(name))
+
+
+@pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
+def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, reference: Any) -> None:
+    """Held against the F32 extraction with each matrix's input and output rounded by the scales of the record."""
+    record = extract(variant(name), tmp_path / "out", format="gemma").record
+    found, model = load(tmp_path / "out"), reference(name)
+    static = {entry["role"]: entry["activations"] for entry in record["tensors"].values() if "activations" in entry}
+    modules = {
+        role: tensor.removesuffix(".weight")
+        for tensor, entry in record["tensors"].items()
+        if static.get(role := entry["role"]) and "part" not in entry
+    }
+
+    def rounded(values: Tensor, how: dict[str, Any] | None) -> Tensor:
+        return values if how is None else torch.clamp(torch.round(values / how["scale"]), -128, 127) * how["scale"]
+
+    linear = dict(model.named_modules())
+    hooks = []
+    for role, module in modules.items():
+        before, after = static[role]["input"], static[role]["output"]
+        hooks += [
+            linear[module].register_forward_pre_hook(lambda _, args, how=before: (rounded(args[0], how),)),
+            linear[module].register_forward_hook(lambda _, args, out, how=after: rounded(out, how)),
+        ]
+    with torch.no_grad():
+        given = feed(model)
+        expected, theirs = model(**given), found(**given)
+        for hook in hooks:
+            hook.remove()
+        plain = model(**given)
+    torch.testing.assert_close(theirs.logits, expected.logits, rtol=0, atol=1e-4)
+    assert float((plain.logits - expected.logits).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
+    """``scale · stored + bias`` in F32 rounds where the codes' own product does not, by a part of a step."""
+    mlx = pytest.importorskip("mlx.core")
+    extract(variant(name), tmp_path / "out", format="mlx")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    arrays = mlx.load(str(tmp_path / "out" / "model.safetensors"))
+    original = read_checkpoint(tmp_path / "out")
+    names = {tensor.name for tensor in original.tensors.values() if tensor.scheme is None}  # type: ignore[attr-defined]
+    modules = {module: how for module, how in config.items() if isinstance(how, dict)}
+    assert set(arrays) == names | {f"{m}.{part}" for m in modules for part in ("weight", "scales", "biases")}
+    extract(variant(name), tmp_path / "f32", dtype="f32")
+    expected = load_file(tmp_path / "f32" / "model.safetensors")
+    assert modules
+    for module, how in modules.items():
+        weight, scales, biases = (arrays[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
+        values = np.array(mlx.dequantize(weight, scales, biases, **how))
+        steps = np.repeat(np.array(scales), how["group_size"], axis=1)
+        assert (np.abs(values - expected[f"{module}.weight"]) <= steps * 2e-5).all()
+
+
+@pytest.mark.parametrize("format_", ["mlx", "compressed-tensors", "gemma"])
+def test_the_reference_drafter_loads_it(sample: Path, extracted: Path, tmp_path: Path, format_: str) -> None:
+    extract(sample, tmp_path / "out", format=format_)
+    found, known = load_drafter(tmp_path / "out"), load_drafter(extracted)
+    assert found.config == known.config
+    for (name, one), (_, other) in zip(found.state_dict().items(), known.state_dict().items(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+    for role, tensor in read_checkpoint(tmp_path / "out").tensors.items():
+        np.testing.assert_array_equal(read_floats(tensor), read_floats(read_checkpoint(extracted).tensors[role]))

@@ -1,0 +1,382 @@
+"""Converting is extracting, file by file; what cannot be converted is refused by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.schemas import validator
+from helpers.variant_files import variant
+from safetensors.numpy import load_file, save_file
+
+from mtp_extract import extract
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.lazy import read_floats
+from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, OutputError, UnsupportedError
+from mtp_extract.formats import FORMATS, read_checkpoint
+from mtp_extract.pipeline.check import files_in, verify
+from mtp_extract.pipeline.conversion import convert
+from mtp_extract.pipeline.verification import verify_against_source
+
+TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
+RULES = [(name, rule) for name, listed in FORMATS.items() for rule in listed.rules]
+OWN = {"extraction.json", "README.md"}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in files_in(directory) if name not in OWN}
+
+
+@pytest.fixture(scope="module", params=["jax_published", "torch_blockwise32", "torch_asymmetric"])
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle, and its drafter in F32 with codes."""
+    directory = tmp_path_factory.mktemp("kept") / request.param
+    extract(variant(request.param), directory, dtype="f32", codes=True)
+    return variant(request.param), directory
+
+
+@pytest.fixture(scope="module")
+def bf16(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bf16") / "sample"
+    extract(sample, directory)
+    return directory
+
+
+@pytest.fixture
+def official(bf16: Path, tmp_path: Path) -> Path:
+    """What lies on the Hub: configuration and weights, and nothing of ours."""
+    directory = tmp_path / "assistant"
+    directory.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(bf16 / name, directory)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "dtype"), TYPES)
+def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name: str, dtype: str) -> None:
+    source, directory = kept
+    try:
+        direct = extract(source, tmp_path / "direct", format=name, dtype=dtype)
+    except UnsupportedError as error:
+        with pytest.raises(UnsupportedError) as found:
+            convert(directory, tmp_path / "converted", format=name, dtype=dtype)
+        assert str(found.value) == str(error)
+        return
+    result = convert(directory, tmp_path / "converted", format=name, dtype=dtype)
+    validator("extraction")(result.record)
+    assert contents(tmp_path / "converted") == contents(tmp_path / "direct")
+    for key in ("source", "known_as", "geometry", "set_aside", "kv_inputs", "tensors"):
+        assert result.record[key] == direct.record[key], key
+    (step,) = result.record["converted_from"]
+    assert (step["layout"], step["dtype"], set(step["files"])) == (
+        *("transformers", "f32"),
+        {"model.safetensors", CODES_FILE},
+    )
+    assert result.record["proof"]["inherited"]
+    assert not direct.record["proof"]["inherited"]
+    with open_bundle(source) as opened:
+        assert verify_against_source(tmp_path / "converted", opened).against == str(source)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_there_and_back(kept: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    """Through any format: what was rounded on the way is told, and found again when it is derived from the bundle."""
+    source, directory = kept
+    try:
+        convert(directory, tmp_path / "there", format=name)
+    except UnsupportedError:
+        pytest.skip("the format cannot hold it")
+    with open_bundle(source) as opened:
+        back = convert(tmp_path / "there", tmp_path / "back", format="transformers", dtype="f32", source=opened)
+    assert not back.record["proof"]["inherited"]
+    assert len(back.record["converted_from"]) == 2
+    entries = [entry for entry in back.record["tensors"].values() if "part" not in entry]
+    rounded = {step for entry in entries for step in entry["rounded_before"]}
+    assert (contents(tmp_path / "back") == {k: v for k, v in contents(directory).items() if k != CODES_FILE}) == (
+        not rounded
+    )
+
+
+def test_without_a_record(official: Path, tmp_path: Path) -> None:
+    result = convert(official, tmp_path / "out", format="litert")
+    validator("extraction")(result.record)
+    assert result.record["proof"] is None
+    assert result.record["source"] == {
+        "name": "assistant",
+        "size": (official / "model.safetensors").stat().st_size,
+        "kind": "checkpoint",
+        "version": None,
+        "provenance": {},
+        "section": None,
+    }
+    assert verify(tmp_path / "out").tensors == 48
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "converted from the checkpoint `assistant`" in card
+    assert "--against" not in card
+    assert "bundle" not in card.replace("(the bundle", "")
+    one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
+    for role, tensor in one.tensors.items():
+        np.testing.assert_array_equal(read_floats(tensor), read_floats(other.tensors[role]), err_msg=role)
+
+
+def in_shards(directory: Path) -> dict[str, str]:
+    """The weights in two files with an index, as transformers writes large models; tensor → file."""
+    tensors = load_file(directory / "model.safetensors") if directory else {}
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    places = {tensor: names[index % 2] for index, tensor in enumerate(tensors)}
+    for name in names:
+        save_file({tensor: tensors[tensor] for tensor, place in places.items() if place == name}, directory / name)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return places
+
+
+def test_weights_in_several_files(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "whole", dtype="f32")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for name in OWN:
+        (tmp_path / "parts" / name).unlink()
+    places = in_shards(tmp_path / "parts")
+    convert(tmp_path / "parts", tmp_path / "out", format="transformers", dtype="f32")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    tensor, place = next(iter(places.items()))
+    for wrong in ("../elsewhere.safetensors", next(name for name in places.values() if name != place)):
+        index.write_text(json.dumps({"weight_map": {**places, tensor: wrong}}))
+        with pytest.raises(DrafterError, match=r"weights|index"):
+            convert(tmp_path / "parts", tmp_path / "out2", format="litert")
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES)
+def test_codes_are_made_where_there_are_none(bf16: Path, sample: Path, tmp_path: Path, name: str, rule: str) -> None:
+    result = convert(bf16, tmp_path / "out", format=name, quantize=rule)
+    validator("extraction")(result.record)
+    made = {e["role"]: e["made_codes"] for e in result.record["tensors"].values() if e.get("made_codes")}
+    # Of the 23 matrices SGLang wants the head in floats.
+    assert len(made) == 23 - name.endswith("sglang")
+    assert all(error["rule"] == rule and 0 < error["rms"] < error["largest"] < 0.1 for error in made.values())
+    assert any(f"by {rule}, of {len(made)} matrices" in note for note in result.notes)
+    assert f"by `{rule}`" in (tmp_path / "out" / "README.md").read_text()
+    before, after = read_checkpoint(bf16), read_checkpoint(tmp_path / "out")
+    for role, tensor in after.tensors.items():
+        assert (tensor.scheme is not None) == (role in made)
+        if role not in made:
+            np.testing.assert_array_equal(read_floats(tensor), read_floats(before.tensors[role]), err_msg=role)
+    # BF16 first, then the rule: the bundle gives the same again.
+    with open_bundle(sample) as opened:
+        verify_against_source(tmp_path / "out", opened)
+    with pytest.raises(UnsupportedError, match=r"every matrix has its codes|cannot hold what"):
+        convert(tmp_path / "out", tmp_path / "again", format=name, quantize=rule)
+    with pytest.raises(UnsupportedError, match="not exact"):
+        convert(bf16, tmp_path / "again", format=name, quantize=rule, exact=True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("geometry", ["dense", "ordered", "k-eq-v"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
+    """Written by transformers itself, ordered head or dense; matrices rounded where the format is of codes."""
+    from helpers.random_assistants import GEOMETRIES, random_assistant
+
+    official, shape = tmp_path / "official", replace(GEOMETRIES[geometry], hidden=32, intermediate=64, head_dim=8)
+    random_assistant(shape).save_pretrained(official)
+    (official / "config.json").write_text(json.dumps(shape.config()))
+    rules = FORMATS[name].rules
+    rule = "int8" if "int8" in rules else next(iter(rules), None)
+    try:
+        dtype = "f32" if name == "transformers" else None
+        result = convert(official, tmp_path / "out", format=name, dtype=dtype, quantize=rule)
+    except UnsupportedError as error:
+        assert name in ("litert", "gguf"), error
+        assert "ordered" in str(error) or "heads" in str(error)
+        return
+    validator("extraction")(result.record)
+    one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
+    assert {e["role"] for e in result.record["tensors"].values() if "part" not in e} == {*other.tensors}
+    for role, tensor in other.tensors.items():
+        if role == "ordered_head.token_ordering":
+            assert one.tensors[role].indices().tolist() == tensor.indices().tolist()
+        elif tensor.scheme is None:
+            np.testing.assert_array_equal(read_floats(tensor), read_floats(one.tensors[role]), err_msg=role)
+        else:
+            apart = np.abs(read_floats(tensor) - read_floats(one.tensors[role]))
+            assert 0 < apart.max() < 0.01 * np.abs(read_floats(one.tensors[role])).max(), role
+
+
+def test_a_rule_that_the_format_does_not_hold(bf16: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="litert format holds no codes that q4_0 makes"):
+        convert(bf16, tmp_path / "out", format="litert", quantize="q4_0")
+    with pytest.raises(ValueError, match="expected q4_0 or"):
+        convert(bf16, tmp_path / "out", format="litert", quantize="q3_k")
+    assert not (tmp_path / "out").exists()
+
+
+def cut(directory: Path, name: str = "model.safetensors") -> None:
+    data = (directory / name).read_bytes()
+    (directory / name).write_bytes(data[: len(data) // 2])
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        (config if key in config else config["text_config"])[key] = value
+    path.write_text(json.dumps(config))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (cut, "its header describes"),
+    "another architecture": (partial(edit, model_type="llama"), "expected model_type gemma4_assistant"),
+    "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
+    "nothing": (lambda d: [path.unlink() for path in d.iterdir()], "found none of them"),
+    "no such directory": (shutil.rmtree, "found nothing of that name"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bad_input(official: Path, tmp_path: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
+    change(official)
+    with pytest.raises(MtpExtractError, match=message):
+        convert(official, tmp_path / "results" / "out", format="litert")
+    assert not (tmp_path / "results").exists()
+
+
+def test_the_base_in_place_of_the_drafter(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match="not the base model's"):
+        convert(base, tmp_path / "out", format="litert")
+
+
+def test_what_does_not_match_its_record(bf16: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bf16, tmp_path / "copy"))
+    edit(copy, rms_norm_eps=1e-5)
+    with pytest.raises(CheckpointError, match=r"config\.json has"):
+        convert(copy, tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()
+
+
+def test_codes_of_another_drafter(sample: Path, tmp_path: Path) -> None:
+    extract(sample, tmp_path / "one", dtype="f32", codes=True)
+    extract(variant("torch_blockwise32"), tmp_path / "other", dtype="f32", codes=True)
+    shutil.copy(tmp_path / "other" / CODES_FILE, tmp_path / "one" / CODES_FILE)
+    (tmp_path / "one" / "extraction.json").unlink()
+    with pytest.raises(CheckpointError, match="codes"):
+        convert(tmp_path / "one", tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_bundle_as_the_source(bf16: Path, tmp_path: Path) -> None:
+    with open_bundle(variant("jax_published")) as opened, pytest.raises(MtpExtractError):
+        convert(bf16, tmp_path / "out", format="litert", source=opened)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_inside_what_is_converted(bf16: Path, tmp_path: Path) -> None:
+    """There it would be a file that the record does not know."""
+    copy = Path(shutil.copytree(bf16, tmp_path / "copy"))
+    with pytest.raises(OutputError, match="lies inside"):
+        convert(copy, copy / "more" / "litert", format="litert")
+    assert contents(copy) == contents(bf16)
+    assert verify(copy).files
+
+
+def test_a_full_disk(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutputError, match="No space left"):
+        convert(bf16, tmp_path / "results" / "out", format="litert")
+    assert not any((tmp_path / "results").iterdir())
+
+
+def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read back is held against what was read, whatever the file's own sums say."""
+    from mtp_extract.checkpoint.lazy import FilledTensor
+    from mtp_extract.formats import litert
+
+    plan = litert.FORMAT.__class__.plan
+
+    def wrong(self: Any, checkpoint: Any, dtype: str) -> Any:
+        role = "layers.1.q_norm"
+        tensors = {**checkpoint.tensors, role: FilledTensor(checkpoint.tensors[role].shape)}
+        return plan(self, checkpoint.__class__(**{**vars(checkpoint), "tensors": tensors}), dtype)
+
+    monkeypatch.setattr(litert.FORMAT.__class__, "plan", wrong)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other numbers"):
+        convert(bf16, tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp's converter leaves it: one .gguf of any name, nothing beside it."""
+    convert(bf16, tmp_path / "made", format="gguf", dtype="f32")
+    alone = Path(shutil.copy(tmp_path / "made" / "drafter.gguf", tmp_path / "mine.gguf"))
+    monkeypatch.chdir(tmp_path)
+    result = convert(alone, format="transformers")
+    assert result.directory == Path("mine-transformers")
+    validator("extraction")(result.record)
+    assert list(result.record["converted_from"][0]["files"]) == ["mine.gguf"]
+    assert contents(tmp_path / "mine-transformers") == contents(bf16)
+    # One that lies in a directory of ours is that directory's.
+    convert(tmp_path / "made" / "drafter.gguf", tmp_path / "back", format="transformers")
+    assert contents(tmp_path / "back") == contents(bf16)
+    assert verify(tmp_path / "back").record["proof"]["inherited"]
+    cut(tmp_path, "mine.gguf")
+    with pytest.raises(CheckpointError, match="cut short"):
+        convert(alone, tmp_path / "out", format="transformers")
+    assert not (tmp_path / "out").exists()
+
+
+CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("sample", [{"format": "gguf"}, {"format": "compressed-tensors"}]),
+    ("sample", [{"format": "gguf"}, {"format": "transformers", "codes": True}]),
+    ("sample", [{"format": "gguf"}, {"format": "gemma"}, {"format": "mlx"}]),
+    ("torch_folded_softcap", [{"format": "mlx"}, {"format": "compressed-tensors"}]),
+    ("torch_blockwise32", [{"format": "gemma"}, {"format": "transformers", "codes": True}]),
+    ("torch_folded_softcap", [{"format": "gguf", "dtype": "f32"}, {"format": "gguf"}]),
+    ("sample", [{"format": "transformers", "dtype": "f32"}, {"format": "mlx", "quantize": "q8_0"}]),
+    (
+        "sample",
+        [{"format": "transformers"}, {"format": "gguf", "quantize": "q4_0"}, {"format": "gguf", "dtype": "f32"}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "chain"), CHAINS, ids=lambda it: it if isinstance(it, str) else _told(it))
+def test_what_went_through_other_formats_is_derived_again(
+    name: str, chain: list[dict[str, Any]], sample: Path, tmp_path: Path
+) -> None:
+    """Steps that a format repeated along a row are one again, and codes that were left behind are not asked for."""
+    source = sample if name == "sample" else variant(name)
+    first, *more = chain
+    extract(source, tmp_path / "0", **first)
+    with open_bundle(source) as opened:
+        for index, step in enumerate(more):
+            convert(tmp_path / f"{index}", tmp_path / f"{index + 1}", **step)
+            assert verify_against_source(tmp_path / f"{index + 1}", opened).against == str(source)
+
+
+def _told(chain: list[dict[str, Any]]) -> str:
+    return " > ".join("+".join(map(str, step.values())) for step in chain)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere", "found nothing of that name"), ("sample.litertlm", "a bundle is to be extracted first")],
+)
+def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "sample.litertlm").symlink_to(sample)
+    with pytest.raises(DrafterError, match=said):
+        convert(tmp_path / name, tmp_path / "out", format="gguf")

@@ -1,0 +1,218 @@
+"""The model card: its metadata by huggingface_hub's own classes, its statements, and hostile names."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from mtp_extract.formats import ENGINES, FORMATS
+from mtp_extract.io.source import Source
+from mtp_extract.litertlm.published import known_bundle, known_without_drafter
+from mtp_extract.report.card import card_metadata, model_card
+
+EXTRACTION: dict[str, Any] = {
+    "format_version": 1,
+    "tool": {"name": "mtp-extract", "version": "1.2.3"},
+    "source": {
+        "name": "gemma-4-E4B-it.litertlm",
+        "size": 3659530240,
+        "kind": "litertlm",
+        "version": "1.7.0",
+        "provenance": {
+            "repository": "litert-community/gemma-4-E4B-it-litert-lm",
+            "path": "gemma-4-E4B-it.litertlm",
+            "revision": "main",
+            "commit": "c" * 40,
+        },
+        "section": {
+            "index": 11,
+            "model_type": "mtp_drafter",
+            "begin": 3614392320,
+            "end": 3659530240,
+            "sha256": "5" * 64,
+            "found_by": "model_type",
+        },
+    },
+    "known_as": "Gemma 4 E4B",
+    "layout": "transformers",
+    "dtype": "bf16",
+    "geometry": {"hidden_size": 256, "layer_types": ["sliding_attention", "full_attention"]},
+    "files": {},
+    "tensors": {
+        "model.norm.weight": {"role": "final_norm", "source": {"dtype": "FLOAT32", "shape": [256]}},
+        "lm_head": {
+            "role": "lm_head",
+            "source": {"dtype": "INT4", "shape": [262144, 256]},
+            "quantization": {"kind": "per_channel", "bits": 4, "axis": 0},
+        },
+        "model.layers.0.layer_scalar": {"role": "layers.0.layer_scalar", "source": None, "quantization": None},
+    },
+    "set_aside": [{}],
+    "kv_inputs": {},
+}
+
+
+def card(**changes: Any) -> str:
+    return model_card({**copy.deepcopy(EXTRACTION), **changes}, None)
+
+
+def test_the_metadata_is_what_huggingface_hub_reads() -> None:
+    read = ModelCard(card()).data.to_dict()
+    assert read == card_metadata(EXTRACTION)
+    assert read["license"] == "apache-2.0"
+    assert read["base_model"] == ["google/gemma-4-E4B-it"]
+    assert read["library_name"] == "transformers"
+
+
+def test_what_the_card_states() -> None:
+    text = card()
+    for stated in (
+        "[Apache License 2.0](https://www.apache.org/licenses/LICENSE-2.0)",
+        "c" * 40,
+        "5" * 64,
+        "3,614,392,320 to 3,659,530,240",
+        "| `lm_head` | `lm_head` | `INT4 [262144, 256]` | `per_channel, axis 0` |",
+        "| `model.layers.0.layer_scalar` | `layers.0.layer_scalar` | `not in the graph` | `none` |",
+        "model.generate(**inputs, assistant_model=drafter",
+        '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
+        "--speculative-algorithm NEXTN",
+        "--format gguf -o drafter-gguf",
+        "-md drafter-gguf/drafter.gguf --spec-type draft-mtp",
+        "--draft-kind mtp --draft-block-size 4",
+        "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm@" + "c" * 40,
+        "## Limits",
+        "No figures were recorded",
+    ):
+        assert stated in text, stated
+    assert model_card(EXTRACTION) == text
+
+
+def test_an_unknown_bundle() -> None:
+    text = card(known_as=None, source={**EXTRACTION["source"], "size": 1, "provenance": {}})
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "BASE_MODEL" in text
+    assert "--against BUNDLE.litertlm" in text
+
+
+def test_the_licence_of_a_known_bundle_only() -> None:
+    source = {**EXTRACTION["source"], "size": 1, "provenance": {}}
+    # A drafter of a known geometry may be anybody's.
+    for known_as in (None, "Gemma 4 E4B"):
+        text = card(known_as=known_as, source=source)
+        assert ModelCard(text).data.license == "other"
+        assert "terms of whoever made the bundle hold" in text
+        assert "Apache" not in text
+    newer = {**source, "provenance": {"repository": "litert-community/gemma-4-E4B-it-litert-lm"}}
+    assert ModelCard(card(source=newer)).data.license == "apache-2.0"
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_each_format_is_for_its_own_engines(layout: str) -> None:
+    """One section for each engine that loads it, and a library name the Hub shows."""
+    text = card(layout=layout, files={"drafter.gguf": {}} if layout == "gguf" else {})
+    marks = {
+        "transformers": "assistant_model=drafter",
+        "vllm": "vllm serve",
+        "sglang": "sglang.launch_server",
+        "mlx_vlm": "mlx_vlm generate",
+        "llama_cpp": "-md DRAFTER/drafter.gguf",
+    }
+    assert marks.keys() == set(ENGINES)
+    assert {engine for engine, mark in marks.items() if mark in text} == set(FORMATS[layout].engines)
+    assert ModelCard(text).data.to_dict().get("library_name", "") == FORMATS[layout].library
+
+
+def test_what_is_kept_and_what_is_rounded_is_said() -> None:
+    entry = {"role": "lm_head", "source": None, "quantization": None, "kept": "codes", "rounded_to": "FP16"}
+    floats = {"role": "final_norm", "source": None, "quantization": None, "kept": "floats", "rounded_to": None}
+    scale = {"role": "lm_head", "part": "scale", "shape": [2], "dtype": "F32"}
+    tensors = {"head": entry, "head.scale": scale, "norm": floats}
+    text = card(dtype="codes", tensors=tensors)
+    assert "1 of 2 weights are the bundle's own integers with their scales, the scales rounded to FP16" in text
+    assert "`head.scale`" not in text
+    assert "rounded" not in card(dtype="codes", tensors={"head": {**entry, "rounded_to": None}, "norm": floats})
+
+
+def test_the_card_has_no_mark_of_its_template() -> None:
+    for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[])):
+        assert "<!--" not in text
+        assert "$" not in text
+
+
+def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
+    provenance = {"repository": "org/other", "path": "x.litertlm", "commit": "c" * 40}
+    source = {**EXTRACTION["source"], "size": 1, "provenance": provenance}
+    assert card_metadata({**EXTRACTION, "known_as": None, "source": source})["base_model"] == ["org/other"]
+
+
+def test_static_quantization_is_a_limit_where_there_is_some() -> None:
+    stated = "logits differ slightly from LiteRT's"
+    assert stated not in card(kv_inputs={"kv_cache_k_22": {"dtype": "FLOAT32", "scale": None}})
+    assert stated in card(kv_inputs={"kv_cache_k_22": {"dtype": "INT8", "scale": 0.006}})
+
+
+def test_the_litert_layout_is_not_advertised_to_engines() -> None:
+    text = card(layout="litert")
+    assert "vllm serve" not in text
+    assert "--format transformers" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["a`b", "x\n---\nlicense: mit\n", "|a|b|", '"\n- x', "]](http://x)", "\u202e", "\x1b[31m"]
+)
+def test_hostile_names_stay_names(name: str) -> None:
+    source = {**EXTRACTION["source"], "name": name, "provenance": {"repository": name, "path": name}}
+    tensors = {name: {"role": name, "source": {"dtype": name, "shape": []}}}
+    text = model_card({**EXTRACTION, "known_as": None, "source": source, "tensors": tensors})
+    plain = card(known_as=None)
+    assert ModelCard(text).data.license == "apache-2.0"
+    assert sum(line == "---" for line in text.splitlines()) == 2
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        line for line in plain.splitlines() if line.startswith("#")
+    ]
+    row = next(line for line in text.splitlines() if line.startswith("| file |"))
+    assert row.replace("\\|", "").count("|") == 3
+    assert row.count("`") == 2
+    assert "\x1b" not in text and "\u202e" not in text
+
+
+def test_importing_the_card_is_cheap() -> None:
+    code = "import sys, mtp_extract.report.card; print({'huggingface_hub', 'numpy', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+class _Named(Source):
+    def __init__(self, name: str, size: int, sha256: str | None = None) -> None:
+        self.name, self.size = name, size
+        self.provenance = {"sha256": sha256} if sha256 else {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        raise AssertionError("naming a bundle reads nothing")
+
+
+def test_known_bundles_are_named() -> None:
+    sha256 = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
+    for source in (_Named("x", 3659530240), _Named("x", 3659530240, sha256)):
+        known = known_bundle(source)
+        assert known is not None and known.name == "Gemma 4 E4B"
+    assert known_bundle(_Named("x", 3659530240, "d" * 64)) is None
+    assert known_bundle(_Named("x", 3659530241)) is None
+
+
+def test_known_files_without_a_drafter_are_named() -> None:
+    assert known_without_drafter(_Named("hf://o/r@main/gemma-3n-E2B-it-int4.litertlm", 1)) == "Gemma 3n"
+    assert known_without_drafter(_Named("/x/any.litertlm", 6547589312)) == "Gemma 4 12B"
+    assert known_without_drafter(_Named("/x/gemma-4-E4B-it.litertlm", 1)) is None
+
+
+def test_where_an_engine_does_otherwise_is_a_limit() -> None:
+    note = "llama.cpp does not load this drafter: it is as wide as its base (64)."
+    text = card(layout="gguf", dtype="codes", files={"drafter.gguf": {}}, notes=[note])
+    assert note in text.partition("## Limits")[2]
+    assert note not in card()

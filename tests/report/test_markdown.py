@@ -1,0 +1,146 @@
+"""Text that nobody vouches for in Markdown: as a renderer shows it, it is that text, and nothing of it is markup."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from helpers.report_document import REPORT
+from helpers.web import Page
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_extract.report.card import model_card
+from mtp_extract.report.markdown import listed, paragraph, plain, prose, table, visible
+from mtp_extract.report.page import page
+from mtp_extract.report.tables import measurements
+
+markdown_it = pytest.importorskip("markdown_it")
+RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "</summary></details><h1>",
+    "<!-- gone",
+    "<http://example.org>",
+    "&lt;b&gt; &#60;i> &amp;",
+    "[text](javascript:alert(1))",
+    "![](http://example.org/seen.png)",
+    "[a]: http://example.org",
+    "`code` ``",
+    "**bold** *a* _b_ __c__ ~~d~~",
+    "q_proj of layers_0",
+    "a | b \\| c \\",
+    "# heading",
+    "> quotation",
+    "- item",
+    "+ item",
+    "12. item",
+    "3) item",
+    "---",
+    "===",
+    "$x$",
+    "-1.5 %",
+    "12.5",
+    "x\n\n<b>",
+    "\x1b[31m\u202e",
+)
+
+
+def shown(markdown: str, tag: str) -> tuple[list[str], set[str]]:
+    """Texts in the elements of this tag as a renderer shows them, and the tags that there are."""
+    found = Page(RENDER(markdown))
+    texts: dict[tuple[str, ...], str] = {}
+    for around, text in found.texts:
+        if tag in around:
+            texts[around] = texts.get(around, "") + text
+    return [text.strip("\n") for text in texts.values()], {name for name, _ in found.elements}
+
+
+def is_itself(text: str) -> None:
+    expected = visible(text).strip()
+    assert shown(f"# {plain(text)}", "h1") == ([expected] if expected else [], {"h1"})
+    assert shown(paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
+    assert shown(listed([text]), "li") == ([expected] if expected else [], {"ul", "li"})
+    cells, tags = shown(table(("a", "b"), [(plain(text), "c")]), "td")
+    assert "".join(cells).removesuffix("c").strip() == expected
+    assert tags == {"table", "thead", "tbody", "tr", "th", "td"}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_shown_is_the_text(text: str) -> None:
+    is_itself(text)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.text("<>&;#[]()!`*_~|\\$-+=.1 ab\n:/\"'", max_size=24))
+def test_whatever_it_is_made_of(text: str) -> None:
+    # Spaces in a row, and at the ends, are one or none in every page.
+    is_itself(" ".join(text.split()))
+
+
+def test_code_and_emphasis_of_ours_stay() -> None:
+    texts, tags = shown(prose("*How* `x_y` is <b> [read](http://x)."), "p")
+    assert tags == {"p", "em", "code"}
+    assert "<b> [read](http://x)" in "".join(texts)
+
+
+def renamed(value: Any, name: str) -> Any:
+    """``value`` with every text in it, and every name of a workload, changed to this."""
+    if isinstance(value, dict):
+        return {key: renamed(item, name) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, name) for item in value]
+    return name if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", HOSTILE[:12])
+def test_a_report_of_such_names(name: str) -> None:
+    """In the page and in a card: no element that one without such names has not."""
+    report = copy.deepcopy(REPORT)
+    report |= {"verdict": name, "findings": [name], "notes": [name], "drafter": name, "source": name}
+    report["base"] = renamed(report["base"], name)
+    report["agreement"]["workloads"] = {name: next(iter(report["agreement"]["workloads"].values()))}
+    for drafter in report["drafters"]:
+        drafter["name"] = name
+        drafter["agreement"]["workloads"] = {name: next(iter(drafter["agreement"]["workloads"].values()))}
+        drafter["changes"] = {name: drafter["change"]}
+    if report["parity"]:
+        report["parity"]["kernels"] = report["parity"]["first_apart"] = name
+        report["parity"]["matrices"] = {name: 3}
+    plain_, hostile = (
+        {tag for tag, _ in Page(RENDER(page("Report", each, measurements(each)))).elements} for each in (REPORT, report)
+    )
+    # Where a name stands within words of ours, it may be emphasized.
+    assert hostile <= plain_ | {"ul", "li", "p", "strong", "code", "em"}
+
+
+@pytest.mark.parametrize("name", HOSTILE[:12])
+def test_a_card_of_such_names(name: str) -> None:
+    def made(name: str) -> set[str]:
+        record = {
+            "tool": {"name": "mtp-extract", "version": name},
+            "source": {
+                "name": name,
+                "size": 1,
+                "kind": "litertlm",
+                "version": name,
+                "provenance": {"url": name, "etag": name},
+                "section": {"index": name, "model_type": name, "found_by": name},
+            },
+            "known_as": name,
+            "layout": "litert",
+            "dtype": name,
+            "geometry": {name: name},
+            "files": {},
+            "tensors": {
+                name: {"role": name, "source": {"dtype": name, "shape": []}, "rounded_before": [name], "kept": "codes"}
+            },
+            "notes": [name],
+        }
+        text = model_card(record).split("---\n", 2)[2]
+        return {tag for tag, _ in Page(RENDER(text)).elements}
+
+    assert made(name) <= made("a")
