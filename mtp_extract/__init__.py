@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.pipeline.conversion import convert
-    from mtp_extract.pipeline.extraction import ExtractionResult, extract
+    from mtp_extract.pipeline.directory import ExtractionResult
+    from mtp_extract.pipeline.extraction import extract
 
 __all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "convert", "extract", "open"]
 
 # Public name -> module and the name there.
 _HOMES = {
     "Drafter": ("mtp_extract.bundle", "Drafter"),
-    "ExtractionResult": ("mtp_extract.pipeline.extraction", "ExtractionResult"),
+    "ExtractionResult": ("mtp_extract.pipeline.directory", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
     "Opened": ("mtp_extract.bundle", "Opened"),
     "convert": ("mtp_extract.pipeline.conversion", "convert"),

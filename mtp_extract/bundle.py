@@ -30,8 +30,6 @@ from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.published import known_without_drafter
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
 
-__all__ = ["Drafter", "Opened", "open_bundle", "open_source"]
-
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"
 

@@ -28,26 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = [
-    "LONGEST_NAME",
-    "CheckpointError",
-    "DrafterError",
-    "FormatError",
-    "HubError",
-    "MtpExtractError",
-    "NoDrafterError",
-    "OutputError",
-    "PairError",
-    "ProofError",
-    "RoleError",
-    "ServerError",
-    "SourceError",
-    "TruncatedError",
-    "UnsupportedError",
-    "escape",
-    "few",
-]
-
 LONGEST_NAME = 200
 MOST_NAMED = 5
 

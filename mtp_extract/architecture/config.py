@@ -13,16 +13,6 @@ from typing import Any
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import DrafterError, UnsupportedError
 
-__all__ = [
-    "FULL",
-    "SLIDING",
-    "DrafterConfig",
-    "LayerConfig",
-    "OrderedHeadConfig",
-    "RopeConfig",
-    "known_drafter",
-]
-
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from mtp_extract.errors import DrafterError
 
-__all__ = ["FUSED", "Eagle3Config"]
-
 FUSED = 3
 """Hidden states of the base that are fused: a low, a middle and a high one."""
 

@@ -14,24 +14,6 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.data import load_mapping
 
-__all__ = [
-    "CENTROIDS",
-    "EAGLE3",
-    "GEMMA4",
-    "GEMMA4_MTP",
-    "HEAD_ROLES",
-    "INDEX",
-    "MATRIX",
-    "NORM",
-    "ORDERING",
-    "SCALAR",
-    "Config",
-    "Role",
-    "role_table",
-    "roles_of",
-    "shapes_of",
-]
-
 Config = DrafterConfig | Eagle3Config
 """The shape of a drafter of either architecture."""
 

@@ -21,8 +21,6 @@ from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.pipeline.staging import RECORD
 
-__all__ = ["BaseCheckpoint", "holds_drafter", "read_base"]
-
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

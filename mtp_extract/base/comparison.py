@@ -23,19 +23,6 @@ from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import PairError, escape, few
 
-__all__ = [
-    "NOT_FOUND",
-    "BaseComparison",
-    "RoleVerdict",
-    "check_geometry",
-    "compare_base",
-    "grouped",
-    "of_place",
-    "stored_as",
-    "wanted",
-    "whole_shape",
-]
-
 NOT_FOUND = "not found"
 _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)
 

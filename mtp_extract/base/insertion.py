@@ -32,8 +32,6 @@ from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
 
-__all__ = ["BaseInsertionPlan", "BaseInsertionResult", "planned_base_insertion"]
-
 # A calculation in another order of chunks leaves this much.
 _SAME_ERROR = 1e-6
 # What a folded factor leaves in a scale.

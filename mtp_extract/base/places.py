@@ -15,8 +15,6 @@ from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
 
-__all__ = ["BundledBase", "Place", "find_base"]
-
 _DECODER = "prefill_decode"
 _TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_layer"}
 # The base of E2B has 976 subgraphs, and 35 layers in each of its signatures.

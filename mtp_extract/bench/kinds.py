@@ -15,8 +15,6 @@ from typing import Any
 
 from mtp_extract.errors import ServerError, escape
 
-__all__ = ["KINDS", "Counters", "Kind", "at", "impossible", "recognise"]
-
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _SHORTEST = 1e-3  # milliseconds, of what was computed
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees

@@ -17,8 +17,6 @@ from mtp_extract.report.web import web_page
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-__all__ = ["BENCH_LISTED", "as_json", "tables", "write_bench"]
-
 _BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
 _FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
 BENCH_LISTED = listing(_BENCH, _FILES)

@@ -30,8 +30,6 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
-__all__ = ["BenchPlan", "Benchmark", "Figures", "Group", "Side", "run_benchmark"]
-
 T = TypeVar("T")
 Say = Callable[[str], None]
 

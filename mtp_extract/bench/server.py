@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mtp_extract.speculate.codec import Prompt
     from mtp_extract.speculate.generate import Options
 
-__all__ = ["Answer", "Server", "key_from"]
-
 _CONNECT_TIMEOUT = 10.0
 _PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
 _KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5

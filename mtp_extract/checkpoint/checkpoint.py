@@ -16,8 +16,6 @@ from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph import Activation
 
-__all__ = ["CODES", "FLOATS", "INDICES", "NOTHING", "Checkpoint", "Format", "Holding", "require_mtp"]
-
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
 

@@ -25,8 +25,6 @@ from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeigh
 from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, escape
 
-__all__ = ["CODES_FILE", "plan_codes", "said_of_codes", "with_codes"]
-
 CODES_FILE = "codes/codes.safetensors"
 
 _SCHEMES = "schemes"

@@ -21,8 +21,6 @@ from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.litertlm.quantized import CHUNK_ELEMENTS, Floats
 from mtp_extract.litertlm.requantize import Storage
 
-__all__ = ["DIFFERENT", "EQUAL", "EQUAL_CODES", "HALF_STEP", "Distance", "measure_distance"]
-
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 
-__all__ = ["DTYPES", "ROUNDED_TO", "Dtype"]
-
 Floats = npt.NDArray[np.float32]
 Stored = npt.NDArray[np.generic]
 

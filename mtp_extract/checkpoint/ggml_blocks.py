@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.integers import RowCodes
 
-__all__ = ["BLOCK", "BLOCK_TYPES", "BlockType", "blocks_of", "steps_of", "unpacked"]
-
 BLOCK = 32
 """Neighbouring elements of a row that share a step."""
 

@@ -22,8 +22,6 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import open_regular
 
-__all__ = ["ARCHITECTURE", "CONTAINER", "Header", "Texts", "as_stored", "read_gguf"]
-
 ARCHITECTURE = "general.architecture"
 """The key that every file must have."""
 

@@ -14,8 +14,6 @@ from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
 from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError
 
-__all__ = ["check_codes", "check_floats", "holdings_of", "notes_of", "require_exact"]
-
 _MOST_NAMED = 4
 
 

@@ -13,8 +13,6 @@ from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.litertlm.quantized import Floats
 from mtp_extract.litertlm.requantize import rechunked
 
-__all__ = ["Codes", "RowCodes", "in_rows", "row_codes", "same_codes"]
-
 Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
 

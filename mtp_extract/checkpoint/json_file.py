@@ -11,8 +11,6 @@ from typing import Any
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import read_regular
 
-__all__ = ["once", "parse_json", "read_object"]
-
 _LARGEST = 1 << 26
 
 

@@ -15,21 +15,6 @@ from mtp_extract.graph import FoundRole
 from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
-__all__ = [
-    "ArrayTensor",
-    "ConstantTensor",
-    "FilledTensor",
-    "FloatsOnly",
-    "IndexTensor",
-    "LazyTensor",
-    "Scheme",
-    "Steps",
-    "divided",
-    "read_floats",
-    "read_indices",
-    "rows_of",
-]
-
 ROW_STEP = 8
 """Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
 

@@ -14,22 +14,6 @@ from typing import Any
 
 from mtp_extract.errors import escape
 
-__all__ = [
-    "Keys",
-    "Manifest",
-    "Said",
-    "anything",
-    "at",
-    "beyond",
-    "is_number",
-    "is_text",
-    "is_whole",
-    "off",
-    "said_by_header",
-    "said_by_index",
-    "some",
-]
-
 Allowed = Callable[[Any], bool]
 Keys = Mapping[str, Allowed]
 """Key, with dots where it lies deeper and wildcards as in file names → whether a value of it changes nothing."""

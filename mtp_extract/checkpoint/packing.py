@@ -11,8 +11,6 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["pack", "row_bytes", "unpack"]
-
 Codes = npt.NDArray[np.int8]
 Bytes = npt.NDArray[np.uint8]
 

@@ -21,18 +21,6 @@ from mtp_extract.errors import CheckpointError, escape
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.stored import StoredTensor
 
-__all__ = [
-    "BLOCKS",
-    "DTYPE_SIZES",
-    "Container",
-    "Layout",
-    "OutputFile",
-    "PlannedTensor",
-    "json_text",
-    "plan_array",
-    "plan_floats",
-]
-
 Chunks = Iterator["npt.NDArray[np.generic]"]
 
 DTYPE_SIZES = MappingProxyType(

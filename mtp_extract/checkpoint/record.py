@@ -21,21 +21,6 @@ from mtp_extract.io.source import Region
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation
 
-__all__ = [
-    "CHECKPOINT",
-    "FORMAT_VERSION",
-    "UNKNOWN",
-    "caches",
-    "evidence",
-    "part_record",
-    "provenance",
-    "set_aside",
-    "sha256_of_location",
-    "sha256_of_region",
-    "source_record",
-    "tensor_record",
-]
-
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
 

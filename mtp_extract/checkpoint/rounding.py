@@ -20,18 +20,6 @@ from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = [
-    "RULES",
-    "SCALES",
-    "NarrowedTensor",
-    "RoundedTensor",
-    "Rule",
-    "how_rounded",
-    "round_matrices",
-    "rounded_again",
-    "same_floats",
-]
-
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
 

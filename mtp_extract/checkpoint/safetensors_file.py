@@ -20,8 +20,6 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.io.regular import open_regular
 
-__all__ = ["CONTAINER"]
-
 _LONGEST_HEADER = 100_000_000
 _LARGEST = 1 << 63
 

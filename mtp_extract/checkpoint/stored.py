@@ -18,17 +18,6 @@ from mtp_extract.errors import CheckpointError
 from mtp_extract.io.regular import open_regular
 from mtp_extract.litertlm.quantized import Floats, Integers
 
-__all__ = [
-    "CodesOfRows",
-    "StoredCodes",
-    "StoredColumns",
-    "StoredTensor",
-    "StoredWeight",
-    "common_dtype",
-    "pieces",
-    "read_rows",
-]
-
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
 

@@ -26,20 +26,6 @@ from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error, reserve, write_all
 from mtp_extract.io.regular import open_regular
 
-__all__ = [
-    "container_of",
-    "described",
-    "differing",
-    "header_sum",
-    "holds_tensors",
-    "read_header",
-    "read_metadata",
-    "run_all",
-    "sums_of",
-    "workers",
-    "write_tensors",
-]
-
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call, from any thread."""
 

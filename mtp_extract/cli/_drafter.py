@@ -7,8 +7,6 @@ from typing import Any
 
 from mtp_extract.cli.terminal import say
 
-__all__ = ["found_in", "say_geometry"]
-
 
 def found_in(section: int | None, found_by: str) -> str:
     """Where it lies and how it was found."""

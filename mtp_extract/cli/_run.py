@@ -21,8 +21,6 @@ from typer.main import get_command
 from mtp_extract.cli import terminal
 from mtp_extract.errors import MtpExtractError, escape
 
-__all__ = ["AsJson", "Download", "SlidingWindow", "new_app", "run", "run_lean"]
-
 SlidingWindow = Annotated[
     Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
     typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),

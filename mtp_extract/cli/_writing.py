@@ -20,29 +20,6 @@ if TYPE_CHECKING:
     from mtp_extract.pipeline.directory import ExtractionResult
     from mtp_extract.report.card import CardWords
 
-__all__ = [
-    "FORMATS_ABOUT",
-    "HEADS_ABOUT",
-    "AnyFormatName",
-    "BaseModel",
-    "Codes",
-    "Exact",
-    "For",
-    "FormatName",
-    "License",
-    "Numbers",
-    "Overwrite",
-    "Quantize",
-    "Title",
-    "Tokenizer",
-    "card_words",
-    "check_usage",
-    "holds",
-    "show_written",
-    "tensors_of",
-]
-
-
 # What an option may be is what the registry lists.
 _CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
 FormatName = Enum("FormatName", {name: name for name in _CHOICES}, type=str)  # type: ignore[misc]  # not a literal

@@ -11,8 +11,6 @@ from mtp_extract.cli._run import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing, say, say_all, table, write_json
 from mtp_extract.errors import escape
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 

@@ -33,8 +33,6 @@ from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 

@@ -32,8 +32,6 @@ from mtp_extract.cli._writing import (
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 _DEFAULT = next(iter(FormatName))

@@ -15,8 +15,6 @@ from mtp_extract.proof.words import in_words
 if TYPE_CHECKING:
     from mtp_extract.insert.drafter import InsertionPlan, InsertionResult
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 _TYPES = ("int8", "int4", "int2", "float32")

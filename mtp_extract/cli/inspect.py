@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mtp_extract.base.comparison import BaseComparison
     from mtp_extract.pipeline.check import Verification
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 _SINGLE = ".gguf"

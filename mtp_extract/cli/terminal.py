@@ -16,8 +16,6 @@ from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
 
-__all__ = ["doing", "error", "progress", "redrawn", "say", "say_all", "size", "table", "write_json"]
-
 _FASTEST_REDRAW = 0.1
 _WORTH_SHOWING = 1 << 26
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mtp_extract.tune.run import Tuned
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 _MODES = {

@@ -15,8 +15,6 @@ from mtp_extract.errors import escape
 if TYPE_CHECKING:
     from mtp_extract.hub.upload import UploadResult
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 

@@ -12,8 +12,6 @@ from mtp_extract.cli._run import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing, error, say, say_all, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
 
-__all__ = ["app", "main"]
-
 app = new_app()
 
 # What a control means is said in a sentence.

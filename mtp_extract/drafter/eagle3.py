@@ -25,8 +25,6 @@ from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.drafter.mtp import Angles, RMSNorm, angles, turn
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
-__all__ = ["Eagle3Drafter", "Eagle3Layer", "Eagle3State"]
-
 
 class Eagle3Layer(nn.Module):
     """A Llama layer whose attention reads twice its width: the normed embedding, then the normed state."""

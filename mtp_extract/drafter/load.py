@@ -20,8 +20,6 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint, reading
 
-__all__ = ["Network", "build_drafter", "drafter_of", "load_any", "load_drafter", "network_of"]
-
 Network = MtpDrafter | Eagle3Drafter
 """A drafter of either architecture."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from mtp_extract.architecture.config import DrafterConfig
 
-__all__ = ["LITERT", "TRANSFORMERS", "Convention", "position_masks"]
-
 
 @dataclass(frozen=True)
 class Convention:

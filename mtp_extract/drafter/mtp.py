@@ -30,19 +30,6 @@ from mtp_extract.drafter.heads import OrderedHead
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
-__all__ = [
-    "Altered",
-    "Angles",
-    "DrafterOutput",
-    "Layer",
-    "MtpDrafter",
-    "MtpState",
-    "RMSNorm",
-    "View",
-    "angles",
-    "turn",
-]
-
 
 class DrafterOutput(NamedTuple):
     """``logits`` [batch, queries, vocabulary], soft-capped; ``projected`` [batch, queries, base width]."""

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["KV", "BaseState", "DraftState", "Drafter", "Fed", "Needs"]
-
 KV = tuple[Tensor, Tensor]
 """K and V, each [batch, KV heads, slots, head_dim]; K already rotated."""
 

@@ -39,17 +39,6 @@ from mtp_extract.speculate import (
     teacher_forced,
 )
 
-__all__ = [
-    "Continuations",
-    "Share",
-    "StepFigures",
-    "WorkloadFigures",
-    "continue_greedily",
-    "figures",
-    "measure_agreement",
-    "measure_ranks",
-]
-
 _RUN = 8
 
 Found = TypeVar("Found", Agreement, Ranks)

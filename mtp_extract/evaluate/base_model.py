@@ -17,8 +17,6 @@ from mtp_extract.evaluate.extras import quiet_transformers, require
 from mtp_extract.io.http import FaultError, Faults
 from mtp_extract.io.place import files_of
 
-__all__ = ["LoadedBase", "load_base", "memory_guard"]
-
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 # Weights, and what a forward needs beside them.

@@ -8,8 +8,6 @@ from importlib import import_module
 
 from mtp_extract.errors import MtpExtractError, escape
 
-__all__ = ["TRANSFORMERS", "quiet_transformers", "require", "unusable"]
-
 TRANSFORMERS = ">=5.16.1,<5.23"
 """The releases of transformers that construct an assistant and were tried, as ``pyproject.toml`` asks for them."""
 

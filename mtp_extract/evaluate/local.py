@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from mtp_extract.speculate import Generation, Options, Prompt, SpeculativeGenerator, groups
 
-__all__ = ["LocalEngine"]
-
 
 @dataclass(frozen=True)
 class LocalEngine:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mtp_extract.speculate import Agreement, Interval, difference_interval, share_interval
 
-__all__ = ["Change", "Measured", "compare", "difference_over_texts", "of_agreement", "share_over_texts"]
-
 
 @dataclass(frozen=True)
 class Measured:

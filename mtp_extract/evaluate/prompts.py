@@ -14,8 +14,6 @@ from mtp_extract.io.regular import read_regular
 if TYPE_CHECKING:
     from mtp_extract.speculate import Codec, Encoded
 
-__all__ = ["LARGEST", "Prompt", "encode_prompts", "read_prompts", "shipped_prompts"]
-
 LARGEST = 1 << 28
 """Bytes of a file of prompts."""
 

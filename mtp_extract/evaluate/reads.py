@@ -14,8 +14,6 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.formats import FORMATS, format_named
 
-__all__ = ["Reads", "StepReads", "reads_of_a_step"]
-
 _HEAD = ("lm_head", *HEAD_ROLES)
 _CHOSEN = ("lm_head", ORDERING)
 """Of these an ordered head reads the part of the clusters it chose."""

@@ -20,8 +20,6 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat, group_of
 from mtp_extract.formats.parts import Packed, Part
 
-__all__ = ["FORMAT", "SGLANG"]
-
 _QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
 _FIXED = {"num_bits": None, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False}
 _UNSAID = ("actorder", "block_structure", "scale_dtype", "zp_dtype")

@@ -15,8 +15,6 @@ from mtp_extract.errors import DrafterError
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS
 
-__all__ = ["FORMAT", "config_document", "parse_config"]
-
 _BASE = "base_model_name_or_path"
 """Read by no engine; what a ``speculators`` directory says of its verifier."""
 

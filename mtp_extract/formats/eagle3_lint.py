@@ -16,8 +16,6 @@ from typing import Any
 from mtp_extract.architecture.eagle3 import FUSED
 from mtp_extract.errors import escape
 
-__all__ = ["CHECK", "IDS", "LLAMA", "REFUSED", "WRONG", "Finding", "lint"]
-
 IDS = "eagle_aux_hidden_state_layer_ids"
 LLAMA = "transformer_layer_config"
 """Key of a ``speculators`` configuration under which that of the layer lies."""

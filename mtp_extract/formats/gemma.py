@@ -23,8 +23,6 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.packed import HEAD, PackedFormat
 from mtp_extract.formats.parts import INPUT, OUTPUT, Packed, Part, static_scale
 
-__all__ = ["FORMAT"]
-
 _EMBEDDING = "model.embed_tokens"
 _EMBEDDING_BITS = 2
 

@@ -40,8 +40,6 @@ from mtp_extract.formats.gguf_metadata import (
 from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
 from mtp_extract.formats.holding import hold_floats
 
-__all__ = ["FORMAT"]
-
 _ROPE = "rope_freqs.weight"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
 # llama_ftype, of the type that most matrices have.

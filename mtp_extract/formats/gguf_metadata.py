@@ -20,17 +20,6 @@ from mtp_extract.errors import DrafterError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import MAX_POSITIONS
 
-__all__ = [
-    "ARCH",
-    "BESIDES",
-    "OWN",
-    "config_metadata",
-    "config_of",
-    "needed_of",
-    "notes_of_config",
-    "rope_frequency_factors",
-]
-
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from mtp_extract.errors import DrafterError, UnsupportedError, escape
 from mtp_extract.formats import reading
 
-__all__ = ["MODEL", "NO_TOKENIZER", "TOKENS", "tokenizer_metadata"]
-
 MODEL, TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 NO_TOKENIZER = "no_vocab"
 

@@ -6,8 +6,6 @@ from mtp_extract.checkpoint.checkpoint import FLOATS, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.lazy import LazyTensor
 
-__all__ = ["hold_floats"]
-
 
 def hold_floats(tensor: LazyTensor, dtype: str, why: str = "the format holds floats only") -> Holding:
     """In ``dtype``, "f32", "bf16" or "f16"; ``why`` says why codes, if there are any, are not kept."""

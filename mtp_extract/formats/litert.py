@@ -24,8 +24,6 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
 from mtp_extract.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
 
-__all__ = ["FORMAT"]
-
 _VERSION = 1
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _COLUMNS = ("layer_types", "head_dims", "num_kv_heads", "sliding_windows", "kv_bank_ids")

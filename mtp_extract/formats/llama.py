@@ -27,20 +27,6 @@ from mtp_extract.formats.holding import hold_floats
 from mtp_extract.formats.transformers import UNCOMPUTED, plan_weight
 from mtp_extract.io.regular import open_regular
 
-__all__ = [
-    "BESIDES",
-    "LAYOUTS",
-    "MARKER",
-    "WEIGHTS_FILE",
-    "HeadFormat",
-    "findings_of",
-    "llama_document",
-    "named_base",
-    "parse_llama",
-    "read_ids",
-    "shape_flags",
-]
-
 MARKER, WEIGHTS_FILE = "config.json", "model.safetensors"
 LAYOUTS = ("eagle3", "speculators")
 _T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"

@@ -17,8 +17,6 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.packed import GROUPS, PackedFormat, group_of
 from mtp_extract.formats.parts import Packed, Part
 
-__all__ = ["FORMAT"]
-
 _MODE = "affine"
 
 

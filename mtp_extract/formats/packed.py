@@ -33,8 +33,6 @@ from mtp_extract.formats.transformers import (
     said_of,
 )
 
-__all__ = ["GROUPS", "HEAD", "PackedFormat", "group_of"]
-
 HEAD = "lm_head"
 """Role of the head, and name of its module where it is none with the embedding."""
 

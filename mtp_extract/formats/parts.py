@@ -20,8 +20,6 @@ from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.graph import Activation
 
-__all__ = ["INPUT", "OUTPUT", "Activations", "Matrix", "Packed", "Part", "plan_parts", "static_scale"]
-
 INPUT, OUTPUT = "input_activation", "output_activation"
 """Kinds of parts: the static scale of what goes in and of what comes out; 0 where there is none."""
 

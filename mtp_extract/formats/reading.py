@@ -14,25 +14,6 @@ from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
 from mtp_extract.io.regular import read_regular
 
-__all__ = [
-    "activation",
-    "check_tensors",
-    "flag",
-    "kind_of",
-    "mismatch",
-    "number",
-    "optional_integer",
-    "optional_number",
-    "positive_integer",
-    "read_json",
-    "read_shards",
-    "read_tensors",
-    "require",
-    "sequence",
-    "shards_of",
-    "table",
-]
-
 _LARGEST_JSON = 1 << 24
 
 

@@ -15,8 +15,6 @@ from mtp_extract.errors import DrafterError, escape
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS, LLAMA
 
-__all__ = ["FORMAT", "config_document", "parse_config"]
-
 _TOKENS = 3
 """Proposed a round; whoever serves the head may say otherwise."""
 

@@ -26,18 +26,6 @@ from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, 
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
 
-__all__ = [
-    "FORMAT",
-    "GENERATION_FILE",
-    "UNCOMPUTED",
-    "config_document",
-    "generation_document",
-    "parse_config",
-    "plan_weight",
-    "rope_parameters",
-    "said_of",
-]
-
 # What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
 MAX_POSITIONS = 131072
 _NUM_ASSISTANT_TOKENS = 6

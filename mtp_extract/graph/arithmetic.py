@@ -13,8 +13,6 @@ from mtp_extract.graph.arrays import Array, Coded, Numbers, array_of, gelu
 from mtp_extract.graph.call import Call, Kernel, one
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["ARITHMETIC", "STRICT"]
-
 
 def _strict(function: Callable[..., Any], *, activation: bool = False) -> Kernel:
     """An elementwise operator of one or two operands of the same type."""

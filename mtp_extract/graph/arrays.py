@@ -24,8 +24,6 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.litertlm.quantized import QuantizedTensor
 
-__all__ = ["Array", "Coded", "Floats", "Lazy", "Numbers", "Weight", "array_of", "gelu", "matmul", "row_blocks"]
-
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 

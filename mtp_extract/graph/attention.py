@@ -21,15 +21,6 @@ from mtp_extract.graph.patterns import MATRICES, SHAPE_OPERANDS, Aside, RmsNorm,
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.quantized import NUMBER_TYPES
 
-__all__ = [
-    "EXPONENTIALS",
-    "Attention",
-    "WritingAttention",
-    "read_attention",
-    "read_writing_attention",
-    "writes_cache",
-]
-
 EXPONENTIALS = frozenset({"SOFTMAX", "EXP"})
 """Operators that only the softmax of an attention has."""
 

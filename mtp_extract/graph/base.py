@@ -34,8 +34,6 @@ from mtp_extract.graph.patterns import (
     strip,
 )
 
-__all__ = ["BaseWalk", "walk_base", "walk_table"]
-
 EMBEDDINGS = "embeddings"
 PER_LAYER = "per_layer_embeddings"
 LOGITS = "logits"

@@ -35,8 +35,6 @@ from mtp_extract.graph.probe import measure_gate
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, stored_floats
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["Activation", "Blocks", "FoundRole", "SetAside", "count_layers", "in_order", "is_matrix", "what_is"]
-
 _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24
 _WEIGHTS_FORMAT_SLOT = 1

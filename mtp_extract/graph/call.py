@@ -14,9 +14,6 @@ from mtp_extract.graph.arrays import Array, Numbers, array_of
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
-__all__ = ["DTYPES", "Call", "Kernel", "ends_of", "grid_of", "ints", "one", "rounded"]
-
-
 DTYPES: MappingProxyType[TensorType, type[np.generic]] = MappingProxyType(
     {
         TensorType.FLOAT32: np.float32,

@@ -10,8 +10,6 @@ from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.rope import read_rope
 
-__all__ = ["read_config"]
-
 
 def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
     """The shape of the drafter that ``walk`` found.

@@ -28,8 +28,6 @@ from mtp_extract.graph.patterns import match_soft_cap, strip
 from mtp_extract.graph.probe import cache_slots, measure_windows
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["ACTIVATIONS", "LOGITS", "PROJECTED", "Layer", "Walk", "walk"]
-
 ACTIVATIONS = "activations"
 LOGITS = "logits"
 PROJECTED = "projected_activations"

@@ -17,11 +17,10 @@ from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
 from mtp_extract.graph.call import DTYPES, Call, grid_of, rounded
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS, LAYOUT
+from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
+from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor, stored_floats
 from mtp_extract.litertlm.tflite import Tensor, TensorType
-
-__all__ = ["Samples", "Stacked", "evaluate", "inputs_of"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,6 @@ from mtp_extract.graph.flat import MASK, MASK_LOCAL
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["fill_mask", "fill_param", "fill_position", "is_mask"]
-
 # What LiteRT's runtime writes where a float mask hides a slot.
 _HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
 

@@ -20,21 +20,6 @@ from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
-__all__ = [
-    "INPUT_POS",
-    "MASK",
-    "MASK_LOCAL",
-    "PARAM_TENSOR",
-    "Depends",
-    "Edge",
-    "FlatGraph",
-    "Node",
-    "Value",
-    "ancestors",
-    "flatten",
-    "walk_back",
-]
-
 _DEEPEST_COMPOSITE = 8
 _MOST_NODES = 10_000
 _EDGES_PER_NODE = 10

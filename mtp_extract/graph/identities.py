@@ -21,8 +21,6 @@ from mtp_extract.graph.patterns import PASSES, Aside, constant_under, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["mark_identities", "taken_from"]
-
 _MOST_MOVED = 1 << 18
 _LARGEST_READ = 1 << 16
 _MOVES = LAYOUT.keys() | {"PAD"}

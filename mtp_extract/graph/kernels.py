@@ -17,10 +17,8 @@ from mtp_extract.graph.arithmetic import ARITHMETIC, STRICT
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of, matmul
 from mtp_extract.graph.call import DTYPES, Call, Kernel, grid_of, ints, one
 from mtp_extract.graph.flat import Node
-from mtp_extract.graph.moving import LAYOUT, MOVING
+from mtp_extract.graph.moving import MOVING
 from mtp_extract.litertlm.tflite import TensorType
-
-__all__ = ["ELEMENTWISE", "KERNELS", "LAYOUT", "refuse_wide_filter"]
 
 
 def _cast(call: Call, x: Numbers) -> Numbers:

@@ -13,8 +13,6 @@ import numpy as np
 from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
 from mtp_extract.graph.call import Call, Kernel, grid_of, ints, one
 
-__all__ = ["LAYOUT", "MOVING"]
-
 
 # Operators that move elements. They hand codes on as they are, lazily, and never look at them.
 def _moves(function: Callable[..., Any]) -> Kernel:

@@ -14,8 +14,6 @@ from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.blocks import FoundRole
 
-__all__ = ["NameCheck", "check_names"]
-
 # Real names have hundreds of characters; the time a pattern takes grows with the square of the length.
 _LONGEST_NAME = 1 << 13
 

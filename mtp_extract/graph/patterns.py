@@ -14,16 +14,6 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = [
-    "MATRICES",
-    "Aside",
-    "RmsNorm",
-    "SoftCap",
-    "match_rms_norm",
-    "match_soft_cap",
-    "strip",
-]
-
 PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "TRANSPOSE", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
 """Operators that hand their first operand on: the same numbers, in another shape or type."""
 

@@ -22,8 +22,6 @@ from mtp_extract.graph.rope import Table, rounding_of
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
-__all__ = ["cache_slots", "measure_frequencies", "measure_gate", "measure_windows"]
-
 _LARGEST_INPUT = 1 << 28
 _MOST_QUERIES = 1 << 8
 _MOST_POSITIONAL = 64

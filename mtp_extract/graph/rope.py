@@ -12,8 +12,6 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["frequencies", "read_rope", "rounding_of"]
-
 _MOST_THETA_DIGITS = 7
 _LARGEST_THETA_EXPONENT = 12
 # Steps from 0 to the largest number, symmetric or not.

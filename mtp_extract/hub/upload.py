@@ -31,8 +31,6 @@ from mtp_extract.pipeline.strays import LEGAL
 from mtp_extract.report.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.report.tables import REPORT, REPORT_FILES
 
-__all__ = ["HubFile", "UploadResult", "plan_upload", "upload"]
-
 _HUB_OWN = frozenset({".gitattributes"})
 """What the Hub puts into a new repository by itself."""
 

@@ -12,8 +12,6 @@ from mtp_extract.graph.flat import Value
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 from mtp_extract.litertlm.writer import Piece, made
 
-__all__ = ["Range", "Ranges", "recalibrated"]
-
 _LIMITS = {TensorType.INT8: (-128, 127), TensorType.INT16: (-32768, 32767)}
 # What a boundary may touch: then its scale is its own, and nobody else's.
 _ENTERS, _LEAVES = "QUANTIZE", "DEQUANTIZE"

@@ -12,8 +12,6 @@ from pathlib import Path
 from mtp_extract.errors import few
 from mtp_extract.io.source import LocalSource, Source
 
-__all__ = ["freshen", "stale_caches"]
-
 _ENDING = "xnnpack_cache"
 
 

@@ -18,8 +18,6 @@ from mtp_extract.litertlm.quantized import FLOAT_TYPES, LARGEST_SCALE, Floats, Q
 from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
-__all__ = ["CODES", "FLOATS", "KEPT", "REQUANTIZED", "Content", "Decision", "apart", "as_stored", "decide", "holds"]
-
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
 _COMPARED = 1 << 16
 

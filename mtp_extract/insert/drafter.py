@@ -49,8 +49,6 @@ from mtp_extract.pipeline.strays import require_manifest
 from mtp_extract.proof.proof import Proof
 from mtp_extract.report.tables import REPORT_FILES
 
-__all__ = ["TYPES", "InsertionPlan", "InsertionResult", "planned_insertion"]
-
 TYPES = {
     "int8": TensorType.INT8,
     "int4": TensorType.INT4,

@@ -12,8 +12,6 @@ from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
-__all__ = ["base_misfits", "check_geometry"]
-
 _BASE = "prefill_decode"
 _DECODE, _VERIFY = "decode", "verify"
 _CLOSE = 1e-6

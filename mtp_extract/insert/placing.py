@@ -24,8 +24,6 @@ from mtp_extract.litertlm.requantize import Storage, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Piece, made
 
-__all__ = ["check_overlaps", "fingerprint", "new_tensors", "patches", "role_pieces", "spans", "sum_of"]
-
 _MATRIX_READER = "FULLY_CONNECTED"
 _VECTOR_READER = "MUL"
 

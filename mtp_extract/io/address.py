@@ -9,8 +9,6 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
 
-__all__ = ["HubAddress", "WebAddress", "origin_of", "parse_address", "public_name"]
-
 _MODEL_FILES = (".litertlm", ".tflite", ".task")
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -28,8 +28,6 @@ from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.address import HubAddress, WebAddress, origin_of
 from mtp_extract.io.watchdog import LateError, watched
 
-__all__ = ["HUB_STATUSES", "FaultError", "Faults", "NoRangesError", "RangedFile", "hide_queries", "http_library"]
-
 _LOGIN = "log in (hf auth login) or set HF_TOKEN"
 HUB_STATUSES: Mapping[int, str] = MappingProxyType(
     {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["HEAD", "Kind", "kind_of"]
-
 HEAD = 512
 """Bytes from the beginning of a file that :func:`kind_of` wants to see."""
 

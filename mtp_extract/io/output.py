@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mtp_extract.errors import OutputError
 
-__all__ = ["output_error", "reserve", "write_all"]
-
 
 def reserve(fd: int, size: int) -> None:
     """Claim the space now: a disk that is too small says so before any work is done.

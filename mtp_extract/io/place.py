@@ -28,8 +28,6 @@ from pathlib import Path
 
 from mtp_extract.errors import OutputError, escape, few
 
-__all__ = ["Inputs", "Listed", "PathLike", "check_place", "files_of", "listing", "staged"]
-
 PathLike = str | os.PathLike[str]
 
 Inputs = Iterable[PathLike | None]

@@ -8,8 +8,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["open_regular", "read_regular"]
-
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",

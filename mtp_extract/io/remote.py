@@ -13,8 +13,6 @@ from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.io.http import FaultError, Faults, NoRangesError, RangedFile, hide_queries
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
-__all__ = ["RemoteSource", "open_remote"]
-
 _BLOCK = 1 << 16
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -23,8 +23,6 @@ from types import TracebackType
 from mtp_extract.errors import SourceError, TruncatedError, escape
 from mtp_extract.io.output import write_all
 
-__all__ = ["FileSource", "LocalSource", "Progress", "Region", "Source", "counter"]
-
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 

@@ -14,9 +14,6 @@ from contextlib import contextmanager
 
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["LateError", "Watch", "watched"]
-
-
 _AGAIN = 1.0  # seconds
 
 

@@ -17,17 +17,6 @@ from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, es
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table
 
-__all__ = [
-    "MAGIC",
-    "TFLITE_IDENTIFIER",
-    "Bundle",
-    "Item",
-    "Section",
-    "is_bundle",
-    "read_bundle",
-    "scan_tflite",
-]
-
 MAGIC = b"LITERTLM"
 TFLITE_IDENTIFIER = b"TFL3"
 """File identifier of a TFLite flatbuffer, at byte 4."""

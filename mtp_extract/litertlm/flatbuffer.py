@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from mtp_extract.errors import FormatError, TruncatedError
 from mtp_extract.io.source import Region
 
-__all__ = ["Budget", "FlatBuffer", "Table", "Vector"]
-
 _BUDGET = 2_000_000
 _BYTES_PER_ELEMENT = 32
 _LONGEST_STRING = 1 << 16

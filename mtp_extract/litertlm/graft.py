@@ -18,8 +18,6 @@ import numpy.typing as npt
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.flatbuffer import Table
 
-__all__ = ["ALIGNMENT", "Field", "Graft", "copied_places"]
-
 ALIGNMENT = 64
 """What the old buffer is moved by is a multiple of it, so that whatever was aligned in it still is."""
 

@@ -14,16 +14,6 @@ from typing import Any
 from mtp_extract.data import load_mapping
 from mtp_extract.io.source import Source
 
-__all__ = [
-    "KnownBundle",
-    "License",
-    "base_model_of",
-    "bundle_of",
-    "known_bundle",
-    "known_without_drafter",
-    "license_of",
-]
-
 
 @dataclass(frozen=True)
 class License:

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
 
-__all__ = ["LARGEST_SCALE", "Grid", "Packing", "QuantizedTensor", "read_floats", "stored_floats"]
-
 CHUNK_ELEMENTS = 1 << 18
 """Elements dequantized at a time: 1 MiB of float32, which stays in a core's own cache."""
 

@@ -18,8 +18,6 @@ from mtp_extract.litertlm.requantize import Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, made
 
-__all__ = ["NewTensor", "readers_of", "rebuilt"]
-
 # struct codes of the slots, in the schema's order; "o" is an offset.
 _MODEL = "Ioooooooooo"
 _SUBGRAPH = "oooooi"

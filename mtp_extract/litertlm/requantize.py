@@ -20,8 +20,6 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, Floats, Integers, Packing, QuantizedTensor
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType
 
-__all__ = ["Storage", "float_bytes", "pack", "rechunked"]
-
 # A scale of zero would make every code one value.
 _SMALLEST_BOUND = 1e-9
 _SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)

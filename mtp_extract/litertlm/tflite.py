@@ -28,19 +28,6 @@ from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, es
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table, Vector
 
-__all__ = [
-    "Blockwise",
-    "BufferLocation",
-    "Operator",
-    "Quantization",
-    "Signature",
-    "Subgraph",
-    "Tensor",
-    "TensorType",
-    "TfliteModel",
-    "read_model",
-]
-
 
 class TensorType(IntEnum):
     """Element types of the TFLite schema."""

@@ -20,8 +20,6 @@ from mtp_extract.litertlm.container import Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
 
-__all__ = ["ALIGNMENT", "Added", "Laid", "LaidSource", "Piece", "Produce", "bundle_with", "made", "write_laid"]
-
 ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 

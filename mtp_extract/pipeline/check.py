@@ -29,17 +29,6 @@ from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.strays import is_harmless, strays
 
-__all__ = [
-    "Verification",
-    "as_recorded",
-    "changed_card",
-    "files_in",
-    "read_record",
-    "verify",
-    "verify_against",
-    "with_record",
-]
-
 _WRITER = ("mtp_extract", "mtp_extract.version")
 _TOKENIZER = "tokenizer."
 """What a header may say that a bundle does not: which release wrote it, and a tokenizer."""

@@ -37,8 +37,6 @@ from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.report.tables import REPORT_FILES
 
-__all__ = ["ReadDirectory", "convert", "default_directory"]
-
 _READ = 1 << 18
 
 

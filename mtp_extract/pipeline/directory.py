@@ -26,8 +26,6 @@ from mtp_extract.pipeline.check import changed_card, files_in
 from mtp_extract.pipeline.staging import CARD, RECORD, recorded, write_file
 from mtp_extract.report.card import UNSAID, CardWords, model_card
 
-__all__ = ["Choice", "ExtractionResult", "Prepared", "Staged", "record_of", "write_checkpoint"]
-
 _ORDERED = ("lm_head", CENTROIDS)
 
 

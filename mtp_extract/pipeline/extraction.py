@@ -26,18 +26,6 @@ from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, Rounding, prove
 from mtp_extract.report.card import UNSAID, CardWords
 
-__all__ = [
-    "ExtractionResult",
-    "Hashes",
-    "checkpoint_of",
-    "default_directory",
-    "extract",
-    "prove_checkpoint",
-    "prove_converted",
-    "prove_written",
-    "record_of_drafter",
-]
-
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
     """Where a result goes when the user does not say: ``NAME-mtp-drafter`` in the current directory."""

@@ -22,8 +22,6 @@ from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
-__all__ = ["Inspection", "inspect", "inspect_checkpoint"]
-
 
 @dataclass(frozen=True)
 class Inspection:

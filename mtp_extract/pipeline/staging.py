@@ -18,8 +18,6 @@ from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.output import output_error
 from mtp_extract.io.place import listing
 
-__all__ = ["CARD", "RECORD", "recorded", "write_file"]
-
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
 

@@ -14,8 +14,6 @@ from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import format_of, reading
 from mtp_extract.pipeline.staging import RECORD
 
-__all__ = ["LEGAL", "is_harmless", "require_manifest", "strays"]
-
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "processor_config.json", "preprocessor_config.json"),

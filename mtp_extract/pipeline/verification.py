@@ -25,8 +25,6 @@ from mtp_extract.pipeline.directory import Choice, Prepared, Staged, record_of
 from mtp_extract.pipeline.extraction import Hashes, checkpoint_of, prove_checkpoint, prove_converted, record_of_drafter
 from mtp_extract.pipeline.staging import CARD, RECORD
 
-__all__ = ["UNTOLD", "verify_against_drafter", "verify_against_source"]
-
 UNTOLD: Mapping[str, str] = {
     "tool.version": "which release wrote it",
     "source.name": "what the file was called",

@@ -20,8 +20,6 @@ from mtp_extract.graph.rope import frequencies
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 
-__all__ = ["Cache", "Step", "Written", "forward", "logits", "rotate"]
-
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]

@@ -15,7 +15,7 @@ from mtp_extract.graph.arrays import gelu
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import LAYOUT
+from mtp_extract.graph.moving import LAYOUT
 
 _BENDS = frozenset({"GELU", "TANH", "LOGISTIC", "EXP"})
 _POLYNOMIAL = frozenset({"MUL", "ADD", "SUB", "NEG", "SQUARE", "POW", "SQUARED_DIFFERENCE"})

@@ -25,7 +25,8 @@ from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
 from mtp_extract.graph.call import Call, grid_of
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS, LAYOUT
+from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
+from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
 from mtp_extract.litertlm.tflite import TensorType

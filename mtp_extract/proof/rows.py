@@ -19,7 +19,8 @@ from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.arrays import Array, Numbers
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
 from mtp_extract.graph.flat import MASK_LOCAL, Node, Value
-from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
+from mtp_extract.graph.kernels import ELEMENTWISE
+from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.proof.forward import rotate
 from mtp_extract.proof.inputs import Bools, Interface, Layouts

@@ -21,7 +21,7 @@ from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_param, fill_position
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Value, ancestors
-from mtp_extract.graph.kernels import LAYOUT
+from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType

@@ -25,8 +25,6 @@ from mtp_extract.proof.words import in_words
 from mtp_extract.report.markdown import code, listed, paragraph, plain, table
 from mtp_extract.report.tables import measurements
 
-__all__ = ["UNSAID", "CardWords", "card_metadata", "merged", "model_card"]
-
 _TAGS = (
     "speculative-decoding",
     "multi-token-prediction",

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COLOURS", "Colour", "light"]
-
 
 class Colour(NamedTuple):
     """On a light ground and on a dark one, as ``#rrggbb``."""

@@ -15,8 +15,6 @@ from mtp_extract.errors import escape
 from mtp_extract.report.colours import light
 from mtp_extract.report.tables import FIGURES, best_methods, method
 
-__all__ = ["draw_figures"]
-
 _WIDTH = 4.6
 _OTHERS = ("orange", "sky", "green", "purple", "vermilion", "brown", "faint")
 _MARKERS = ("s", "^", "v", "D", "P", "X", "*")

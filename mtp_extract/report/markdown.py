@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from mtp_extract.errors import escape
 
-__all__ = ["code", "listed", "paragraph", "plain", "prose", "table", "visible"]
-
 # An underscore inside a word, as in q_proj, is no markup; a hash at the end closes a heading.
 _MARKUP = re.compile(r"[`*|]|#(?=\s*$)|(?<![^\W_])_|_(?![^\W_])")
 _OPENING = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[#>+=-]))")

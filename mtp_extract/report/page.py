@@ -9,8 +9,6 @@ from typing import Any
 from mtp_extract.report.markdown import listed, plain
 from mtp_extract.report.tables import FIGURES, Table
 
-__all__ = ["page", "plain_json"]
-
 
 def plain_json(value: Any) -> Any:
     """``value`` with JSON's own types only, None where a number does not exist."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw_progress"]
-
 _BLUE, _ORANGE = "#0072B2", "#D55E00"
 
 

@@ -7,8 +7,6 @@ from xml.etree import ElementTree
 
 from mtp_extract.report.colours import COLOURS
 
-__all__ = ["inline"]
-
 _BY_LIGHT = {colour.light: f"var(--{name})" for name, colour in COLOURS.items()}
 _FAMILY = re.compile(r"font-family:[^;]*;?\s*")
 # Up to its release 3.10 matplotlib wrote "font: 700 10px 'DejaVu Sans', …".

@@ -15,25 +15,6 @@ from mtp_extract.io.place import listing
 from mtp_extract.report import markdown
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-__all__ = [
-    "FIGURES",
-    "PAGE",
-    "PAIR",
-    "REPORT",
-    "REPORT_FILES",
-    "REPORT_LISTED",
-    "WEB_PAGE",
-    "Table",
-    "best_methods",
-    "buffers",
-    "change",
-    "measurements",
-    "method",
-    "setting",
-    "share",
-    "words",
-]
-
 REPORT = "report.json"
 PAGE = "report.md"
 WEB_PAGE = "report.html"

@@ -15,8 +15,6 @@ from mtp_extract.report.colours import COLOURS
 from mtp_extract.report.markdown import visible
 from mtp_extract.report.tables import FIGURES, Table
 
-__all__ = ["web_page"]
-
 _LONG = 60
 """Characters of a cell that is a sentence, and wants room."""
 

@@ -10,8 +10,6 @@ from mtp_extract.speculate.arithmetic import best_draft_length
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.trees import AutoTree, Tree
 
-__all__ = ["AdaptiveDrafts", "DraftLength"]
-
 _PRIOR = 4.0
 _START = 0.7
 _FIRST = 4

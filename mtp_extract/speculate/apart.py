@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-__all__ = ["apart"]
-
 _WAIT = 45.0
 """Seconds after which a process that does not even compute is given up."""
 _MEMORY = 1 << 30

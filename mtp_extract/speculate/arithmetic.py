@@ -11,13 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "Proportion",
-    "best_draft_length",
-    "expected_tokens",
-    "speedup",
-]
-
 
 def expected_tokens(conditional: Sequence[float]) -> float:
     """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.

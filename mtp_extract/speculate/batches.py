@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["groups"]
-
 
 def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
     """Indices in groups of similar length. Never a last group of one: some controls need two texts."""

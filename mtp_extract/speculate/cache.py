@@ -22,8 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NEVER", "SlotCache"]
-
 NEVER = torch.iinfo(torch.int64).max
 """The position held by a slot that was never written: later than any query."""
 

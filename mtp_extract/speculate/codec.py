@@ -12,8 +12,6 @@ from mtp_extract.errors import PairError, escape
 from mtp_extract.speculate.apart import apart
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["Codec", "Encoded", "Prompt"]
-
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _INCOMPLETE = "\ufffd"
 _SECONDS, _A_SECOND = 10, 100

@@ -35,8 +35,6 @@ from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.speculate.timing import Marks
 from mtp_extract.speculate.trees import AutoTree, Tree
 
-__all__ = ["Options", "SpeculativeGenerator"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -15,8 +15,6 @@ from torch import Tensor
 from mtp_extract.drafter.protocol import Drafter, DraftState
 from mtp_extract.speculate.trees import AutoTree, Tree
 
-__all__ = ["SURE", "FixedTree", "Nodes", "grow_by_confidence", "grow_fixed"]
-
 SURE = 0.75
 """The least temperature at which confidence is read.
 

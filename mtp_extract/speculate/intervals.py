@@ -23,17 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-__all__ = [
-    "Interval",
-    "difference_bounds",
-    "difference_interval",
-    "ratio_bounds",
-    "ratio_interval",
-    "share_bounds",
-    "share_interval",
-    "student",
-]
-
 _FREE = 5
 """Degrees of freedom without any event."""
 

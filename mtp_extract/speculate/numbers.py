@@ -7,8 +7,6 @@ from typing import Any
 
 from mtp_extract.errors import MtpExtractError, escape
 
-__all__ = ["count"]
-
 
 def count(what: str, value: Any, *, least: int, advice: str = "") -> int:
     """``value`` as an int: any integer type, but neither a float, however whole, nor a bool.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from mtp_extract.speculate.arithmetic import Proportion
 
-__all__ = ["Chunk", "Generation", "Round", "conditional_by_step", "unconditional_by_step"]
-
 
 @dataclass(frozen=True)
 class Round:

@@ -23,8 +23,6 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.growing import Nodes
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["Sampling", "Verdict", "draw", "verify_greedy", "verify_sampled", "verify_tree"]
-
 _COLD = 1e-3
 """Below it, a logit over the temperature may leave the range of F32; above it, it does not."""
 

@@ -15,8 +15,6 @@ from mtp_extract.errors import PairError, escape, few
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.growing import Nodes
 
-__all__ = ["Base", "FullPass", "check_pair"]
-
 # What an attention implementation wants in place of a boolean mask: itself, or a number to add.
 _MASK_FORMS = {"sdpa": False, "eager": True}
 

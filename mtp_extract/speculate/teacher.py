@@ -29,8 +29,6 @@ from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.trees import rank_shares
 
-__all__ = ["Agreement", "Ranks", "Text", "draft", "ranks_of_text", "targets", "teacher_forced"]
-
 _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
 _NO_TARGET = -1

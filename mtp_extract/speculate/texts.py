@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["LEAST_TEXTS", "repeats", "repeats_note", "undecided"]
-
 LEAST_TEXTS = 5
 """With fewer, no interval over texts holds the truth as often as it says."""
 

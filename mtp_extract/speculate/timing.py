@@ -7,8 +7,6 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["Marks"]
-
 
 class Marks:
     """Points in time on a device; the differences are read once the device has passed them.

@@ -23,8 +23,6 @@ from functools import cached_property
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.numbers import count
 
-__all__ = ["AutoTree", "Tree", "best_tree", "budget_of", "expected_length", "parse_tree", "rank_shares"]
-
 _MOST_DRAFTS = 1024
 _AUTO, _PATHS = "auto:", "paths:"
 _DIGITS = 10

@@ -16,8 +16,6 @@ from torch.nn import functional
 
 from mtp_extract.tune.schedule import cosine
 
-__all__ = ["Learned", "learn_centroids", "ranks"]
-
 _BATCH = 2048
 _EVALUATIONS = 10
 _PATIENCE = 3

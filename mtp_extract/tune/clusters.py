@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["balanced_clusters", "check_count", "cluster_of", "divisors", "means_of"]
-
 _AXIS_FROM = 1 << 14
 """Vectors that the axis of a cut is found from."""
 _AXIS_STEPS = 12

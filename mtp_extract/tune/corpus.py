@@ -16,8 +16,6 @@ from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 
-__all__ = ["Corpus"]
-
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
 

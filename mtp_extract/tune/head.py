@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mtp_extract.tune.progress import Written
     from mtp_extract.tune.verdict import Comparisons
 
-__all__ = ["MOST_LOST", "HeadPlan", "Ordered", "run_ordered_head"]
-
 MOST_LOST = 0.02
 """Of mean accepted length, against the dense head."""
 

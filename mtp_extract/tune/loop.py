@@ -32,8 +32,6 @@ from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counti
 from mtp_extract.tune.schedule import cosine
 from mtp_extract.tune.work import kept
 
-__all__ = ["Recipe", "Trained", "train"]
-
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LOGITS_AT_ONCE", "OBJECTIVES", "Losses", "Objective", "Teacher", "chunked_loss"]
-
 LOGITS_AT_ONCE = 1 << 25
 """Numbers of a chunk of logits: 128 MiB in F32; a handful of such chunks exist at a time."""
 

@@ -20,8 +20,6 @@ from mtp_extract.speculate import Base, Text, groups, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
 
-__all__ = ["joined", "measure"]
-
 
 def measure(
     base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int

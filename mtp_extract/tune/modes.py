@@ -23,8 +23,6 @@ from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError
 
-__all__ = ["MODES", "NEW_HEAD", "Latents", "Mode"]
-
 
 @dataclass(frozen=True)
 class Mode:

@@ -25,8 +25,6 @@ from mtp_extract.io.place import listing, staged
 from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate import Base, Text
 
-__all__ = ["Nothing", "frequent_tokens", "head_for", "new_head", "state_sizes", "write_head"]
-
 _ROPE_THETA = 1e6
 """Of the base's full layers; the head has one frequency base, and rotates all of it."""
 

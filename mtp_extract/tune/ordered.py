@@ -28,20 +28,6 @@ from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
 
-__all__ = [
-    "LEAST_KEPT",
-    "Built",
-    "Kept",
-    "Used",
-    "build_head",
-    "collect",
-    "dense",
-    "head_of",
-    "most_looked_into",
-    "ordered",
-    "ranks_of",
-]
-
 LEAST_KEPT = 0.995
 """Of the dense head's choices."""
 

@@ -30,8 +30,6 @@ from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.work import alone
 from mtp_extract.tune.writing import as_written
 
-__all__ = ["TEXTS_AT_ONCE", "Pair"]
-
 TEXTS_AT_ONCE = 32
 """Least texts in one forward where nothing is trained."""
 

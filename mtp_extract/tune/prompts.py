@@ -16,8 +16,6 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.prompts import LARGEST, Prompt, read_prompts
 from mtp_extract.io.regular import read_regular
 
-__all__ = ["HELD_OUT", "TRAINED", "WATCHED", "Item", "of_prompts", "read_items", "side_of"]
-
 TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
 """Trained on; measured on the way, to keep the best; measured once before and once after, to accept or refuse."""
 

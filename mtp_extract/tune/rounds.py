@@ -21,8 +21,6 @@ from mtp_extract.drafter.protocol import KV, Fed
 from mtp_extract.speculate import Base, Text, groups
 from mtp_extract.speculate.target import FullPass
 
-__all__ = ["Batch", "Rounds", "States", "TextStates", "aims", "collate", "counting", "random_anchors"]
-
 _TOGETHER = 32
 """Texts in one forward of the base, where all are kept."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mtp_extract.tune.progress import Progress, Written
     from mtp_extract.tune.verdict import Comparisons
 
-__all__ = ["Plan", "Tuned", "default_directory", "run_tuning"]
-
 _STEPS, _STEPS_OF_NEW = 200, 300
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["cosine"]
-
 _LEAST = 0.02
 """Of the learning rate, at the end."""
 

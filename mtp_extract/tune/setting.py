@@ -11,8 +11,6 @@ from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.pipeline.staging import recorded
 
-__all__ = ["Setting"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -24,8 +24,6 @@ from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
 from mtp_extract.tune.work import kept
 
-__all__ = ["Writing", "people_texts", "repeated_share"]
-
 _GRAM = 8
 
 

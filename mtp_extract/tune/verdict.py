@@ -12,8 +12,6 @@ from mtp_extract.evaluate.measured import Change, Measured, compare
 from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
 from mtp_extract.tune.corpus import Corpus
 
-__all__ = ["Comparison", "Comparisons", "signed"]
-
 
 @dataclass(frozen=True)
 class Comparison:

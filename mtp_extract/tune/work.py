@@ -10,8 +10,6 @@ from filelock import FileLock, Timeout
 
 from mtp_extract.errors import OutputError, escape
 
-__all__ = ["alone", "kept"]
-
 _LOCK = "lock"
 
 

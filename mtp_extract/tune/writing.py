@@ -24,8 +24,6 @@ from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Staged, write_checkpoint
 from mtp_extract.report.card import UNSAID, CardWords
 
-__all__ = ["as_written", "check_head_writable", "check_writable", "write_ordered", "write_tuned"]
-
 _MADE = "made here, from what the drafter's states look for"
 
 

@@ -16,8 +16,6 @@ from mtp_extract.insert.activations import Range, Ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["measure_ranges"]
-
 _BATCH = 16
 _STEPS = 4
 """Drafts after each token: later ones start from the drafter's own state."""

@@ -37,8 +37,6 @@ from mtp_extract.proof.proof import prove
 from mtp_extract.proof.words import in_words
 from mtp_extract.report.tables import REPORT_FILES
 
-__all__ = ["NEEDED", "Check", "check_identity", "drafter_for"]
-
 
 @dataclass(frozen=True)
 class Check:

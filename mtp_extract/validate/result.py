@@ -14,8 +14,6 @@ from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.identity import NEEDED, Check
 from mtp_extract.validate.parity.compare import Parity
 
-__all__ = ["BaseFacts", "Validation"]
-
 
 @dataclass(frozen=True)
 class BaseFacts:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
 
-__all__ = ["Plan", "run_validation", "sample_plan"]
-
 _MOST_STEPS = 64
 _MOST_SAMPLES = 4096
 _MOST_REPEATED = 0.25

@@ -17,8 +17,6 @@ from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.pair import PairFacts
 
-__all__ = ["DrafterFacts", "DrafterFigures", "facts_of"]
-
 
 @dataclass(frozen=True)
 class DrafterFacts:

@@ -24,9 +24,6 @@ from mtp_extract.evaluate.agreement import (
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.speculate import Agreement, Base, Interval
 
-__all__ = ["CONTROLS", "Control", "ControlResult", "compare", "run_controls"]
-
-
 _NEGLIGIBLE = 0.05
 
 

@@ -18,8 +18,6 @@ from mtp_extract.speculate import (
 from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.validate.acceptance.wanted import Wanted, steps_to_rank
 
-__all__ = ["Drafting", "draftings"]
-
 
 @dataclass(frozen=True)
 class Drafting:

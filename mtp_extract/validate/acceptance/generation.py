@@ -28,8 +28,6 @@ from mtp_extract.speculate import (
 )
 from mtp_extract.validate.acceptance.drafting import Drafting
 
-__all__ = ["Divergence", "DraftLengthResult", "GenerationResult", "measure_generation"]
-
 _FASTER = 0.9
 """Of the time of one token: what chance alone does not make of the time of a round."""
 

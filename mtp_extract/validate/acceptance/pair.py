@@ -22,8 +22,6 @@ from mtp_extract.speculate import Base, Options, SpeculativeGenerator
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.validate.acceptance.drafting import Drafting
 
-__all__ = ["BUFFERS", "Held", "PairFacts", "Side", "look"]
-
 BUFFERS = (
     "target_main_stream",
     "target_kv_cache",

@@ -16,8 +16,6 @@ from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.speculate import Agreement, Interval, Text
 
-__all__ = ["TrivialResult", "compare_trivial"]
-
 
 @dataclass(frozen=True)
 class TrivialResult:

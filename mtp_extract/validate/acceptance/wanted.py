@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.trees import AutoTree, Tree, budget_of, parse_tree
 
-__all__ = ["BestTree", "Wanted", "parse_wanted", "steps_to_rank"]
-
 _BEST = "best:"
 _MOST_STEPS = 64
 

@@ -23,8 +23,6 @@ from mtp_extract.validate.parity.interface import INPUT_POS, MASK, MASK_LOCAL, P
 if TYPE_CHECKING:
     from mtp_extract.speculate import Base, Text
 
-__all__ = ["Case", "base_cases", "random_cases", "reference_arguments", "signature_inputs"]
-
 Floats = NDArray[np.float32]
 
 # A cache of a published file declares 32003 slots; random contents of all of them prove nothing more.

@@ -40,16 +40,6 @@ from mtp_extract.validate.parity.emulation import (
 from mtp_extract.validate.parity.interface import Interface, read_interface
 from mtp_extract.validate.parity.oracle import Kernels, Oracle, OracleRun
 
-__all__ = [
-    "EMULATED_BOUND",
-    "Comparison",
-    "Parity",
-    "RoleParity",
-    "check_geometry",
-    "check_interpreter",
-    "measure_parity",
-]
-
 Floats = NDArray[np.float32]
 
 EMULATED_BOUND = 1e-3

@@ -15,8 +15,6 @@ from mtp_extract.formats import format_named
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import write_file
 
-__all__ = ["known_good"]
-
 
 @contextmanager
 def known_good() -> Iterator[tuple[Path, MtpDrafter, SourceDrafter]]:

@@ -43,20 +43,6 @@ from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validate.parity.interface import codes_of
 from mtp_extract.validate.parity.oracle import Kernels, Reading, attention_products, readings
 
-__all__ = [
-    "AttentionScheme",
-    "Emulation",
-    "Followed",
-    "Guide",
-    "Operand",
-    "Restored",
-    "Scheme",
-    "attention_schemes",
-    "quantize_rows",
-    "restore",
-    "schemes",
-]
-
 _BITS = {"int8": 8, "int16": 16}
 # How near a value must lie to the interpreter's rounding, in steps, for that rounding to be followed.
 _NEAR = 1 / 200

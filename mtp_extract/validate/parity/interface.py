@@ -21,8 +21,6 @@ from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.patterns import PASSES, scalar
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-__all__ = ["Cache", "Codes", "Interface", "read_interface"]
-
 INPUT_POS = "input_pos"
 MASK = "mask"
 MASK_LOCAL = "mask_local"

@@ -35,8 +35,6 @@ from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.tflite import Tensor
 from mtp_extract.validate.parity.interface import codes_of
 
-__all__ = ["Kernels", "Oracle", "OracleRun", "Reading", "attention_products", "readings", "with_outputs"]
-
 # Slots of the TFLite schema.
 _MODEL_SUBGRAPHS = 2
 _SUBGRAPH_OUTPUTS = 2

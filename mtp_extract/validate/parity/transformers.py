@@ -23,8 +23,6 @@ from mtp_extract.formats import format_of
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.control import known_good
 
-__all__ = ["check_transformers"]
-
 TOLERANCE = 1e-4
 """Of the range of an output: the same arithmetic in float32, in another order."""
 

@@ -18,8 +18,6 @@ from mtp_extract.validate.parity.compare import Comparison, Parity
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation
 
-__all__ = ["as_json"]
-
 _REPORT_VERSION = 2
 
 

@@ -28,8 +28,6 @@ from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 
-__all__ = ["markdown", "write_report"]
-
 
 def write_report(validation: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
     """Write the report; names of its files. None of ``inputs``, which were read, is replaced.

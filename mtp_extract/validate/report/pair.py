@@ -12,8 +12,6 @@ from mtp_extract.validate.acceptance.generation import DraftLengthResult
 from mtp_extract.validate.acceptance.pair import Held, PairFacts, Side
 from mtp_extract.validate.result import BaseFacts, Validation
 
-__all__ = ["pair_as_json"]
-
 _VERSION = 1
 _EXPORT = "target_hidden_stream"
 _READS = (

@@ -12,8 +12,6 @@ from mtp_extract.validate.acceptance.generation import DraftLengthResult, Genera
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.result import Validation
 
-__all__ = ["findings", "verdict", "why"]
-
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
