@@ -10,9 +10,9 @@ from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.errors import FormatError, MtpExtractError, NoDrafterError, SourceError, escape
-from mtp_extract.graph import FlatGraph, Walk, flatten, walk
 from mtp_extract.graph.config import read_config
-from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
+from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
 from mtp_extract.io.kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Progress, Region, Source

@@ -22,9 +22,11 @@ import transformers
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluate.prompts import encode_prompts, shipped_prompts
-from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from helpers.dispatched import rounds_on_meta

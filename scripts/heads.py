@@ -27,12 +27,14 @@ from engines import LLAMA_TOKENS, PROMPT, TOKENS
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.cli.terminal import say, table
-from mtp_extract.drafter import BaseState, Eagle3Drafter, Fed, load_any
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import load_any
+from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.report.markdown import plain
 from mtp_extract.report.markdown import table as markdown_table
-from mtp_extract.speculate import SpeculativeGenerator
+from mtp_extract.speculate.generate import SpeculativeGenerator
 
 SCRIPTS = Path(__file__).resolve().parent / "_engines"
 LAYOUTS = ("eagle3", "speculators")

@@ -20,24 +20,18 @@ from typing import TypeVar
 
 import torch
 
-from mtp_extract.drafter import Drafter
+from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.speculate import (
-    Agreement,
-    Base,
-    Encoded,
-    Interval,
-    Options,
-    Proportion,
-    Ranks,
-    Text,
-    groups,
-    ranks_of_text,
-    repeats,
-    teacher_forced,
-)
+from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.codec import Encoded
+from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
+from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
 

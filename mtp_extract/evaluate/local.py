@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_extract.speculate import Generation, Options, Prompt, SpeculativeGenerator, groups
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.codec import Prompt
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.result import Generation
 
 
 @dataclass(frozen=True)

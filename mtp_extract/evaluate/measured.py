@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mtp_extract.speculate import Agreement, Interval, difference_interval, share_interval
+from mtp_extract.speculate.intervals import Interval, difference_interval, share_interval
+from mtp_extract.speculate.teacher import Agreement
 
 
 @dataclass(frozen=True)

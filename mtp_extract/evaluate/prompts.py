@@ -12,7 +12,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.regular import read_regular
 
 if TYPE_CHECKING:
-    from mtp_extract.speculate import Codec, Encoded
+    from mtp_extract.speculate.codec import Codec, Encoded
 
 LARGEST = 1 << 28
 """Bytes of a file of prompts."""

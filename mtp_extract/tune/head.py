@@ -137,7 +137,7 @@ def run_ordered_head(
     import torch
 
     from mtp_extract.architecture.config import OrderedHeadConfig
-    from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of

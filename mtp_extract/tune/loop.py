@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, Eagle3Drafter, Network
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import Network
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.speculate import Base, Text
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.progress import Progress

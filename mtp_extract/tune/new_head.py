@@ -18,12 +18,13 @@ from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor
-from mtp_extract.drafter import Needs
+from mtp_extract.drafter.protocol import Needs
 from mtp_extract.formats import format_named
 from mtp_extract.formats.llama import WEIGHTS_FILE
 from mtp_extract.io.place import listing, staged
 from mtp_extract.pipeline.staging import write_file
-from mtp_extract.speculate import Base, Text
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 
 _ROPE_THETA = 1e6
 """Of the base's full layers; the head has one frequency base, and rotates all of it."""

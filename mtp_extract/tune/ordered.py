@@ -19,9 +19,12 @@ from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor, read_floats
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Convention, MtpDrafter
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.measured import share_over_texts
-from mtp_extract.speculate import Interval, Text, groups
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.centroids import Learned, learn_centroids, ranks
 from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE

@@ -15,13 +15,15 @@ from accelerate.utils import gather_object
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.drafter import Network, network_of
+from mtp_extract.drafter.load import Network, network_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.address import public_name
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.speculate import Base, SpeculativeGenerator, Text
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
 from mtp_extract.tune.new_head import Nothing

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.drafter import BaseState, Convention, DraftState, MtpDrafter, Needs, Network
-from mtp_extract.drafter.protocol import KV, Fed
-from mtp_extract.speculate import Base, Text, groups
-from mtp_extract.speculate.target import FullPass
+from mtp_extract.drafter.load import Network
+from mtp_extract.drafter.masks import Convention
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import KV, BaseState, DraftState, Fed, Needs
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.target import Base, FullPass
+from mtp_extract.speculate.teacher import Text
 
 _TOGETHER = 32
 """Texts in one forward of the base, where all are kept."""

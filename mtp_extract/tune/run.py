@@ -18,7 +18,7 @@ from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Setting
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter import Network
+    from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Recipe, Trained

@@ -19,7 +19,11 @@ from typing import Any
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.regular import open_regular
-from mtp_extract.speculate import Codec, Encoded, Options, Sampling, SpeculativeGenerator, Text, groups
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.codec import Codec, Encoded
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
 from mtp_extract.tune.work import kept

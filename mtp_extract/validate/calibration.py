@@ -42,12 +42,12 @@ def measure_ranges(
         MtpExtractError: a package is missing, the pair does not fit, or does not fit into memory.
     """
     require("torch", "transformers", "safetensors")
-    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter.load import load_drafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.local import LocalEngine
     from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
-    from mtp_extract.speculate import SpeculativeGenerator
+    from mtp_extract.speculate.generate import SpeculativeGenerator
 
     folder = Path(directory)
     chosen = read_prompts(Path(prompts)) if prompts is not None else shipped_prompts()

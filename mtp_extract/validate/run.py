@@ -18,11 +18,14 @@ from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter import Network
+    from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.evaluate.base_model import LoadedBase
     from mtp_extract.evaluate.prompts import Prompt
-    from mtp_extract.speculate import Agreement, Base, Encoded, SpeculativeGenerator
+    from mtp_extract.speculate.codec import Encoded
+    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.target import Base
+    from mtp_extract.speculate.teacher import Agreement
     from mtp_extract.validate.acceptance.beside import DrafterFacts, DrafterFigures
     from mtp_extract.validate.acceptance.controls import ControlResult
     from mtp_extract.validate.acceptance.drafting import Drafting
@@ -169,7 +172,8 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.drafter import MtpDrafter, load_any
+    from mtp_extract.drafter.load import load_any
+    from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.formats import format_of
     from mtp_extract.validate.identity import check_identity, drafter_for
@@ -283,7 +287,7 @@ def _against_base(
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.drafter import MtpDrafter
+    from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.local import LocalEngine
@@ -424,8 +428,8 @@ def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGene
     Raises:
         MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
     """
-    from mtp_extract.drafter import load_any
-    from mtp_extract.speculate import SpeculativeGenerator
+    from mtp_extract.drafter.load import load_any
+    from mtp_extract.speculate.generate import SpeculativeGenerator
 
     drafter = load_any(directory, dtype=loaded.drafter_dtype, device=loaded.device)
     try:

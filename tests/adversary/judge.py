@@ -23,7 +23,8 @@ from helpers.surgery import Graph, sound
 
 from adversary.edits import Case, Sample
 from mtp_extract import extract
-from mtp_extract.drafter import DraftArguments, load_drafter
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError
 
 __all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]

@@ -485,7 +485,8 @@ def test_a_head_that_trickles_in(connect: Connect, vllm: ModelServer, monkeypatc
 
 @pytest.mark.torch
 def test_it_is_an_engine(connect: Connect, vllm: ModelServer) -> None:
-    from mtp_extract.speculate import Options, Sampling
+    from mtp_extract.speculate.generate import Options
+    from mtp_extract.speculate.sampling import Sampling
 
     engine = connect(vllm.url)
     options = Options(

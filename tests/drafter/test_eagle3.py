@@ -14,9 +14,13 @@ from helpers.random_pairs import base_alone, random_base
 from helpers.stepping import teacher_forced_by_stepping
 from torch import Tensor
 
-from mtp_extract.drafter import BaseState, Eagle3Config, Eagle3Drafter, Fed
+from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.errors import DrafterError, PairError
-from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text, teacher_forced
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, teacher_forced
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))

@@ -12,7 +12,7 @@ import torch
 from helpers.random_assistants import GEOMETRIES, Geometry
 from safetensors.torch import load_file, save_file
 
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 

@@ -7,7 +7,7 @@ from helpers.random_assistants import GEOMETRIES
 from helpers.signature import signature_masks
 from helpers.trailing_masks import trailing_masks
 
-from mtp_extract.drafter import position_masks
+from mtp_extract.drafter.masks import position_masks
 from mtp_extract.formats.transformers import parse_config
 
 CONFIG = parse_config(GEOMETRIES["dense"].config())

@@ -11,7 +11,9 @@ from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from helpers.trailing_masks import trailing_masks
 from transformers import AutoConfig
 
-from mtp_extract.drafter import DrafterConfig, MtpDrafter, build_drafter
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.drafter.load import build_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.formats.transformers import parse_config
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.signature import kv_names, signature_arguments
 
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 

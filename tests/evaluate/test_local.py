@@ -7,10 +7,11 @@ import transformers
 from helpers.first_pair import first_base, first_bundle
 
 import mtp_extract
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.local import LocalEngine
-from mtp_extract.speculate import Options, Sampling, SpeculativeGenerator
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
 
 PROMPTS = ("import os\n", [{"role": "user", "content": "hello"}], (2, 5, 7), "def main():\n    ", "x")
 

@@ -103,7 +103,7 @@ def test_one_class_and_one_entry_are_enough(sample: Path, tmp_path: Path, dtype:
 @pytest.mark.torch
 @pytest.mark.usefixtures("registered")
 def test_the_reference_drafter_loads_it(sample: Path, tmp_path: Path) -> None:
-    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter.load import load_drafter
 
     extract(sample, tmp_path / "toy", format="toy")
     assert load_drafter(tmp_path / "toy").config == FORMAT.read_config(tmp_path / "toy")

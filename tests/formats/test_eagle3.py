@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mtp_extract import convert
-from mtp_extract.drafter import Eagle3Drafter, load_any, load_drafter
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.formats.eagle3_lint import CHECK, REFUSED, WRONG, Finding, lint

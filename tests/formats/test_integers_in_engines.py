@@ -17,7 +17,7 @@ from transformers.integrations import gemma_quant
 
 from mtp_extract import extract
 from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.formats import read_checkpoint
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mtp_extract.speculate import Options, SpeculativeGenerator
-from mtp_extract.speculate.generate import _Run
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator, _Run
 
 __all__ = ["Dispatched", "rounds_on_meta"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.drafter import Eagle3Config, Eagle3Drafter
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.formats import eagle3, speculators
 
 __all__ = ["LAYOUTS", "asked_for", "edit", "head_config", "random_head", "write_head"]

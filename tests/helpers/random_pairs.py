@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import transformers
 
-from mtp_extract.drafter import DrafterConfig, LayerConfig, MtpDrafter, RopeConfig
-from mtp_extract.speculate import SpeculativeGenerator
+from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.speculate.generate import SpeculativeGenerator
 
 PROMPTS = (
     "class Foo(object):",

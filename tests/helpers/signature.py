@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtp_extract.drafter import DraftArguments, DrafterConfig, position_masks
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.masks import position_masks
 from mtp_extract.errors import DrafterError
 
 __all__ = ["kv_names", "signature_arguments", "signature_masks"]

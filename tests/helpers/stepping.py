@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_extract.drafter import BaseState, Drafter, DraftState
-from mtp_extract.speculate import Agreement, Base, Text
-from mtp_extract.speculate.teacher import draft, targets
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Agreement, Text, draft, targets
 
 __all__ = ["teacher_forced_by_stepping"]
 

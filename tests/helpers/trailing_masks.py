@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import DrafterConfig
+from mtp_extract.architecture.config import DrafterConfig
 
 __all__ = ["trailing_masks"]
 

@@ -8,7 +8,7 @@ from helpers.first_pair import first_base, first_bundle
 from helpers.random_pairs import Pair
 
 import mtp_extract
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ import random
 import pytest
 from helpers.chi_square import chi_square
 
-from mtp_extract.speculate import Proportion, arithmetic, best_draft_length, expected_tokens, speedup
+from mtp_extract.speculate import arithmetic
+from mtp_extract.speculate.arithmetic import Proportion, best_draft_length, expected_tokens, speedup
 
 
 def test_examples() -> None:

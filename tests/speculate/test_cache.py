@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.random_pairs import random_base
 
-from mtp_extract.speculate import Base
+from mtp_extract.speculate.target import Base
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -15,8 +15,10 @@ from helpers.random_pairs import Pair
 from tokenizers.processors import TemplateProcessing
 
 from mtp_extract.errors import MtpExtractError, PairError
-from mtp_extract.speculate import AdaptiveDrafts, Codec, Encoded, Options, Sampling
-from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
+from mtp_extract.speculate.codec import Codec, Encoded
+from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.sampling import Sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
 TURNS = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "bye"}]

@@ -12,7 +12,10 @@ from helpers.chi_square import chi_square
 from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import Pair, random_base
 
-from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree, generate
+from mtp_extract.speculate import generate
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 SAMPLES, BATCH, LENGTH = 6000, 1000, 3
 SAMPLING = Sampling(temperature=1.1, top_k=4, top_p=0.95)

@@ -13,21 +13,17 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import mtp_extract
+from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, OrderedHeadConfig, build_drafter
+from mtp_extract.drafter.load import build_drafter
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
+from mtp_extract.drafter.mtp import Altered
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import (
-    AdaptiveDrafts,
-    Generation,
-    Options,
-    Proportion,
-    Round,
-    Sampling,
-    SpeculativeGenerator,
-    conditional_by_step,
-    unconditional_by_step,
-)
-from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
+from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.result import Generation, Round, conditional_by_step, unconditional_by_step
+from mtp_extract.speculate.sampling import Sampling
 
 TOKENS = 80
 """Generated in most tests: five windows of the trained base."""

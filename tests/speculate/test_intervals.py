@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import Interval, difference_interval, intervals, ratio_interval, repeats, share_interval
-from mtp_extract.speculate.intervals import difference_bounds, ratio_bounds, share_bounds, student
-from mtp_extract.speculate.texts import LEAST_TEXTS, repeats_note, undecided
+from mtp_extract.speculate import intervals
+from mtp_extract.speculate.intervals import (
+    Interval,
+    difference_bounds,
+    difference_interval,
+    ratio_bounds,
+    ratio_interval,
+    share_bounds,
+    share_interval,
+    student,
+)
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note, undecided
 
 STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 

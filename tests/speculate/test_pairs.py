@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
 
-from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError
-from mtp_extract.speculate import Base, SpeculativeGenerator, check_pair
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.target import Base, check_pair
 
 
 def drafter_like(pair: Pair, **changes: Any) -> MtpDrafter:

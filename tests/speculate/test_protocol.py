@@ -12,9 +12,12 @@ from helpers.random_pairs import Pair, base_alone, random_base
 from helpers.stepping import teacher_forced_by_stepping
 from torch import Tensor
 
-from mtp_extract.drafter import BaseState, Drafter, Needs
+from mtp_extract.drafter.protocol import BaseState, Drafter, Needs
 from mtp_extract.errors import PairError
-from mtp_extract.speculate import AutoTree, Base, Options, SpeculativeGenerator, Text, Tree
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 LAYERS = (1, 2, 4)
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))

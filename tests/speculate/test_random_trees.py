@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import AutoTree, Options, Sampling, SpeculativeGenerator, Tree
 from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.growing import Nodes
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 BASES: dict[str, dict[str, Any]] = {
     **KINDS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import Sampling, Verdict, draw, verify_greedy, verify_sampled
+from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
 
 ROWS = 600_000
 DRAFTS = 3

@@ -10,16 +10,13 @@ import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, Convention
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import Altered
 from mtp_extract.errors import PairError
-from mtp_extract.speculate import (
-    Agreement,
-    Base,
-    Options,
-    Proportion,
-    Text,
-    teacher_forced,
-)
+from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 
 STEPS = 4
 

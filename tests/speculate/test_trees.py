@@ -12,25 +12,18 @@ import torch
 from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import Pair, random_base, random_drafter
 
-from mtp_extract.drafter import BaseState, Drafter, Eagle3Drafter, MtpDrafter
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Drafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.prompts import encode_prompts, shipped_prompts
-from mtp_extract.speculate import (
-    AutoTree,
-    Base,
-    Options,
-    Sampling,
-    Text,
-    Tree,
-    best_tree,
-    expected_length,
-    parse_tree,
-    rank_shares,
-    ranks_of_text,
-    verify_tree,
-)
 from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.generate import Options
 from mtp_extract.speculate.growing import SURE, FixedTree, Nodes, grow_by_confidence, grow_fixed
+from mtp_extract.speculate.sampling import Sampling, verify_tree
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, ranks_of_text
+from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length, parse_tree, rank_shares
 
 Path = tuple[int, ...]
 CROOKED = Tree(((0,), (2,), (2, 1), (0, 0), (0, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0, 1)))

@@ -12,10 +12,15 @@ from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import random_base, random_drafter
 from torch import Tensor
 
-from mtp_extract.drafter import BaseState, Eagle3Drafter, Fed, MtpDrafter
-from mtp_extract.speculate import AutoTree, Base, Options, Sampling, Tree
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import BaseState, Fed
 from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.speculate.generate import Options
 from mtp_extract.speculate.growing import FixedTree, Nodes
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.trees import AutoTree, Tree
 
 TREE, AUTO = Tree.parse("3x2x1"), AutoTree(6, depth=3)
 SAMPLED = Sampling(temperature=1.0, top_p=0.9)

@@ -19,15 +19,19 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
 from mtp_extract.checkpoint.stored import StoredCodes
-from mtp_extract.drafter import MtpDrafter, drafter_of
+from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
-from mtp_extract.speculate import Base, Text
-from mtp_extract.tune import Plan, Setting, corpus
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.tune import corpus
 from mtp_extract.tune.loop import Recipe, Trained, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.rounds import States
+from mtp_extract.tune.run import Plan
+from mtp_extract.tune.setting import Setting
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:

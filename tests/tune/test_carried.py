@@ -10,14 +10,14 @@ import torch
 from helpers.commands import run
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.drafter import drafter_of
+from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.tune import Plan, run_tuning
+from mtp_extract.tune.run import Plan, run_tuning
 
 INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from mtp_extract.errors import CheckpointError, OutputError
-from mtp_extract.speculate import Base, Text
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loop import Recipe, Trained
 from mtp_extract.tune.modes import Latents
 

@@ -12,7 +12,7 @@ import torch
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.lazy import ArrayTensor, Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
-from mtp_extract.drafter import drafter_of
+from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.tune.modes import MODES, Latents
 

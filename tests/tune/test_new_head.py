@@ -21,20 +21,26 @@ from safetensors.torch import load_file
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.data import sample_base
-from mtp_extract.drafter import LITERT, Eagle3Drafter, network_of
+from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.drafter.load import network_of
+from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
 from mtp_extract.evaluate import prompts as shipped
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.llama import findings_of
 from mtp_extract.pipeline.check import verify
-from mtp_extract.speculate import Base, Options, SpeculativeGenerator, Text, teacher_forced
-from mtp_extract.tune import Plan, Setting, prompts, run_tuning
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tune import prompts
 from mtp_extract.tune.loop import Recipe, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.progress import Progress
 from mtp_extract.tune.rounds import Rounds, States, collate
+from mtp_extract.tune.run import Plan, run_tuning
+from mtp_extract.tune.setting import Setting
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 

@@ -17,18 +17,18 @@ from safetensors.numpy import load_file
 
 from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.evaluate import prompts as shipped
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
-from mtp_extract.speculate import Interval
-from mtp_extract.tune import Setting
+from mtp_extract.speculate.intervals import Interval
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.head import HeadPlan, Ordered, _chosen, _refused, run_ordered_head
 from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
+from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.parity.transformers import check_transformers
 
 HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")

@@ -13,7 +13,8 @@ import pytest
 
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tune import Plan, corpus, run_tuning
+from mtp_extract.tune import corpus
+from mtp_extract.tune.run import Plan, run_tuning
 
 COMMAND = """
 from mtp_extract.tune import corpus

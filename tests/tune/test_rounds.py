@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter import LITERT, TRANSFORMERS, Altered, Convention
-from mtp_extract.speculate import Text, teacher_forced
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import Altered
+from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
 
 from .conftest import Tiny

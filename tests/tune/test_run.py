@@ -13,12 +13,13 @@ import pytest
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
-from mtp_extract.tune import Plan, corpus, run_tuning
+from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.progress import Progress, Written
+from mtp_extract.tune.run import Plan, run_tuning
 from mtp_extract.tune.work import alone
 
 

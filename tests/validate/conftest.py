@@ -12,12 +12,13 @@ from helpers.first_pair import first_base, first_bundle
 
 import mtp_extract
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import MtpDrafter, load_drafter
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
-from mtp_extract.speculate import SpeculativeGenerator
+from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 

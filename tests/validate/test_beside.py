@@ -24,7 +24,7 @@ from mtp_extract.evaluate.measured import compare, of_agreement
 from mtp_extract.evaluate.reads import reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.report.tables import measurements
-from mtp_extract.speculate import Agreement
+from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.beside import facts_of
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report

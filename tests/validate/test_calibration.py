@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from helpers.first_pair import first_base
 
-from mtp_extract.drafter import load_drafter
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.validate.calibration import measure_ranges
 
 

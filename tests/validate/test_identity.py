@@ -251,7 +251,7 @@ def test_exact_gelu(tmp_path: Path) -> None:
     """What is written of a graph with the exact function is read again, whatever the format, and computes the same."""
     from helpers.surgery import sound
 
-    from mtp_extract.drafter import load_drafter
+    from mtp_extract.drafter.load import load_drafter
     from mtp_extract.formats import read_checkpoint
 
     graph = sound("torch")

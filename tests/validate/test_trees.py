@@ -16,8 +16,10 @@ from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.reads import Reads, reads_of_a_step
 from mtp_extract.formats import format_of
-from mtp_extract.speculate import Options, SpeculativeGenerator, Tree, ranks_of_text
 from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.teacher import ranks_of_text
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report

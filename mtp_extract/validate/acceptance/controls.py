@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_extract.drafter import Altered, DraftArguments, MtpDrafter, Transform
+from mtp_extract.drafter.arguments import DraftArguments, Transform
+from mtp_extract.drafter.mtp import Altered, MtpDrafter
 from mtp_extract.evaluate.agreement import (
     Continuations,
     WorkloadFigures,
@@ -22,7 +23,9 @@ from mtp_extract.evaluate.agreement import (
     measure_agreement,
 )
 from mtp_extract.evaluate.measured import difference_over_texts
-from mtp_extract.speculate import Agreement, Base, Interval
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
 

@@ -6,16 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_extract.evaluate.agreement import Continuations, measure_ranks
-from mtp_extract.speculate import (
-    AutoTree,
-    Ranks,
-    SpeculativeGenerator,
-    Tree,
-    best_tree,
-    expected_length,
-    expected_tokens,
-)
 from mtp_extract.speculate.adaptive import DraftLength
+from mtp_extract.speculate.arithmetic import expected_tokens
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.teacher import Ranks
+from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length
 from mtp_extract.validate.acceptance.wanted import Wanted, steps_to_rank
 
 

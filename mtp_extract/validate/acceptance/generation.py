@@ -15,17 +15,11 @@ import torch
 
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.local import LocalEngine
-from mtp_extract.speculate import (
-    Base,
-    Generation,
-    Interval,
-    Options,
-    Proportion,
-    Round,
-    conditional_by_step,
-    share_interval,
-    unconditional_by_step,
-)
+from mtp_extract.speculate.arithmetic import Proportion
+from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.intervals import Interval, share_interval
+from mtp_extract.speculate.result import Generation, Round, conditional_by_step, unconditional_by_step
+from mtp_extract.speculate.target import Base
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 _FASTER = 0.9

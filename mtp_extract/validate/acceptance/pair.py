@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.drafter import Network
 from mtp_extract.drafter.eagle3 import Eagle3State
+from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.protocol import BaseState, DraftState, Needs
-from mtp_extract.speculate import Base, Options, SpeculativeGenerator
 from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.target import Base
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 BUFFERS = (

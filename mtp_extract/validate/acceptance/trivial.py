@@ -14,7 +14,8 @@ import torch
 
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.measured import difference_over_texts
-from mtp_extract.speculate import Agreement, Interval, Text
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.teacher import Agreement, Text
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtp_extract.drafter import DraftArguments, DrafterConfig, position_masks
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.masks import position_masks
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.validate.parity.interface import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Cache, Interface
 
 if TYPE_CHECKING:
-    from mtp_extract.speculate import Base, Text
+    from mtp_extract.speculate.target import Base
+    from mtp_extract.speculate.teacher import Text
 
 Floats = NDArray[np.float32]
 

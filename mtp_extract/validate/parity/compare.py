@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs

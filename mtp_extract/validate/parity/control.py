@@ -10,7 +10,8 @@ from pathlib import Path
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter import MtpDrafter, load_drafter
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.formats import format_named
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import write_file

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import UnsupportedError, escape, few
-from mtp_extract.graph import flatten
 from mtp_extract.graph.drafter import ACTIVATIONS
-from mtp_extract.graph.flat import FlatGraph, Value
+from mtp_extract.graph.flat import FlatGraph, Value, flatten
 from mtp_extract.graph.patterns import PASSES, scalar
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 

@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
-from mtp_extract.graph import flatten
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
-from mtp_extract.graph.flat import Node, Value
+from mtp_extract.graph.flat import Node, Value, flatten
 from mtp_extract.graph.patterns import constant_under
 from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.tflite import Tensor

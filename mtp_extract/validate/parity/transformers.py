@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 from mtp_extract.architecture.config import FULL, SLIDING
-from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import DrafterError, escape
 from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of

@@ -15,7 +15,10 @@ from mtp_extract.evaluate.agreement import (
 )
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
-from mtp_extract.speculate import Agreement, SpeculativeGenerator, Text, difference_interval, groups, share_interval
+from mtp_extract.speculate.batches import groups
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.intervals import difference_interval, share_interval
+from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.run import _loops
 

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from mtp_extract.drafter import DraftArguments, MtpDrafter
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, measure_agreement
-from mtp_extract.speculate import Agreement, SpeculativeGenerator
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, run_controls
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation

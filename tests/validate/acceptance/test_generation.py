@@ -9,7 +9,10 @@ import pytest
 
 from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
 from mtp_extract.evaluate.local import LocalEngine
-from mtp_extract.speculate import SpeculativeGenerator, Text, Tree, expected_tokens
+from mtp_extract.speculate.arithmetic import expected_tokens
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.teacher import Text
+from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import draftings
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
 from mtp_extract.validate.acceptance.wanted import parse_wanted

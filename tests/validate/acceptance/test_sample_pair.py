@@ -6,12 +6,14 @@ import pytest
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
-from mtp_extract.drafter import MtpDrafter, load_drafter
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily, measure_agreement
 from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts
-from mtp_extract.speculate import Agreement, SpeculativeGenerator
+from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, run_controls
 
 EACH = 8

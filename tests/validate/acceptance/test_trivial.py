@@ -8,7 +8,8 @@ import torch
 
 from mtp_extract.evaluate.agreement import Continuations
 from mtp_extract.evaluate.prompts import Prompt
-from mtp_extract.speculate import Agreement, Interval, Text
+from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation

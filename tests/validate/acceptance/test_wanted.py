@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.speculate import AutoTree, Tree
+from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.wanted import BestTree, parse_wanted, steps_to_rank
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.validate.parity.cases import random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.emulation import Emulation, Guide, Operand, Scheme, quantize_rows
 from mtp_extract.validate.parity.interface import Codes, read_interface

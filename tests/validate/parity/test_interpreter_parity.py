@@ -14,7 +14,9 @@ from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 
 import mtp_extract
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import DraftArguments, MtpDrafter, load_drafter
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError
 from mtp_extract.validate.parity import compare as parity_module
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments

@@ -17,7 +17,7 @@ import transformers
 from helpers.first_pair import first_bundle
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.drafter import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
 from mtp_extract.report.tables import measurements
 from mtp_extract.validate.identity import Check

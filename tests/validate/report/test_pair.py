@@ -15,10 +15,12 @@ from helpers.random_pairs import random_base, random_drafter
 from helpers.schemas import validator
 from torch import Tensor, nn
 
-from mtp_extract.drafter import Network
+from mtp_extract.drafter.load import Network
 from mtp_extract.report.tables import buffers
-from mtp_extract.speculate import AutoTree, Base, Options, SpeculativeGenerator, Tree
 from mtp_extract.speculate.cache import SlotCache
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.drafting import Drafting
 from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, look
 from mtp_extract.validate.report.document import as_json
