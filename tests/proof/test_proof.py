@@ -16,7 +16,8 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError
-from mtp_extract.proof.proof import TOLERANCE, Proof
+from mtp_extract.proof.compare import TOLERANCE
+from mtp_extract.proof.proof import Proof
 
 SOUND = sorted(set(VARIANTS) - REFUSED)
 LAYERS = 4
