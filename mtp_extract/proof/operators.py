@@ -9,27 +9,25 @@ the query, in K and in V, so that nothing there can tell one input from another.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntFlag
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.blocks import FoundRole
 from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
 from mtp_extract.graph.call import Call, grid_of
-from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
 from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.proof.attentions import Attention, attention_of, check_linear, refused
 
 ANALYTIC = frozenset(
     {
@@ -40,47 +38,9 @@ ANALYTIC = frozenset(
 )
 """Operators without a corner, wherever a drafter uses them."""
 
-LINEAR = frozenset({"ADD", "SUB", "NEG", "MEAN", "SUM", "CUMSUM", "PAD", "CAST", "QUANTIZE", "DEQUANTIZE"})
-PRODUCTS = frozenset({"MUL", "FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
-NORMALIZING = frozenset({"SOFTMAX", "LOG_SOFTMAX", "EXP"})
-
 _INTEGER_CACHES = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT32})
 _LARGEST_EXPONENT = 80.0
 """What a float32 can be raised to, and summed."""
-
-_KEY_NORM = 16.0
-"""The largest root mean square of a row of K that is reckoned with where its cache is of floats: K is a normalized row
-times a weight, and published weights are below 1.
-"""
-
-
-class Side(IntFlag):
-    """What a value inside an attention is computed from."""
-
-    QUERY = 1
-    KEY = 2
-    VALUE = 4
-    WEIGHTS = 8
-    """The softmax' result, or its exponentials."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One layer's attention, between the normalized query and what the o projection reads.
-
-    Attributes:
-        nodes: its operators that see activations or caches, in the order of execution.
-        sides: ``id`` of a value → what it is computed from.
-        scores: what each exponential or softmax reads; ``weights`` what it gives.
-        largest_score: the largest |q · K| that the norms and the cache's grid allow.
-    """
-
-    layer: Layer
-    nodes: tuple[Node, ...]
-    sides: Mapping[int, Side]
-    scores: Value
-    weights: Value
-    largest_score: float
 
 
 @dataclass(frozen=True)
@@ -88,13 +48,13 @@ class Allowed:
     """What was found while the rules were checked.
 
     Attributes:
-        spans: the attentions, by layer.
+        attentions: the attentions, by layer.
         choosing: what operators choose by: "position" or "mask" → kind → how many.
         idioms: operators that could cut activations and do not, each with the reason.
         narrowed: activations that are held in fewer bits than they are computed in: a rounding of the runtime's.
     """
 
-    spans: tuple[Span, ...]
+    attentions: tuple[Attention, ...]
     choosing: Mapping[str, Mapping[str, int]]
     idioms: tuple[str, ...]
     narrowed: tuple[Value, ...]
@@ -121,8 +81,10 @@ class _Rules:
         self.slots: dict[int, npt.NDArray[np.int64]] = {}
 
     def check(self) -> Allowed:
-        spans = tuple(self._span(index, layer) for index, layer in enumerate(self.walk.layers))
-        inside = {id(node) for span in spans for node in span.nodes}
+        attentions = tuple(
+            attention_of(self.graph, index, layer, self.bounds) for index, layer in enumerate(self.walk.layers)
+        )
+        inside = {id(node) for attention in attentions for node in attention.nodes}
         for node in self.nodes:
             depends = _depends(node)
             if depends & Depends.DATA:
@@ -131,10 +93,10 @@ class _Rules:
                 self._mask(node)
             elif depends and node.kind not in ANALYTIC | LAYOUT.keys() | {"CAST", "SIN", "COS", "DEQUANTIZE"}:
                 self.choosing["position"][node.kind] += 1
-        for span in spans:
-            self._linear(span)
+        for attention in attentions:
+            check_linear(self.graph, attention)
         return Allowed(
-            spans,
+            attentions,
             {k: dict(sorted(v.items())) for k, v in self.choosing.items()},
             tuple(self.idioms),
             tuple(self.narrowed),
@@ -144,18 +106,18 @@ class _Rules:
 
     def _data(self, node: Node, inside: bool) -> None:
         if not inside and any(v.decided for v in node.inputs if v is not None):
-            raise _refused(node, "mixes activations with the position or a mask outside of an attention")
+            raise refused(node, "mixes activations with the position or a mask outside of an attention")
         if node.op.activation and not self._harmless_activation(node):
-            raise _refused(node, "cuts off an activation by its fused function")
+            raise refused(node, "cuts off an activation by its fused function")
         rule = self._DATA.get(node.kind)
         if node.kind in LAYOUT:
             others = [v for i, v in enumerate(node.inputs) if i not in LAYOUT[node.kind] and v is not None]
             if any(v.depends & Depends.DATA for v in others):
-                raise _refused(node, "takes elements that an activation or a cache chooses")
+                raise refused(node, "takes elements that an activation or a cache chooses")
         elif rule is not None:
             rule(self, node, inside)
         elif node.kind not in ANALYTIC:
-            raise _refused(node, "depends on activations or a cache, and is none that a drafter needs there")
+            raise refused(node, "depends on activations or a cache, and is none that a drafter needs there")
 
     def _quantize(self, node: Node, inside: bool) -> None:
         if node.kind == "QUANTIZE":
@@ -163,16 +125,16 @@ class _Rules:
 
     def _select(self, node: Node, inside: bool) -> None:
         if node.operand(0).depends & Depends.DATA:
-            raise _refused(node, "chooses by an activation or a cache")
+            raise refused(node, "chooses by an activation or a cache")
         self.choosing["mask" if node.operand(0).depends & Depends.MASK else "position"][node.kind] += 1
 
     def _power(self, node: Node, inside: bool) -> None:
         if not node.binary or not node.operand(1).constant:
-            raise _refused(node, "has an exponent that is computed")
+            raise refused(node, "has an exponent that is computed")
 
     def _largest_of(self, node: Node, inside: bool) -> None:
         if not all(_subtracts(reader, node) for reader in _readers(node.outputs[0])):
-            raise _refused(node, "takes the largest of activations, for another end than a softmax")
+            raise refused(node, "takes the largest of activations, for another end than a softmax")
         self.idioms.append(f"{node.op.label}: the largest score, which a softmax subtracts")
 
     def _bound(self, node: Node, inside: bool) -> None:
@@ -182,7 +144,7 @@ class _Rules:
         elif self.bounds.never_binds(node):
             self.idioms.append(f"{node.op.label}: a bound that never binds")
         else:
-            raise _refused(node, f"cuts off activations ({_told(self.bounds.of(node.operand(0)))})")
+            raise refused(node, f"cuts off activations ({_range(self.bounds.of(node.operand(0)))})")
 
     def _harmless_activation(self, node: Node) -> bool:
         ends = {1: (0.0, NEVER_REACHED)}.get(node.op.activation)
@@ -197,9 +159,9 @@ class _Rules:
     def _cast(self, node: Node, inside: bool) -> None:
         source, target = node.operand(0).tensor, node.outputs[0].tensor
         if target.type not in FLOAT_TYPES and not (source.type in _INTEGER_CACHES and target.type in _INTEGER_CACHES):
-            raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
+            raise refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
         if source.type not in FLOAT_TYPES | _INTEGER_CACHES or (source.type in _INTEGER_CACHES and grid_of(target)):
-            raise _refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
+            raise refused(node, f"casts an activation or a cache from {source.type_name} to {target.type_name}")
         if target.type in FLOAT_TYPES and target.type is not TensorType.FLOAT32 and source.type in FLOAT_TYPES:
             self.narrowed.append(node.outputs[0])
 
@@ -216,7 +178,7 @@ class _Rules:
         ):
             return
         if not self.bounds.of(node.operand(0))[1] < _LARGEST_EXPONENT:
-            raise _refused(node, f"raises numbers that may be large ({_told(self.bounds.of(node.operand(0)))})")
+            raise refused(node, f"raises numbers that may be large ({_range(self.bounds.of(node.operand(0)))})")
         self.idioms.append(f"{node.op.label}: of numbers that cannot be large")
 
     _DATA: ClassVar[Mapping[str, Callable[[_Rules, Node, bool], None]]] = {
@@ -237,7 +199,7 @@ class _Rules:
             moved = LAYOUT[node.kind]
             others = [v for i, v in enumerate(node.inputs) if i not in moved and v is not None]
             if any(not v.constant for v in others):
-                raise _refused(node, "moves the slots of a mask by what is computed")
+                raise refused(node, "moves the slots of a mask by what is computed")
             slots = [
                 self._slots(v) if i in moved else self.graph.integers(v).reshape(v.tensor.shape)
                 for i, v in enumerate(node.inputs)
@@ -248,12 +210,12 @@ class _Rules:
                 self.slots[id(value)] = found
             return
         if node.kind not in ELEMENTWISE - {"SOFTMAX", "LOG_SOFTMAX", "BATCH_MATMUL"}:
-            raise _refused(node, "brings slots of a mask together; a drafter's masks act slot by slot")
+            raise refused(node, "brings slots of a mask together; a drafter's masks act slot by slot")
         which: npt.NDArray[np.int64] = np.full((), -1)
         for operand in node.inputs:
             own = self._slots(operand) if operand is not None else which
             if ((which >= 0) & (own >= 0) & (which != own)).any():
-                raise _refused(node, "brings two slots of a mask together; a drafter's masks act slot by slot")
+                raise refused(node, "brings two slots of a mask together; a drafter's masks act slot by slot")
             which = np.maximum(which, own)
         self.slots[id(node.outputs[0])] = which
         self.choosing["mask"][node.kind] += 1
@@ -267,92 +229,6 @@ class _Rules:
             # An input: its last axis is that of the slots.
             return np.arange(value.tensor.elements).reshape(shape)
         return np.full(shape, -1)
-
-    # Attentions.
-
-    def _span(self, index: int, layer: Layer) -> Span:
-        stops = frozenset({id(layer.query)})
-        values = {id(v) for v in ancestors(layer.mixed, stops)}
-        sides: dict[int, Side] = {
-            id(layer.query): Side.QUERY,
-            id(self.graph.inputs[layer.key]): Side.KEY,
-            id(self.graph.inputs[layer.value]): Side.VALUE,
-        }
-        nodes, ends = [], []
-        for node in self.graph.nodes:
-            if not any(id(v) in values for v in node.outputs) or layer.query in node.outputs:
-                continue
-            side = Side(0)
-            for value in node.inputs:
-                side |= sides.get(id(value), Side(0)) if value is not None else Side(0)
-            if not side:
-                continue
-            if node.kind in NORMALIZING and not side & Side.WEIGHTS:
-                ends.append(node)
-                weights = node.outputs[0]
-                side = Side.WEIGHTS
-            elif node.kind == "EXP":
-                # What LOG_SOFTMAX gives, raised again.
-                weights = node.outputs[0]
-            nodes.append(node)
-            sides.update({id(v): side for v in node.outputs})
-        if len(ends) != 1:
-            raise UnsupportedError(f"layers.{index}: expected one softmax in its attention, found {len(ends)}.")
-        scores = ends[0].operand(0)
-        if ends[0].kind == "EXP" and (largest := strip(scores).producer) is not None and largest.kind == "SUB":
-            # The maximum that a softmax subtracts is the same for all slots.
-            scores = strip(largest.operand(0))
-        return Span(layer, tuple(nodes), sides, scores, weights, self._largest_score(layer))
-
-    def _largest_score(self, layer: Layer) -> float:
-        query = max(map(abs, self.bounds.of(layer.query))) or 1.0
-        key = max(map(abs, self.bounds.of(self.graph.inputs[layer.key])))
-        # |q| ≤ √n · the weight of its norm, which is what bounds each of its elements, too.
-        row = math.sqrt(layer.head_dim) * (key if key < NEVER_REACHED else _KEY_NORM)
-        return min(query * row, NEVER_REACHED)
-
-    def _linear(self, span: Span) -> None:
-        """Everything but the softmax is linear in the query, in K, and in V."""
-        for node in span.nodes:
-            sides = [span.sides.get(id(v), Side(0)) if v is not None else Side(0) for v in node.inputs]
-            several = [side for side in sides if side]
-            if node.kind in LAYOUT:
-                moved = LAYOUT[node.kind]
-                chosen = [v for i, v in enumerate(node.inputs) if i not in moved and v is not None and v.depends]
-                if chosen and span.sides[id(node.outputs[0])] == Side.QUERY:
-                    raise _refused(node, "moves the query's elements by the position")
-            elif node.kind in PRODUCTS:
-                if len(several) > 1 and frozenset(several) not in _PAIRS:
-                    raise _refused(node, "multiplies what depends on the same part of an attention")
-            elif node.kind == "DIV":
-                if len(sides) == 2 and sides[1] and sides[1] != Side.WEIGHTS:
-                    raise _refused(node, "divides by an activation inside of an attention")
-            elif node.kind in ("POW", "LOG", "RSQRT", "SQRT"):
-                if several != [Side.WEIGHTS]:
-                    raise _refused(node, "bends scores inside of an attention")
-            elif node.kind == "QUANTIZE" and several[0] in (Side.KEY, Side.VALUE):
-                name = span.layer.key if several[0] == Side.KEY else span.layer.value
-                if self.graph.inputs[name].tensor.type in FLOAT_TYPES:
-                    raise _refused(node, "holds a cache of floats on a grid: whether it fits is not in the file")
-            elif node.kind not in LINEAR | NORMALIZING | _ALLOWED_ELSEWHERE:
-                raise _refused(node, "bends numbers inside of an attention, where only its softmax may")
-
-
-_PAIRS = frozenset(
-    map(
-        frozenset,
-        (
-            (Side.QUERY, Side.KEY),
-            (Side.WEIGHTS, Side.VALUE),
-            (Side.WEIGHTS,),
-            (Side.WEIGHTS, Side.WEIGHTS | Side.VALUE),
-        ),
-    )
-)
-"""What may be multiplied inside an attention; weights with weights, where their sum is divided by."""
-
-_ALLOWED_ELSEWHERE = frozenset({"SELECT", "SELECT_V2", "MAXIMUM", "MINIMUM", "RELU", "REDUCE_MAX", "ABS"})
-"""Operators that the rules for activations have checked already."""
 
 
 def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Interval]]:
@@ -400,13 +276,6 @@ def _subtracts(reader: Node, largest: Node) -> bool:
     )
 
 
-def _told(interval: Interval) -> str:
+def _range(interval: Interval) -> str:
     low, high = ("any size" if abs(end) >= NEVER_REACHED else f"{end:.4g}" for end in interval)
     return "of any size" if "any size" in (low, high) else f"between {low} and {high}"
-
-
-def _refused(node: Node, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{node.op.label} {why}. A checkpoint has no such operator, and random inputs cannot show that it changes "
-        "nothing; nothing is written. Please report the file."
-    )

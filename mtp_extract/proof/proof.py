@@ -217,7 +217,9 @@ class _Proving:
         allowed = check_operators(self.graph, self.walk, self.outputs)
         check_gates(self.graph, self.walk, config.hidden_activation, self.seed)
         ropes = [layer.rope for layer in config.layers]
-        tables = check_tables(self.graph, allowed.spans, ropes, self.interface.slots, self.interface.queries, self.seed)
+        tables = check_tables(
+            self.graph, allowed.attentions, ropes, self.interface.slots, self.interface.queries, self.seed
+        )
         tried: list[tuple[float, Sample]] = []
         for sample in self.drawing.every_reading():
             given = tables.given(sample.positions)
@@ -242,7 +244,7 @@ class _Proving:
                 TOLERANCE,
                 allowed,
                 tables,
-                check_rows(self.interface, allowed.spans, tables, sample.layouts, sample.additive, self.seed),
+                check_rows(self.interface, allowed.attentions, tables, sample.layouts, sample.additive, self.seed),
                 self._cut_off(allowed.narrowed, sample, tables),
                 tuple(self._coarse(table, sample) for table in tables.coarse),
             )

@@ -22,9 +22,9 @@ from mtp_extract.graph.flat import MASK_LOCAL, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.proof.forward import rotate
+from mtp_extract.proof.attentions import Attention, Side
+from mtp_extract.proof.forward import Cache, Floats, rotate
 from mtp_extract.proof.inputs import Bools, Interface, Layouts
-from mtp_extract.proof.operators import Side, Span
 from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.tables import Tables, feed
 
@@ -46,7 +46,6 @@ _SAME = 2e-5
 _LARGEST = 1e6
 """The largest score that float32 tells from its neighbours well enough."""
 
-Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 Shown = dict[str, Bools]
 
@@ -71,12 +70,12 @@ class Rows:
 
 
 def check_rows(
-    interface: Interface, spans: Sequence[Span], tables: Tables, layouts: Layouts, additive: bool, seed: int
+    interface: Interface, attentions: Sequence[Attention], tables: Tables, layouts: Layouts, additive: bool, seed: int
 ) -> Rows:
     """Hold what every attention sees against the config, row by row.
 
     Args:
-        spans: the attentions, by layer.
+        attentions: the attentions, by layer.
         tables: the values that turn queries, in closed form.
         layouts: of the caches.
         additive: whether a mask of floats is 0 and a large negative number, or 1 and 0.
@@ -88,18 +87,21 @@ def check_rows(
     """
     random = np.random.default_rng(seed)
     size = interface.slots * interface.queries
-    most = max(32, _MOST_SCORES // (size * len(spans)))
-    alike = interface.queries == 1 and rows_are_alike(interface.graph, spans, interface.slots, interface.last)
+    most = max(32, _MOST_SCORES // (size * len(attentions)))
+    alike = interface.queries == 1 and rows_are_alike(interface.graph, attentions, interface.slots, interface.last)
     # Rows that differ otherwise than by a shift are tried all, which takes a minute where there are 32 003.
     rows = _chosen(interface, most if alike else interface.last + 1, random)
     held = len(rows)
-    checks = [_Check(interface, span, index, tables, layouts, additive, random) for index, span in enumerate(spans)]
+    checks = [
+        _Check(interface, attention, index, tables, layouts, additive, random)
+        for index, attention in enumerate(attentions)
+    ]
     for at in _pieces(rows, size * max(check.width for check in checks)):
         shown = _shown(interface, np.repeat(at, 2), random)
         for check in checks:
             check.scores(np.repeat(at, 2), shown)
     for check in checks:
-        most = _MOST_RESULTS // (size * interface.config.num_heads * len(spans)) if check.meets_caches else 0
+        most = _MOST_RESULTS // (size * interface.config.num_heads * len(attentions)) if check.meets_caches else 0
         some = rows[np.unique(np.linspace(0, len(rows) - 1, min(max(most, _FEW), len(rows))).astype(int))]
         held = min(held, len(some)) if check.meets_caches else held
         if check.meets_caches and not alike and len(some) <= interface.last:
@@ -111,9 +113,9 @@ def check_rows(
             check.results(np.repeat(at, 2), _shown(interface, np.repeat(at, 2), random))
         half = random.random(interface.slots) < 1 / 2
         for at in _pieces(some if check.meets_caches else some[-1:], size * interface.config.num_heads):
-            for still in (half, ~half):
-                check.leaks(at, still)
-    return Rows(len(rows), held, interface.last + 1, alike, tuple(span.largest_score for span in spans))
+            for quiet in (half, ~half):
+                check.leaks(at, quiet)
+    return Rows(len(rows), held, interface.last + 1, alike, tuple(attention.largest_score for attention in attentions))
 
 
 def _pieces(rows: Positions, size: int) -> Iterator[Positions]:
@@ -148,7 +150,7 @@ def _shown(interface: Interface, positions: Positions, random: np.random.Generat
 @dataclass(frozen=True)
 class _Check:
     interface: Interface
-    span: Span
+    attention: Attention
     index: int
     tables: Tables
     layouts: Layouts
@@ -158,9 +160,9 @@ class _Check:
     @cached_property
     def chain(self) -> list[Node]:
         """The operators that masks meet on the way to the softmax, the last first: they act slot by slot."""
-        found, value = list[Node](), self.span.scores
+        found, value = list[Node](), self.attention.scores
         while (node := value.producer) is not None:
-            sides = [v for v in node.inputs if v is not None and self.span.sides.get(id(v), Side(0)) & Side.KEY]
+            sides = [v for v in node.inputs if v is not None and self.attention.sides.get(id(v), Side(0)) & Side.KEY]
             still = node.kind in LAYOUT and not any(
                 v.depends for i, v in enumerate(node.inputs) if v is not None and i not in LAYOUT[node.kind]
             )
@@ -191,15 +193,15 @@ class _Check:
     def _decided_elsewhere(self) -> Iterator[tuple[Side, Value]]:
         """What the position or a mask decides and operators outside of the chain read, with what they make of it."""
         chained = {id(node) for node in self.chain}
-        for node in self.span.nodes:
+        for node in self.attention.nodes:
             for value in node.inputs:
                 if id(node) not in chained and value is not None and value.decided:
-                    yield self.span.sides[id(node.outputs[0])], value
+                    yield self.attention.sides[id(node.outputs[0])], value
 
     def scores(self, positions: Positions, shown: Shown) -> None:
         """From where q and K have met: what is seen is scored as it is, what is hidden far below, loud or not."""
         seen, positions, shown = self._asked(positions, shown)
-        slots, largest = self.interface.slots, np.float32(min(self.span.largest_score, _LARGEST))
+        slots, largest = self.interface.slots, np.float32(min(self.attention.largest_score, _LARGEST))
         cut = self._cut()
         shape = cut.tensor.shape
         axes = [axis for axis, size in enumerate(shape) if size == slots]
@@ -222,11 +224,11 @@ class _Check:
             narrow = [slots if axis == axes[-1] else size if self.width > 1 else 1 for axis, size in enumerate(shape)]
             along = product.reshape(-1, *(slots if axis == axes[-1] else 1 for axis in range(len(shape))))
             given = Stacked(np.broadcast_to(along, (len(positions), *narrow)))
-            found = self._evaluate(self._inputs(positions, shown), [self.span.scores], [(cut, given)])[0]
+            found = self._evaluate(self._inputs(positions, shown), [self.attention.scores], [(cut, given)])[0]
             self._hold_scores(found.reshape(len(positions), -1, slots), product, seen, positions, visible is low)
 
     def _hold_scores(self, scored: Floats, product: Floats, seen: Bools, positions: Positions, leaks: bool) -> None:
-        largest = np.float32(min(self.span.largest_score, _LARGEST))
+        largest = np.float32(min(self.attention.largest_score, _LARGEST))
         with np.errstate(invalid="ignore", over="ignore"):
             factor = _slope(scored, product, seen)
             moved = scored - (product if factor == 1 else np.float32(factor) * product)[:, None]
@@ -245,26 +247,29 @@ class _Check:
                 below = float(base[sample, head, 0] + product[sample, slot] - scored[sample, head, slot])
                 what = (
                     f"slot {slot} is seen, or its score is lowered by {below:.4g} only, where |q · K| may be "
-                    f"{self.span.largest_score:.4g}"
+                    f"{self.attention.largest_score:.4g}"
                 )
             self._refuse(int(positions[sample]), what)
 
     def results(self, positions: Positions, shown: Shown) -> None:
         """All of it, with one number a slot in K and in V: weights, slot by slot, and what is mixed by them."""
         seen, positions, shown = self._asked(positions, shown)
-        layer, span, heads = self.interface.config.layers[self.index], self.span, self.interface.config.num_heads
+        layer, attention, heads = (
+            self.interface.config.layers[self.index],
+            self.attention,
+            self.interface.config.num_heads,
+        )
         kv, slots = layer.num_kv_heads, self.interface.slots
         codes = self.random.integers(-_QUIET_CODE, _QUIET_CODE, (kv, slots), np.int8, endpoint=True)
         marks = self.random.integers(-100, 100, (kv, slots), np.int8, endpoint=True)
         fed, numbers = self._inputs(positions, shown), list[Floats]()
-        for name, drawn in ((span.layer.key, codes), (span.layer.value, marks)):
-            wide = np.broadcast_to(drawn[..., None], (kv, slots, layer.head_dim))
-            made, cache = self.interface.cache(name, self.layouts, wide, 1 / _QUIET_CODE)
+        for name, drawn in ((attention.layer.key, codes), (attention.layer.value, marks)):
+            made, cache = self._one_number_a_slot(name, drawn, 1 / _QUIET_CODE)
             fed[name] = (made,)
             numbers.append(np.repeat(drawn.astype(np.float32) * np.float32(cache.scale), heads // kv, 0))
         turned, query = self._query(positions, float(np.abs(numbers[0]).max()) / _QUIET_CODE)
-        given = [*self.tables.given(positions), (span.layer.query, Stacked(query))]
-        weights, mixed = self._evaluate(fed, [span.weights, span.layer.mixed], given)
+        given = [*self.tables.given(positions), (attention.layer.query, Stacked(query))]
+        weights, mixed = self._evaluate(fed, [attention.weights, attention.layer.mixed], given)
         view = np.broadcast_to(seen[:, :, None], (*seen.shape[:2], heads, slots))
         scores = np.where(view, turned.sum(-1)[..., None] * numbers[0], np.float32(-np.inf))
         raised = np.exp(scores - scores.max(-1, keepdims=True))
@@ -288,47 +293,47 @@ class _Check:
                 int(positions[int(np.argmax(wrong_rows))]), "V is read from other slots than those that are weighed"
             )
 
-    def leaks(self, positions: Positions, still: Bools) -> None:
-        """No slot hears of another: where the slots ``still`` are, and the others as loud as can be.
+    def leaks(self, positions: Positions, quiet: Bools) -> None:
+        """No slot acts on another: the slots ``quiet`` hold 0, and the others numbers as large as can be.
 
-        What is loud must not be heard at all where it weighs nothing, and no score of a still slot may move: to the
-        last bit, since the loudness of what is hidden has no bound.
+        Large numbers of V must change nothing where they weigh nothing, and no score of a quiet slot may move: to the
+        last bit, since what is hidden has no bound.
         """
-        layer, span = self.interface.config.layers[self.index], self.span
+        layer, attention = self.interface.config.layers[self.index], self.attention
         kv, slots, heads = layer.num_kv_heads, self.interface.slots, self.interface.config.num_heads
         shown = self.interface.runtime_masks(positions)
         fed = self._inputs(positions, shown)
-        weights = np.where(still, self.random.random((heads, slots), np.float32), np.float32(0))
-        if span.weights.tensor.elements != weights.size * self.interface.queries:
+        weights = np.where(quiet, self.random.random((heads, slots), np.float32), np.float32(0))
+        if attention.weights.tensor.elements != weights.size * self.interface.queries:
             return
-        loud = np.where(still, 0, np.int8(100)) * np.ones((kv, 1), np.int8)
-        given: list[tuple[Value, Samples]] = [(span.weights, (weights.reshape(span.weights.tensor.shape),))]
-        fed[span.layer.value] = (self._one_a_slot(span.layer.value, loud.astype(np.int8), 1e6),)
-        mixed = self._evaluate(fed, [span.layer.mixed], given)[0]
+        loud = np.broadcast_to(np.where(quiet, np.int8(0), np.int8(100)), (kv, slots))
+        given: list[tuple[Value, Samples]] = [(attention.weights, (weights.reshape(attention.weights.tensor.shape),))]
+        fed[attention.layer.value] = (self._one_number_a_slot(attention.layer.value, loud, 1e6)[0],)
+        mixed = self._evaluate(fed, [attention.layer.mixed], given)[0]
         if np.any(mixed):
-            self._refuse(int(positions[0]), "numbers of V are heard from slots that weigh nothing")
+            self._refuse(int(positions[0]), "V of slots that weigh nothing changes what is mixed")
         _, query = self._query(positions, 1.0)
-        turned: list[tuple[Value, Samples]] = [*self.tables.given(positions), (span.layer.query, Stacked(query))]
+        turned: list[tuple[Value, Samples]] = [*self.tables.given(positions), (attention.layer.query, Stacked(query))]
         cut, scores = self._cut(), list[Array]()
-        for codes in (loud * 0, loud):
-            fed[span.layer.key] = (self._one_a_slot(span.layer.key, codes.astype(np.int8), 1e6),)
+        for codes in (np.zeros_like(loud), loud):
+            fed[attention.layer.key] = (self._one_number_a_slot(attention.layer.key, codes, 1e6)[0],)
             scores.append(self._evaluate(fed, [cut], turned)[0])
         axis = 1 + max(a for a, size in enumerate(cut.tensor.shape) if size == slots)
-        quiet, moved = (np.moveaxis(np.asarray(each), axis, -1)[..., still] for each in scores)
-        if not np.array_equal(quiet, moved):
-            self._refuse(int(positions[0]), "the score of a slot hears K of other slots")
+        before, after = (np.moveaxis(np.asarray(each), axis, -1)[..., quiet] for each in scores)
+        if not np.array_equal(before, after):
+            self._refuse(int(positions[0]), "K of a slot changes the scores of other slots")
 
-    def _one_a_slot(self, name: str, codes: Array, scale: float) -> Numbers:
+    def _one_number_a_slot(self, name: str, codes: Array, scale: float) -> tuple[Numbers, Cache]:
+        """The cache ``name`` of INT8 ``codes`` ``[KV heads, slots]``, the same along head_dim."""
         width = self.interface.config.layers[self.index].head_dim
-        wide = np.broadcast_to(codes[..., None], (*codes.shape, width))
-        return self.interface.cache(name, self.layouts, wide, scale)[0]
+        return self.interface.cache(name, self.layouts, np.broadcast_to(codes[..., None], (*codes.shape, width)), scale)
 
     def _cut(self) -> Value:
         """The score before any mask has met it."""
         if not self.chain:
-            return self.span.scores
+            return self.attention.scores
         return next(
-            v for v in self.chain[-1].inputs if v is not None and self.span.sides.get(id(v), Side(0)) & Side.KEY
+            v for v in self.chain[-1].inputs if v is not None and self.attention.sides.get(id(v), Side(0)) & Side.KEY
         )
 
     def _asked(self, positions: Positions, shown: Shown) -> tuple[Bools, Positions, Shown]:
@@ -347,7 +352,7 @@ class _Check:
         at = positions[:, None] + np.arange(self.interface.queries)
         every = np.broadcast_to(turned, (*at.shape, *turned.shape))
         query = rotate(every, -at, frequencies(layer.rope, layer.head_dim).astype(np.float32))
-        return np.asarray(every), query.reshape(len(positions), *self.span.layer.query.tensor.shape)
+        return np.asarray(every), query.reshape(len(positions), *self.attention.layer.query.tensor.shape)
 
     def _inputs(self, positions: Positions, shown: Shown) -> dict[str, Samples]:
         fed = feed(self.interface.graph, self.interface.needed, positions, self.interface.queries)

@@ -17,7 +17,7 @@ from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES
-from mtp_extract.proof.operators import Side, Span
+from mtp_extract.proof.attentions import Attention, Side
 from mtp_extract.proof.tables import feed
 
 Form = tuple[int, int]
@@ -35,17 +35,17 @@ _EXACT = frozenset({"INT32", "INT64", "FLOAT32"})
 """Types that hold positions of caches exactly."""
 
 
-def rows_are_alike(graph: FlatGraph, spans: Sequence[Span], slots: int, last: int) -> bool:
-    """Whether all rows of the masks of ``spans`` are the same, up to a shift.
+def rows_are_alike(graph: FlatGraph, attentions: Sequence[Attention], slots: int, last: int) -> bool:
+    """Whether all rows of the masks of ``attentions`` are the same, up to a shift.
 
     Args:
         slots: of the caches.
         last: the last position.
     """
     forms = _Forms(graph, slots, last)
-    for span in spans:
-        for node in span.nodes:
-            if span.sides[id(node.outputs[0])] == Side.QUERY:
+    for attention in attentions:
+        for node in attention.nodes:
+            if attention.sides[id(node.outputs[0])] == Side.QUERY:
                 continue
             for position, value in enumerate(node.inputs):
                 if value is None or not value.decided:

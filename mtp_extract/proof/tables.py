@@ -25,7 +25,7 @@ from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
 from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.proof.operators import Side, Span
+from mtp_extract.proof.attentions import Attention, Side
 
 _AT_ONCE = 1 << 17
 """Numbers of a table computed side by side: half a MiB, which stays in a core's own cache."""
@@ -115,7 +115,7 @@ class Tables:
 
 
 def check_tables(
-    graph: FlatGraph, spans: Sequence[Span], ropes: Sequence[RopeConfig], slots: int, queries: int, seed: int
+    graph: FlatGraph, attentions: Sequence[Attention], ropes: Sequence[RopeConfig], slots: int, queries: int, seed: int
 ) -> Tables:
     """Hold every value that turns a query against cosines and sines, at every position that the caches have.
 
@@ -130,15 +130,15 @@ def check_tables(
         UnsupportedError: numbers do not fit the type that they are held in.
     """
     last = slots - queries
-    by_layer = [list(_turning(span)) for span in spans]
+    by_layer = [list(_turning(attention)) for attention in attentions]
     tables: dict[int, Table] = {}
-    for index, (span, rope, values) in enumerate(zip(spans, ropes, by_layer, strict=True)):
-        own = span.layer.inverse_frequencies.astype(np.float32)
-        exact = frequencies(rope, span.layer.head_dim)
+    for index, (attention, rope, values) in enumerate(zip(attentions, ropes, by_layer, strict=True)):
+        own = attention.layer.inverse_frequencies.astype(np.float32)
+        exact = frequencies(rope, attention.layer.head_dim)
         config = exact.astype(np.float32)
-        measured = span.layer.inverse_frequencies
+        measured = attention.layer.inverse_frequencies
         off = np.abs(measured - exact)
-        if (off > np.maximum(span.layer.frequency_rounding, exact * _FINE)).any():
+        if (off > np.maximum(attention.layer.frequency_rounding, exact * _FINE)).any():
             worst = int(off.argmax())
             raise ProofError(
                 f"layers.{index}.attention: a query is turned by {measured[worst]:.6g} from position to position where "
@@ -165,14 +165,14 @@ def check_tables(
     return Tables(made, last + 1, tuple(coarse))
 
 
-def _turning(span: Span) -> Iterator[Value]:
+def _turning(attention: Attention) -> Iterator[Value]:
     """Values that see no activation and meet the query before K does."""
     seen = set()
-    for node in span.nodes:
-        if span.sides[id(node.outputs[0])] != Side.QUERY:
+    for node in attention.nodes:
+        if attention.sides[id(node.outputs[0])] != Side.QUERY:
             continue
         for value in node.inputs:
-            if value is not None and value.depends and id(value) not in span.sides and id(value) not in seen:
+            if value is not None and value.depends and id(value) not in attention.sides and id(value) not in seen:
                 seen.add(id(value))
                 yield value
 

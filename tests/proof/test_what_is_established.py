@@ -91,8 +91,8 @@ NOT_ALIKE = [
 def test_a_change_of_one_row_is_no_shift(label: str) -> None:
     with open_bundle(of(label)) as opened:
         drafter = opened.drafter()
-        spans = check_operators(drafter.graph, drafter.walk, list(drafter.graph.outputs.values())).spans
-        assert not rows_are_alike(drafter.graph, spans, 256, 255)
+        attentions = check_operators(drafter.graph, drafter.walk, list(drafter.graph.outputs.values())).attentions
+        assert not rows_are_alike(drafter.graph, attentions, 256, 255)
 
 
 def test_what_is_drawn_follows_from_the_bytes(sample: Path) -> None:
