@@ -17,4 +17,4 @@ elsewhere=$(mktemp -d)
 trap 'rm -rf "$elsewhere"' EXIT
 cd "$elsewhere"
 # Two processes of one thread each: PyTorch's own threads only get in each other's way on tensors this small.
-MTP_EXTRACT_TEST_INSTALLED=1 OMP_NUM_THREADS=1 "$root/.venv/bin/pytest" -c "$root/pyproject.toml" --rootdir "$root" -n 2 --dist worksteal "$@" "$root/tests"
+MTP_EXTRACT_TEST_INSTALLED=1 OMP_NUM_THREADS=1 "$root/.venv/bin/pytest" -c "$root/pyproject.toml" --rootdir "$root" -n 2 --dist loadgroup "$@" "$root/tests"

@@ -41,12 +41,19 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if find_spec("torch") is None and _under(collection_path, NEED_TORCH) else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="every case of the fuzz, not one in twelve")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _under(item.path, NEED_TORCH):
             item.add_marker("torch")
         if _under(item.path, SLOW):
             item.add_marker("slow")
+        elif not item.get_closest_marker("xdist_group"):
+            # Fixtures of a file are made in one process; what is slow has none, and is dealt out test by test.
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="session")

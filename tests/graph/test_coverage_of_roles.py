@@ -24,7 +24,14 @@ from mtp_extract.errors import MtpExtractError, RoleError
 Damage = Callable[[Any, Any, int, int], None]
 
 LAYERS = {"sample": 4, "plain": 2}
-ROLES = [(origin, role.name) for origin, layers in LAYERS.items() for role in roles_of(layers)]
+REPEATED = ("layers.1.", "layers.2.")
+"""The sample's layers that are as its first: nothing is taken from those."""
+ROLES = [
+    (origin, role.name)
+    for origin, layers in LAYERS.items()
+    for role in roles_of(layers)
+    if origin == "plain" or not role.name.startswith(REPEATED)
+]
 
 
 @cache
@@ -140,7 +147,7 @@ def test_weights_with_meaningless_names_are_the_same(tmp_path: Path, origin: str
     model = load(data_of(origin))
     for count, tensor in enumerate(tensors_of(origin).values()):
         model.subgraphs[0].tensors[tensor].name = b"\xff\x1b[31m;;/garbage/../%d" % (count % 2)
-        if count % 8 == 0:
+        if count == 8:
             assert checkpoint(pack(model), tmp_path / f"{count}") == expected
     assert checkpoint(pack(model), tmp_path / "all") == expected
 
@@ -206,10 +213,14 @@ def test_two_weights_that_are_swapped_are_refused(tmp_path: Path, first: str, se
 
 
 def other_ops(origin: str) -> list[int]:
-    """Indices of the ops of the main subgraph that read no weight."""
+    """Indices of the ops of the main subgraph that read no weight, but for those of repeated layers."""
     weights = set(tensors_of(origin).values())
     operators = sound(origin).model.subgraphs[0].operators
-    return [op.index for op in operators if not weights & set(op.inputs)]
+    repeated = range(0)
+    if origin == "sample":
+        begins = [tensors_of(origin)[f"layers.{layer}.pre_attention_norm"] for layer in (1, 3)]
+        repeated = range(*(op.index for op in operators for tensor in begins if tensor in op.inputs))
+    return [op.index for op in operators if not weights & set(op.inputs) and op.index not in repeated]
 
 
 @pytest.mark.parametrize("bypass", [False, True], ids=["deleted", "bypassed"])

@@ -16,7 +16,7 @@ from mtp_extract.graph.arrays import Coded
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.tflite import read_model
+from mtp_extract.litertlm.tflite_reading import read_model
 
 __all__ = ["Grid", "OneOp", "const"]
 

@@ -1,38 +1,43 @@
 """Seeded mutation fuzz: every damaged drafter ends in what its bytes say, or in an error of ours, within bounds.
 
-``fuzz_cases`` makes the cases and says what must be true; here they are dealt out to processes. A failure prints the
-kind and number of the case, and ``run(kind, number, number + 1)`` is that case alone.
+``fuzz_cases`` makes the cases and says what must be true; here they are dealt out. A failure prints the kind and number
+of the case, and ``run(kind, number, number + 1)`` is that case alone. ``--nightly`` runs all of them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 
 import pytest
 from helpers.fuzz_cases import KINDS, run
 
 CASES = {"header": 8000, "structure": 8000, "data": 3000, "wiring": 1500}
-BATCH = 250
+DAILY = {"header": 500, "structure": 500, "data": 250, "wiring": 500}
+BATCHES = 2
+"""Of a kind in a day's run; a nightly one has as many more as it has cases."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "batch" in metafunc.fixturenames:
+        nightly = metafunc.config.getoption("nightly")
+        batches = [batch for kind in CASES for batch in batches_of(kind, CASES[kind] if nightly else DAILY[kind])]
+        metafunc.parametrize("batch", batches, ids=[f"{kind}-{first}" for kind, first, _ in batches])
+
+
+def batches_of(kind: str, cases: int) -> Iterator[tuple[str, int, int]]:
+    size = DAILY[kind] // BATCHES
+    return ((kind, first, first + size) for first in range(0, cases, size))
 
 
 def test_there_are_enough() -> None:
-    assert set(CASES) == set(KINDS)
+    assert set(CASES) == set(DAILY) == set(KINDS)
     assert sum(CASES.values()) >= 20_000
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_every_case_ends_well(kind: str) -> None:
-    firsts = range(0, CASES[kind], BATCH)
-    workers = min(4, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        outcomes = list(pool.map(run, [kind] * len(firsts), firsts, [first + BATCH for first in firsts]))
-    failures = [failure for outcome in outcomes for failure in outcome.failures]
-    assert not failures, f"{len(failures)} cases failed:\n" + "\n".join(failures[:5])
-    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
-    assert sum(counts.values()) == CASES[kind]
+def test_every_case_ends_well(batch: tuple[str, int, int]) -> None:
+    outcome = run(*batch)
+    assert not outcome.failures, f"{len(outcome.failures)} cases failed:\n" + "\n".join(outcome.failures[:5])
+    cases = batch[2] - batch[1]
+    assert sum(outcome.counts.values()) == cases
     # Damage that is never noticed, or always, would test nothing.
-    assert counts["ok"] > CASES[kind] // 100
-    assert counts["ok"] < CASES[kind] * 9 // 10
+    assert cases // 100 < outcome.counts["ok"] < cases * 9 // 10
