@@ -28,7 +28,8 @@ from mtp_extract.litertlm.container import (
 )
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.published import known_without_drafter
-from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
+from mtp_extract.litertlm.tflite import Signature, TfliteModel
+from mtp_extract.litertlm.tflite_reading import read_model
 
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from mtp_extract.bundle import Opened
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, walk_base, walk_table
-from mtp_extract.graph.blocks import FoundRole
 from mtp_extract.graph.flat import flatten
+from mtp_extract.graph.ledger import FoundRole
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel

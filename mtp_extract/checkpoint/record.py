@@ -16,7 +16,7 @@ from mtp_extract.checkpoint.checkpoint import Holding
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
 from mtp_extract.checkpoint.planned import PlannedTensor
 from mtp_extract.errors import FormatError
-from mtp_extract.graph.blocks import Activation, FoundRole
+from mtp_extract.graph.ledger import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import WritingAttention, read_writing_attention, writes_cache
-from mtp_extract.graph.blocks import Blocks, FoundRole, SetAside, count_layers, in_order, is_matrix, what_is
+from mtp_extract.graph.blocks import Blocks, count_layers, in_order, is_matrix
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, walk_back
+from mtp_extract.graph.ledger import FoundRole, SetAside, what_is
 from mtp_extract.graph.patterns import (
     Aside,
     RmsNorm,

@@ -1,28 +1,27 @@
-"""The blocks that drafter and base are built of, read backwards from their results; and the ledger of constants.
+"""The blocks that drafter and base are built of, read backwards from their results.
 
 A :class:`Blocks` takes the graph apart: a linear layer, an RMSNorm, a gated product, a residual, one layer. Each gives
-its constants a role or sets them aside with a reason; one left over is an error. Names play no part in this.
+its constants a role or sets them aside (:mod:`mtp_extract.graph.ledger`). Names play no part in this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
+from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import EXPONENTIALS
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, walk_back
 from mtp_extract.graph.identities import mark_identities, taken_from
 from mtp_extract.graph.kernels import refuse_wide_filter
+from mtp_extract.graph.ledger import FoundRole, Ledger, names_of, plain_reason, what_is
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import (
     MATRICES,
     PASSES,
-    SHAPE_OPERANDS,
     WEIGHT_PASSES,
     Aside,
     RmsNorm,
@@ -33,7 +32,6 @@ from mtp_extract.graph.patterns import (
 )
 from mtp_extract.graph.probe import measure_gate
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, stored_floats
-from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24
@@ -41,58 +39,6 @@ _WEIGHTS_FORMAT_SLOT = 1
 _ADJOINT_Y_SLOT = 1
 _NO_FACTOR = 1e-6
 _MOST_SHOWN = 3
-
-CHECKED = "a number between the roles, whose result is checked by execution"
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
-
-    type: str
-    scale: float
-    zero_point: int
-
-
-@dataclass(frozen=True)
-class FoundRole:
-    """A constant and the role it plays.
-
-    Attributes:
-        role: "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``.
-        tensor: the constant; None for a norm's weight of ones that the converter folded away.
-        shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
-        factor: stored = factor × (weight − offset); 1 unless something is folded into the weight.
-        why: the evidence, in words.
-        known_as: names of the tensors that carry the result, for the cross-check of names.
-        input, output: static quantization of the op's activations; None where they are float.
-        result: the value of the graph that carries the role's result.
-        transposed: whether the constant is stored ``[in, out]``.
-        offset: what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1.
-        first: the row of the constant where the role's rows begin; None where it has all of them.
-    """
-
-    role: str
-    tensor: Tensor | None
-    shape: tuple[int, ...]
-    factor: float
-    why: str
-    known_as: tuple[str, ...]
-    input: Activation | None = None
-    output: Activation | None = None
-    result: Value | None = field(default=None, repr=False, compare=False)
-    transposed: bool = False
-    offset: float = 0.0
-    first: int | None = None
-
-
-@dataclass(frozen=True)
-class SetAside:
-    """A constant that is not a weight, the op that reads it, and the reason."""
-
-    tensor: Tensor
-    op: str
-    reason: str
 
 
 class _ReadAttention(Protocol):
@@ -114,18 +60,13 @@ class _ReadAttention(Protocol):
 AnyAttention = TypeVar("AnyAttention", bound=_ReadAttention)
 
 
-class Blocks:
-    """A graph that is being taken apart, and what was found in it so far."""
+class Blocks(Ledger):
+    """A graph that is being taken apart."""
 
     def __init__(self, graph: FlatGraph) -> None:
-        self.graph = graph
-        self.roles: list[FoundRole] = []
-        self.aside: dict[int, Aside] = {}
-        self.used: set[int] = set()
-        self.unread: list[SetAside] = []
+        super().__init__(graph)
         self.eps: set[float] = set()
         self.hidden_activations: set[str] = set()
-        self.count = 0
         self.set_aside(tuple(mark_identities(graph)))
 
     def layer_scalar(self, name: str, out: Value) -> Value:
@@ -192,7 +133,7 @@ class Blocks:
         pair = list(branches.values())
         position, activation = measure_gate(self.graph, result, pair, f"{gate}, {up}", reader)
         self.hidden_activations.add(activation)
-        self.set_aside(tuple(Aside(v, _plain_reason(node, at, v)) for node, at, v in edges if v.constant))
+        self.set_aside(tuple(Aside(v, plain_reason(node, at, v)) for node, at, v in edges if v.constant))
         return pair[position], pair[1 - position]
 
     def _gated_pair(self, name: str, down_in: Value) -> Value:
@@ -244,7 +185,7 @@ class Blocks:
         self.set_aside(norm.aside)
         if norm.weight is None:
             why = f"the RMSNorm {why} multiplies by no weight: its weight was 1 and was folded away"
-            names = tuple(_names(result))
+            names = tuple(names_of(result))
             self.roles.append(FoundRole(role, None, (norm.size,), 1.0, why, names, result=result))
         else:
             stored = f", stored less {norm.offset:g}" if norm.offset else ""
@@ -352,144 +293,11 @@ class Blocks:
         floats = constant.tensor.type in FLOAT_TYPES
         return stored_floats(stored, constant.tensor) if floats else np.frombuffer(stored, np.uint8)
 
-    def found(
-        self,
-        role: str,
-        constant: Value,
-        why: str,
-        result: Value,
-        factor: float = 1.0,
-        node: Node | None = None,
-        shape: tuple[int, ...] = (1,),
-        transposed: bool = False,
-        offset: float = 0.0,
-        first: int | None = None,
-    ) -> None:
-        if constant.tensor.type not in NUMBER_TYPES:
-            raise UnsupportedError(f"{role}: weights of type {constant.tensor.type_name} are not supported.")
-        self.used.add(id(constant))
-        self.roles.append(
-            FoundRole(
-                role,
-                constant.tensor,
-                shape,
-                factor,
-                why,
-                () if node else tuple(_names(result)),
-                _activation(node.operand(0)) if node else None,
-                _activation(node.outputs[0]) if node and node.outputs else None,
-                result,
-                transposed,
-                offset,
-                first,
-            )
-        )
-
     def same(self, role: str, found: Value, expected: Value) -> None:
         if strip(found) is not strip(expected):
             raise RoleError(
                 f"{role}: expected to read the residual stream {strip(expected).label}, it reads {strip(found).label}."
             )
-
-    def set_aside(self, aside: tuple[Aside, ...]) -> None:
-        for entry in aside:
-            self.aside.setdefault(id(entry.value), entry)
-
-    def account(self, between: str = CHECKED) -> None:
-        """Every constant is a role or set aside with a reason; raise for the first that is neither.
-
-        ``between`` is the reason for numbers that no block claimed.
-        """
-        for value in self.graph.constants.values():
-            if id(value) in self.used or id(value) in self.aside:
-                continue
-            reasons = {_plain_reason(node, position, value, between) for node, position in value.consumers}
-            reason = " and ".join(sorted(reasons)) or "an output of the signature"
-            self.aside[id(value)] = Aside(value, reason)
-        self._account_readers()
-        self._account_unread()
-        self._account_uncomputed()
-
-    def _account_readers(self) -> None:
-        """A weight is read once for every role it plays: another reader would make the graph another function."""
-        roles: dict[tuple[int, int], list[FoundRole]] = {}
-        for role in self.roles:
-            if role.tensor is not None and role.tensor.elements > 1:
-                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role)
-        for key, found in roles.items():
-            constant, names = self.graph.constants[key], " and ".join(role.role for role in found)
-            readers = list(_readers(constant))
-            # A product with the rows of several roles is one reader of all of them.
-            parts = sorted({(role.first, role.shape[0]) for role in found if role.first is not None})
-            if len(readers) * max(len(parts), 1) != len(found):
-                ops = ", ".join(reader.op.label for reader in readers[:_MOST_SHOWN])
-                raise RoleError(
-                    f"{names}: {constant.label} is read {len(readers)} times, by {ops}. "
-                    "No checkpoint is written, because it would not be the same function."
-                )
-            rows = constant.tensor.elements // found[0].shape[-1]
-            ends = [0, *(first + count for first, count in parts)]
-            if parts and ([first for first, _ in parts] != ends[:-1] or ends[-1] != rows):
-                raise RoleError(f"{names}: {constant.label} has {rows} rows, of which they are not one each.")
-
-    def _account_uncomputed(self) -> None:
-        """Every value that is read is an input, a constant, or computed."""
-        for node in self.graph.nodes:
-            for value in node.inputs:
-                if (
-                    value is not None
-                    and value.producer is None
-                    and not value.constant
-                    and value.input_name is None
-                    and value.tensor.elements
-                ):
-                    raise RoleError(
-                        f"{node.op.label} reads {what_is(value)}: an op was lost after the graph was exported."
-                    )
-
-    def _account_unread(self) -> None:
-        """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
-        model = self.graph.model
-        graph = model.subgraphs[self.graph.signature.subgraph]
-        blocks = {
-            index: f"{what} of the blocks of tensor {tensor.index}"
-            for tensor in graph.tensors
-            if tensor.quantization is not None and (details := tensor.quantization.blockwise) is not None
-            for index, what in ((details.scales, "scales"), (details.zero_points, "zero points"))
-        }
-        for tensor in graph.tensors:
-            if not model.has_data(tensor) or (graph.index, tensor.index) in self.graph.constants:
-                continue
-            if tensor.index not in blocks and tensor.type in NUMBER_TYPES:
-                raise RoleError(
-                    f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
-                    f"checkpoint is written, because it might lack a weight.{self._suspects(tensor)}"
-                )
-            self.unread.append(SetAside(tensor, "none", blocks.get(tensor.index, "read by no op")))
-
-    def _suspects(self, unread: Tensor) -> str:
-        """Roles that share one constant of the size of ``unread``, or have none: one of them may want it."""
-        played: dict[tuple[int, int] | None, list[str]] = {}
-        for role in self.roles:
-            if np.prod(role.shape) == unread.elements:
-                played.setdefault((role.tensor.subgraph, role.tensor.index) if role.tensor else None, []).append(
-                    role.role
-                )
-        for key, names in played.items():
-            if key is None or len(names) > 1:
-                return f" {' and '.join(names)} {'have no constant' if key is None else 'share one'}."
-        missing = [f"layers.{i}.layer_scalar" for i in range(self.count)]
-        missing = [name for name in missing if name not in {role.role for role in self.roles}]
-        return f" {' and '.join(missing)} may have had it." if missing and unread.elements == 1 else ""
-
-    def aside_list(self) -> list[SetAside]:
-        entries = [
-            SetAside(a.value.tensor, a.value.consumers[0][0].op.label if a.value.consumers else "none", a.reason)
-            for a in self.aside.values()
-            if id(a.value) not in self.used
-        ]
-        entries += self.unread
-        return sorted(entries, key=lambda e: (e.tensor.subgraph, e.tensor.index))
 
     def refuse_rotation(self) -> None:
         for node in self.graph.nodes:
@@ -510,17 +318,6 @@ class Blocks:
         if weight.tensor.shape[-2] != size or size < 2 or weight.tensor.elements > _LARGEST_ROTATION:
             return False
         return bool(np.allclose(np.abs(self.graph.floats(weight)), size**-0.5, rtol=1e-2))
-
-
-def _readers(value: Value) -> Iterator[Node]:
-    """The ops that read ``value``, once per operand, seen through those that only hand it on."""
-    queue = [value]
-    while queue:
-        for reader, position in queue.pop().consumers:
-            if position == 0 and reader.kind in WEIGHT_PASSES:
-                queue.extend(reader.outputs)
-            else:
-                yield reader
 
 
 def in_order(roles: Sequence[FoundRole]) -> list[FoundRole]:
@@ -548,47 +345,8 @@ def _rotated(node: Node) -> str:
     return "unnamed"
 
 
-def _names(value: Value) -> list[str]:
-    """Names of ``value`` and of what it was before it was reshaped: where exporters leave a block's name."""
-    root = strip(value)
-    return [t.name for v in ((value,) if root is value else (value, root)) for t in v.tensors]
-
-
 def _or_scalar(name: str, norm: str) -> str:
     return f" (perhaps times {name}.layer_scalar)" if norm == "post_ffw_norm" else ""
-
-
-def what_is(value: Value) -> str:
-    if value.producer is not None:
-        return value.producer.op.label
-    if value.constant:
-        return f"the constant {value.label}"
-    if value.input_name is not None:
-        return f"the input {escape(value.input_name)!r}"
-    return f"{value.label}, which no op computes"
-
-
-def _activation(value: Value) -> Activation | None:
-    """Static quantization of the tensor ``value``, if it is stored as integers."""
-    tensor = value.tensors[-1]
-    quantization = tensor.quantization
-    if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or quantization is None:
-        return None
-    if quantization.scale_count != 1 or quantization.zero_point_count > 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale_count} scales.")
-    if not 0 <= quantization.scale[0] < np.inf:
-        raise FormatError(f"{tensor.label} has a scale of {quantization.scale[0]}: the file is damaged.")
-    zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
-    return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)
-
-
-def _plain_reason(node: Node, position: int, constant: Value, between: str = CHECKED) -> str:
-    """What a constant is that no pattern claimed."""
-    if position in SHAPE_OPERANDS.get(node.kind, ()):
-        return "shape, axis or offset"
-    if constant.tensor.type not in NUMBER_TYPES:
-        return "index arithmetic"
-    return between
 
 
 def count_layers(graph: FlatGraph) -> int:

@@ -22,8 +22,9 @@ import numpy as np
 
 from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.attention import Attention, read_attention
-from mtp_extract.graph.blocks import Blocks, FoundRole, SetAside, count_layers, in_order
+from mtp_extract.graph.blocks import Blocks, count_layers, in_order
 from mtp_extract.graph.flat import FlatGraph, Value
+from mtp_extract.graph.ledger import FoundRole, SetAside
 from mtp_extract.graph.patterns import match_soft_cap, strip
 from mtp_extract.graph.probe import cache_slots, measure_windows
 from mtp_extract.litertlm.tflite import Tensor, TensorType

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.errors import RoleError, escape
-from mtp_extract.graph.blocks import FoundRole
+from mtp_extract.graph.ledger import FoundRole
 
 # Real names have hundreds of characters; the time a pattern takes grows with the square of the length.
 _LONGEST_NAME = 1 << 13

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.errors import escape
 from mtp_extract.formats import format_of
-from mtp_extract.graph.blocks import Activation
+from mtp_extract.graph.ledger import Activation
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress

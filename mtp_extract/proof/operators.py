@@ -17,12 +17,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.graph.blocks import FoundRole
 from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
 from mtp_extract.graph.call import Call, grid_of
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
+from mtp_extract.graph.ledger import FoundRole
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
