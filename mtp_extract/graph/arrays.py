@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
 
 Array = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 _ERF_TERMS = np.polynomial.legendre.leggauss(24)
 _LARGEST = 1 << 25

@@ -18,10 +18,10 @@ from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.graph.patterns import strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor, stored_floats
 
-Interval = tuple[float, float]
+Range = tuple[float, float]
 """Smallest and largest number that an element can be."""
 
-ANYTHING: Interval = (-math.inf, math.inf)
+ANYTHING: Range = (-math.inf, math.inf)
 NEVER_REACHED = 1e30
 """A bound so far out that numbers beyond it would be no result in float32 either."""
 
@@ -34,10 +34,10 @@ class Bounds:
     """Intervals of the values of ``graph``, found when they are asked for; ``known`` (by ``id``) are given."""
 
     graph: FlatGraph
-    known: Mapping[int, Interval]
-    _found: dict[int, Interval] = field(default_factory=dict)
+    known: Mapping[int, Range]
+    _found: dict[int, Range] = field(default_factory=dict)
 
-    def of(self, value: Value) -> Interval:
+    def of(self, value: Value) -> Range:
         """The interval of ``value``."""
         queue = [value]
         while queue:
@@ -65,7 +65,7 @@ class Bounds:
         ends = _ENDS.get(kind)
         return ends is not None and low >= ends[0] and high <= ends[1]
 
-    def _interval(self, value: Value) -> Interval:
+    def _interval(self, value: Value) -> Range:
         if id(value) in self.known:
             return self.known[id(value)]
         if value.constant:
@@ -84,7 +84,7 @@ class Bounds:
         low, high = rule(node, operands) if operands else ANYTHING
         return (low, high) if low <= high else ANYTHING
 
-    def _constant(self, value: Value) -> Interval:
+    def _constant(self, value: Value) -> Range:
         tensor = value.tensor
         if not tensor.elements or tensor.type not in NUMBER_TYPES:
             return ANYTHING
@@ -99,16 +99,16 @@ class Bounds:
         return float(np.min([low for low, _ in chunks])), float(np.max([high for _, high in chunks]))
 
 
-Rule = Callable[[Node, list[Interval]], Interval]
+Rule = Callable[[Node, list[Range]], Range]
 
 
-def _products(one: Interval, other: Interval) -> Interval:
+def _products(one: Range, other: Range) -> Range:
     # Nothing times anything is nothing: an interval of 0 alone has no infinite products.
     made = [0.0 if 0 in (a, b) else a * b for a in one for b in other]
     return min(made), max(made)
 
 
-def _sum(count: int, interval: Interval) -> Interval:
+def _sum(count: int, interval: Range) -> Range:
     return count * interval[0], count * interval[1]
 
 
@@ -131,19 +131,19 @@ def _only_squared(node: Node) -> bool:
     return bool(readers) and all(map(squares, readers))
 
 
-def _mul(node: Node, operands: list[Interval]) -> Interval:
+def _mul(node: Node, operands: list[Range]) -> Range:
     if _squares(node):
         largest = max(map(abs, operands[0]))
         return 0.0, largest * largest
     return _products(*operands)
 
 
-def _div(node: Node, operands: list[Interval]) -> Interval:
+def _div(node: Node, operands: list[Range]) -> Range:
     low, high = operands[1]
     return ANYTHING if low <= 0 <= high else _products(operands[0], (1 / high, 1 / low))
 
 
-def _power(node: Node, operands: list[Interval]) -> Interval:
+def _power(node: Node, operands: list[Range]) -> Range:
     (low, high), (exponent, same) = operands
     if exponent == same == 2:
         return 0.0, max(abs(low), abs(high)) ** 2
@@ -153,15 +153,15 @@ def _power(node: Node, operands: list[Interval]) -> Interval:
     return min(ends), max(ends)
 
 
-def _matmul(node: Node, operands: list[Interval]) -> Interval:
+def _matmul(node: Node, operands: list[Range]) -> Range:
     return _sum(node.operand(0).tensor.shape[-1] if node.operand(0).tensor.shape else 1, _products(*operands[:2]))
 
 
-def _summed(node: Node, operands: list[Interval]) -> Interval:
+def _summed(node: Node, operands: list[Range]) -> Range:
     return _sum(node.operand(0).tensor.elements // max(node.outputs[0].tensor.elements, 1), operands[0])
 
 
-def _union(node: Node, operands: list[Interval]) -> Interval:
+def _union(node: Node, operands: list[Range]) -> Range:
     return min(low for low, _ in operands), max(high for _, high in operands)
 
 
@@ -173,7 +173,7 @@ def _increasing(function: Callable[[float], float]) -> Rule:
     return lambda node, operands: (function(operands[0][0]), function(operands[0][1]))
 
 
-def _first(node: Node, operands: list[Interval]) -> Interval:
+def _first(node: Node, operands: list[Range]) -> Range:
     return operands[0]
 
 
@@ -181,7 +181,7 @@ def _fixed(low: float, high: float) -> Rule:
     return lambda node, operands: (low, high)
 
 
-_ENDS: MappingProxyType[str, Interval] = MappingProxyType(
+_ENDS: MappingProxyType[str, Range] = MappingProxyType(
     {"RELU": (0.0, math.inf), "ABS": (0.0, math.inf), "RELU6": (0.0, 6.0), "RELU_N1_TO_1": (-1.0, 1.0)}
 )
 

@@ -18,7 +18,7 @@ from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_mask, fill_param, fill_position, is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Node, Value
-from mtp_extract.graph.rope import Table, rounding_of
+from mtp_extract.graph.rope import Doubles, rounding_of
 from mtp_extract.litertlm.quantized import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -34,7 +34,7 @@ _ABOUT_ONE = 1e-2
 _MOST_DOUBLINGS = 12
 
 
-def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> tuple[Table, Table]:
+def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, name: str) -> tuple[Doubles, Doubles]:
     """By how much a query turns from one position to the next, and how far each number may be off.
 
     Args:
@@ -74,7 +74,7 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     return table, np.maximum(rounding, rounding_of(table, graph))
 
 
-def _of_angles(rows: Sequence[Array], head_dim: int) -> Iterator[tuple[Table, Table]]:
+def _of_angles(rows: Sequence[Array], head_dim: int) -> Iterator[tuple[Doubles, Doubles]]:
     """From what sines and cosines are taken of; a cosine may be the sine of an angle that begins at a quarter turn."""
     for values in rows:
         row = _rows(values[1:] - values[0], head_dim)
@@ -82,7 +82,7 @@ def _of_angles(rows: Sequence[Array], head_dim: int) -> Iterator[tuple[Table, Ta
             yield row[0], np.full(row[0].shape, _OF_AN_ANGLE * float(np.abs(values[0]).max(initial=0.0)))
 
 
-def _of_tables(rows: Sequence[Array], positions: Sequence[int], head_dim: int) -> Iterator[tuple[Table, Table]]:
+def _of_tables(rows: Sequence[Array], positions: Sequence[int], head_dim: int) -> Iterator[tuple[Doubles, Doubles]]:
     """From stored cosines and sines: the angle is followed from position to position, each twice as far."""
     whole = [each for values in rows if (each := _rows(values, head_dim)) is not None]
     sines = [each for each in whole if not each[0].any()]
@@ -102,7 +102,7 @@ def _of_tables(rows: Sequence[Array], positions: Sequence[int], head_dim: int) -
         yield found, np.full(found.shape, (noise + _OF_AN_ANGLE) / positions[-1])
 
 
-def _rows(values: Array, head_dim: int) -> Table | None:
+def _rows(values: Array, head_dim: int) -> Doubles | None:
     """Of ``[positions, …]`` the first query's entries, once: exporters write half a head, or that twice.
 
     Returns:
@@ -110,7 +110,7 @@ def _rows(values: Array, head_dim: int) -> Table | None:
     """
     if values.ndim < 2 or values.shape[-1] > head_dim:
         return None
-    rows: Table = np.asarray(values, np.float64).reshape(len(values), -1, values.shape[-1])[:, 0]
+    rows: Doubles = np.asarray(values, np.float64).reshape(len(values), -1, values.shape[-1])[:, 0]
     half = rows.shape[1] // 2
     twice = rows.shape[1] % 2 == 0 and half > 0 and np.array_equal(rows[:, :half], rows[:, half:])
     if rows.shape[1] > head_dim // 2 and not twice:

@@ -24,18 +24,18 @@ _HALF = 2.0**-11
 _HALF_STEP = 0.501
 _HALF_SUBNORMAL = 2.0**-25
 
-Table = npt.NDArray[np.float64]
+Doubles = npt.NDArray[np.float64]
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Table:
+def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     """``theta^(−2i / head_dim)``, 0 past the rotated share; float64 ``[head_dim / 2]``."""
     index = np.arange(head_dim // 2)
     rotated = int(rope.partial_rotary_factor * head_dim // 2)
-    made: Table = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
+    made: Doubles = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
     return made
 
 
-def rounding_of(table: Table, graph: FlatGraph) -> Table:
+def rounding_of(table: Doubles, graph: FlatGraph) -> Doubles:
     """How far each entry of ``table`` may be from the number it stands for.
 
     Files hold their tables in F32, in F16 (models of half precision), or on a grid of INT8 or INT16 (models whose every
@@ -57,7 +57,7 @@ def rounding_of(table: Table, graph: FlatGraph) -> Table:
     return np.abs(table) * _EXACT
 
 
-def read_rope(name: str, table: Table, allowed: Table, head_dim: int) -> RopeConfig:
+def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:
     """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
 
     ``allowed`` is how far an entry may be off, as :func:`rounding_of` says.

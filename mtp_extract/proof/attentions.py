@@ -39,7 +39,7 @@ class Side(IntFlag):
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOps:
     """One layer's attention, between the normalized query and what the o projection reads.
 
     Attributes:
@@ -74,7 +74,7 @@ _ALLOWED_ELSEWHERE = frozenset({"SELECT", "SELECT_V2", "MAXIMUM", "MINIMUM", "RE
 """Operators that the rules for activations have checked already."""
 
 
-def attention_of(graph: FlatGraph, index: int, layer: Layer, bounds: Bounds) -> Attention:
+def attention_of(graph: FlatGraph, index: int, layer: Layer, bounds: Bounds) -> AttentionOps:
     """The operators of one layer's attention.
 
     Raises:
@@ -111,7 +111,7 @@ def attention_of(graph: FlatGraph, index: int, layer: Layer, bounds: Bounds) -> 
     if ends[0].kind == "EXP" and (largest := strip(scores).producer) is not None and largest.kind == "SUB":
         # The maximum that a softmax subtracts is the same for all slots.
         scores = strip(largest.operand(0))
-    return Attention(layer, tuple(nodes), sides, scores, weights, _largest_score(graph, layer, bounds))
+    return AttentionOps(layer, tuple(nodes), sides, scores, weights, _largest_score(graph, layer, bounds))
 
 
 def _largest_score(graph: FlatGraph, layer: Layer, bounds: Bounds) -> float:
@@ -122,7 +122,7 @@ def _largest_score(graph: FlatGraph, layer: Layer, bounds: Bounds) -> float:
     return min(query * row, NEVER_REACHED)
 
 
-def check_linear(graph: FlatGraph, attention: Attention) -> None:
+def check_linear(graph: FlatGraph, attention: AttentionOps) -> None:
     """Everything but the softmax must be linear in the query, in K, and in V.
 
     Raises:

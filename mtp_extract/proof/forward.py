@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import CheckpointError
-from mtp_extract.graph.arrays import gelu, row_blocks
+from mtp_extract.graph.arrays import Array, Bools, gelu, row_blocks
 from mtp_extract.graph.rope import frequencies
+from mtp_extract.litertlm.quantized import Floats
 
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig, LayerConfig
 
-Array = npt.NDArray[np.generic]
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 Read = Callable[[str], Iterable[Floats]]
 """Role → its numbers in row-major order, in flat chunks of any size."""

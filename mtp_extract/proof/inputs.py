@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, permutations, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError, escape
-from mtp_extract.graph.arrays import Coded, Numbers
+from mtp_extract.graph.arrays import Array, Bools, Coded, Numbers
 from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples, Stacked
@@ -40,9 +40,6 @@ _PASSED = frozenset(
     {"CAST", "RESHAPE", "SLICE", "STRIDED_SLICE", "TRANSPOSE", "DEQUANTIZE", "QUANTIZE", "EXPAND_DIMS", "SQUEEZE"}
 )
 _CACHE_NAME = re.compile(r"kv_cache_([kv])_(\d+)")
-
-Array = npt.NDArray[Any]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

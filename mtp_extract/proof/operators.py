@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Interval
+from mtp_extract.graph.bounds import NEVER_REACHED, Bounds, Range
 from mtp_extract.graph.call import Call, grid_of
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
@@ -27,7 +27,7 @@ from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.proof.attentions import Attention, attention_of, check_linear, refused
+from mtp_extract.proof.attentions import AttentionOps, attention_of, check_linear, refused
 
 ANALYTIC = frozenset(
     {
@@ -54,7 +54,7 @@ class Allowed:
         narrowed: activations that are held in fewer bits than they are computed in: a rounding of the runtime's.
     """
 
-    attentions: tuple[Attention, ...]
+    attentions: tuple[AttentionOps, ...]
     choosing: Mapping[str, Mapping[str, int]]
     idioms: tuple[str, ...]
     narrowed: tuple[Value, ...]
@@ -231,7 +231,7 @@ class _Rules:
         return np.full(shape, -1)
 
 
-def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Interval]]:
+def _norms(graph: FlatGraph, walk: Walk) -> Iterator[tuple[int, Range]]:
     """What a norm's result is at most: √n times the largest number of its weight."""
     for role in walk.roles:
         if role.role.endswith("norm") and role.result is not None:
@@ -276,6 +276,6 @@ def _subtracts(reader: Node, largest: Node) -> bool:
     )
 
 
-def _range(interval: Interval) -> str:
+def _range(interval: Range) -> str:
     low, high = ("any size" if abs(end) >= NEVER_REACHED else f"{end:.4g}" for end in interval)
     return "of any size" if "any size" in (low, high) else f"between {low} and {high}"

@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import ProofError, UnsupportedError
-from mtp_extract.graph.arrays import Array, Numbers
+from mtp_extract.graph.arrays import Array, Bools, Numbers
 from mtp_extract.graph.evaluate import Samples, Stacked, evaluate
 from mtp_extract.graph.flat import MASK_LOCAL, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.proof.attentions import Attention, Side
-from mtp_extract.proof.forward import Cache, Floats, rotate
-from mtp_extract.proof.inputs import Bools, Interface, Layouts
+from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.proof.attentions import AttentionOps, Side
+from mtp_extract.proof.forward import Cache, rotate
+from mtp_extract.proof.inputs import Interface, Layouts
 from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.tables import Tables, feed
 
@@ -70,7 +71,12 @@ class Rows:
 
 
 def check_rows(
-    interface: Interface, attentions: Sequence[Attention], tables: Tables, layouts: Layouts, additive: bool, seed: int
+    interface: Interface,
+    attentions: Sequence[AttentionOps],
+    tables: Tables,
+    layouts: Layouts,
+    additive: bool,
+    seed: int,
 ) -> Rows:
     """Hold what every attention sees against the config, row by row.
 
@@ -150,7 +156,7 @@ def _shown(interface: Interface, positions: Positions, random: np.random.Generat
 @dataclass(frozen=True)
 class _Check:
     interface: Interface
-    attention: Attention
+    attention: AttentionOps
     index: int
     tables: Tables
     layouts: Layouts

@@ -17,7 +17,7 @@ from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES
-from mtp_extract.proof.attentions import Attention, Side
+from mtp_extract.proof.attentions import AttentionOps, Side
 from mtp_extract.proof.tables import feed
 
 Form = tuple[int, int]
@@ -35,7 +35,7 @@ _EXACT = frozenset({"INT32", "INT64", "FLOAT32"})
 """Types that hold positions of caches exactly."""
 
 
-def rows_are_alike(graph: FlatGraph, attentions: Sequence[Attention], slots: int, last: int) -> bool:
+def rows_are_alike(graph: FlatGraph, attentions: Sequence[AttentionOps], slots: int, last: int) -> bool:
     """Whether all rows of the masks of ``attentions`` are the same, up to a shift.
 
     Args:

@@ -23,9 +23,9 @@ from mtp_extract.graph.fill import fill_param, fill_position
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Value, ancestors
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES, Floats
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.proof.attentions import Attention, Side
+from mtp_extract.proof.attentions import AttentionOps, Side
 
 _AT_ONCE = 1 << 17
 """Numbers of a table computed side by side: half a MiB, which stays in a core's own cache."""
@@ -39,11 +39,9 @@ _TAKES = {**LAYOUT, "EMBEDDING_LOOKUP": (1,), **dict.fromkeys(("CAST", "DEQUANTI
 _FINE = 2.0**-21
 """A frequency this close to the config's is the config's in float32."""
 
-Floats = npt.NDArray[np.float32]
-
 
 @dataclass(frozen=True)
-class Table:
+class PositionTable:
     """A value that the position decides.
 
     Attributes:
@@ -105,7 +103,7 @@ class Coarse:
 class Tables:
     """All of a graph's, how many positions were tried, and the coarse ones."""
 
-    tables: tuple[Table, ...]
+    tables: tuple[PositionTable, ...]
     positions: int
     coarse: tuple[Coarse, ...]
 
@@ -115,7 +113,12 @@ class Tables:
 
 
 def check_tables(
-    graph: FlatGraph, attentions: Sequence[Attention], ropes: Sequence[RopeConfig], slots: int, queries: int, seed: int
+    graph: FlatGraph,
+    attentions: Sequence[AttentionOps],
+    ropes: Sequence[RopeConfig],
+    slots: int,
+    queries: int,
+    seed: int,
 ) -> Tables:
     """Hold every value that turns a query against cosines and sines, at every position that the caches have.
 
@@ -131,7 +134,7 @@ def check_tables(
     """
     last = slots - queries
     by_layer = [list(_turning(attention)) for attention in attentions]
-    tables: dict[int, Table] = {}
+    tables: dict[int, PositionTable] = {}
     for index, (attention, rope, values) in enumerate(zip(attentions, ropes, by_layer, strict=True)):
         own = attention.layer.inverse_frequencies.astype(np.float32)
         exact = frequencies(rope, attention.layer.head_dim)
@@ -165,7 +168,7 @@ def check_tables(
     return Tables(made, last + 1, tuple(coarse))
 
 
-def _turning(attention: Attention) -> Iterator[Value]:
+def _turning(attention: AttentionOps) -> Iterator[Value]:
     """Values that see no activation and meet the query before K does."""
     seen = set()
     for node in attention.nodes:
@@ -193,7 +196,7 @@ def feed(
 
 
 def _values(
-    graph: FlatGraph, tables: Sequence[Table], last: int, queries: int, *, rounds: bool = False
+    graph: FlatGraph, tables: Sequence[PositionTable], last: int, queries: int, *, rounds: bool = False
 ) -> Iterator[tuple[npt.NDArray[np.int64], list[Array]]]:
     """Positions, and what the values of ``tables`` are at them, ``[positions, entries]`` each."""
     values = [table.value for table in tables]
@@ -205,7 +208,7 @@ def _values(
         yield positions, [np.asarray(numbers).reshape(len(positions), -1) for numbers in found]
 
 
-def _hold(tables: Sequence[Table], positions: npt.NDArray[np.int64], found: Sequence[Array]) -> None:
+def _hold(tables: Sequence[PositionTable], positions: npt.NDArray[np.int64], found: Sequence[Array]) -> None:
     """Every entry of every table at ``positions`` against its function."""
     functions: dict[bytes, tuple[Floats, Floats]] = {}
     for table, numbers in zip(tables, found, strict=True):
@@ -234,7 +237,7 @@ def _allowed(angles: Floats) -> Floats:
 
 def _identify(
     graph: FlatGraph, value: Value, layer: str, own: Floats, config: Floats, last: int, queries: int, seed: int
-) -> Table:
+) -> PositionTable:
     """Which function each entry is of.
 
     Raises:
@@ -285,7 +288,9 @@ def _identify(
                 "checkpoint computes that; nothing is written. Please report the file."
             )
     factors = amplitude.astype(np.float32)
-    return Table(value, factors, function, queries if several else 1, own, config, share + _rounded_after(value))
+    return PositionTable(
+        value, factors, function, queries if several else 1, own, config, share + _rounded_after(value)
+    )
 
 
 def _guesses(likely: npt.NDArray[np.int64], half: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -360,7 +365,7 @@ def _rounded_after(value: Value) -> float:
     return found
 
 
-def _furthest(graph: FlatGraph, tables: Sequence[Table], last: int, queries: int) -> tuple[float, int]:
+def _furthest(graph: FlatGraph, tables: Sequence[PositionTable], last: int, queries: int) -> tuple[float, int]:
     """The largest difference between a file's own tables, as they are rounded there, and the config's; and where."""
     largest, where = 0.0, 0
     for positions, found in _values(graph, tables, last, queries, rounds=True):
