@@ -29,7 +29,7 @@ from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.extraction import prove_converted
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.strays import require_manifest
@@ -95,21 +95,13 @@ def convert(
     read = ReadDirectory.of(place)
     choice = replace(choice, card=card.over(read.old))
     prepared = choice.prepare(read.checkpoint)
-
-    def describe(staged: Staged) -> dict[str, Any]:
+    with staging(prepared, target, inputs=inputs, progress=progress) as staged:
         check_codes(staged.written, prepared.checkpoint, prepared.holdings)
         check_floats(staged.written, prepared.checkpoint, prepared.holdings)
-        return read.record(prepared, staged, source)
-
-    return write_checkpoint(
-        prepared,
-        target,
-        describe,
-        inputs=inputs,
-        check=None if source is None else lambda stage: verify_against_source(stage, source),
-        notes=read.notes(),
-        progress=progress,
-    )
+        result = finish(prepared, staged, read.record(prepared, staged, source), target, read.notes())
+        if source is not None:
+            verify_against_source(staged.directory, source)
+    return result
 
 
 @dataclass(frozen=True)
@@ -212,13 +204,14 @@ class ReadDirectory:
         config, old = self.checkpoint.config, self.old or {}
         known = known_drafter(config) if isinstance(config, DrafterConfig) else None
 
-        def evidence(role: str) -> dict[str, Any]:
-            return {
+        evidence = {
+            role: {
                 **self.entries.get(role, record.UNKNOWN),
                 "rounded_before": self.rounded_before(role),
                 "made_codes": None,
             }
-
+            for role in prepared.holdings
+        }
         made = record_of(
             prepared,
             staged,

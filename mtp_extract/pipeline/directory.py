@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -221,53 +222,59 @@ class Staged:
     files: dict[str, dict[str, Any]]
 
 
-def write_checkpoint(
+@contextmanager
+def staging(
     prepared: Prepared,
     target: Path,
-    describe: Callable[[Staged], dict[str, Any]],
     *,
     inputs: Inputs,
-    beside: Iterable[Callable[[], object]] = (),
-    check: Callable[[Path], object] | None = None,
-    notes: Iterable[str] = (),
+    jobs: Iterable[Callable[[], object]] = (),
     progress: Progress = lambda done, total: None,
-) -> ExtractionResult:
-    """Write what was prepared to ``target``.
+) -> Iterator[Staged]:
+    """What was prepared, written and read back; it takes the name ``target`` when the block ends well.
+
+    The block checks it and ends with :func:`finish`.
 
     Args:
-        describe: makes the record of what lies there; see :func:`record_of`.
         inputs: what is read, and so is not replaced.
-        beside: jobs for the threads that write the weights.
-        check: is given the directory when all is written, and may refuse it.
-        notes: to be told besides those on how weights are held.
+        jobs: further jobs for the threads that write the weights.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
-        OutputError: it cannot be written, or reads back differently; nothing is left behind.
+        OutputError: it cannot be written, or reads back differently; nothing is left behind, as when the block fails.
     """
     choice = prepared.choice
     weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
+    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as directory:
+        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
+        written = {file.name: write_file(directory, file, tick, jobs if file is weights else ()) for file in files}
+        sums = written[weights.name].pop("tensors")
+        yield Staged(directory, choice.format.read(directory), weights, sums, written)
+
+
+def finish(
+    prepared: Prepared, staged: Staged, record: dict[str, Any], target: Path, notes: Iterable[str] = ()
+) -> ExtractionResult:
+    """Write the card and ``record`` into a staged directory that is to be ``target``.
+
+    Args:
+        notes: for the user, besides those on how weights are held.
+
+    Raises:
+        OutputError: they cannot be written, or read back differently.
+    """
     changed = changed_card(target) is not None
     replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
-    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
-        written: dict[str, dict[str, Any]] = {}
-        for file in files:
-            written[file.name] = write_file(stage, file, tick, tuple(beside) if file is weights else ())
-        sums = written[weights.name].pop("tensors")
-        made = describe(Staged(stage, choice.format.read(stage), weights, sums, written))
-        written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(made)), tick)
-        write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
-        if check is not None:
-            check(stage)
-        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+    # The card is made of the record, which lists it.
+    record["files"][CARD] = write_file(staged.directory, OutputFile(CARD, text=model_card(record)))
+    write_file(staged.directory, OutputFile(RECORD, text=json_text(record)))
     return ExtractionResult(
         directory=target,
-        files=sizes,
-        record=made,
+        files={name: (staged.directory / name).stat().st_size for name in files_in(staged.directory)},
+        record=record,
         parameters=sum(map(math.prod, shapes_of(prepared.checkpoint.config).values())),
-        notes=(*notes, *prepared.notes(), *weights.notes, *replaced),
+        notes=(*notes, *prepared.notes(), *staged.weights.notes, *replaced),
     )
 
 
@@ -277,7 +284,7 @@ def record_of(
     *,
     source: Mapping[str, Any],
     known_as: str | None,
-    evidence: Callable[[str], Mapping[str, Any]],
+    evidence: Mapping[str, Mapping[str, Any]],
     set_aside: list[dict[str, Any]],
     kv_inputs: Mapping[str, Any],
     converted_from: list[dict[str, Any]],
@@ -286,7 +293,7 @@ def record_of(
     """The record of what was staged.
 
     Args:
-        evidence: role → what is known of it, as :func:`mtp_extract.checkpoint.record.evidence` says it.
+        evidence: by role, what :func:`mtp_extract.checkpoint.record.evidence` says of it.
     """
     choice, made = prepared.choice, prepared.made
     return {
@@ -304,7 +311,7 @@ def record_of(
                 planned,
                 staged.sums[planned.name],
                 prepared.holdings[planned.role],
-                evidence(planned.role),
+                evidence[planned.role],
                 made.get(planned.role),
             )
             if not planned.part

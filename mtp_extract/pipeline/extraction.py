@@ -21,7 +21,7 @@ from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, Rounding, prove
 from mtp_extract.report.card import UNSAID, CardWords
@@ -129,15 +129,11 @@ def _extract(
         hashes.hash_section()
         checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
     prepared = choice.prepare(checkpoint)
-    return write_checkpoint(
-        prepared,
-        target,
-        lambda staged: record_of_drafter(drafter, checkpoint, prepared, staged, hashes),
-        inputs=inputs,
-        beside=hashes.jobs(),
-        notes=_notes(drafter, checkpoint, choice.format),
-        progress=progress,
-    )
+    with staging(prepared, target, inputs=inputs, jobs=hashes.jobs(), progress=progress) as staged:
+        proof = prove_written(drafter, checkpoint, prepared, staged.written)
+        opened.source.confirm()
+        made = record_of_drafter(drafter, prepared, staged, hashes, proof)
+        return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
 
 
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
@@ -254,25 +250,20 @@ class Hashes:
 
 
 def record_of_drafter(
-    drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: Hashes
+    drafter: Drafter, prepared: Prepared, staged: Staged, hashes: Hashes, proof: Proof
 ) -> dict[str, Any]:
-    """The record of what was extracted, with its proof.
+    """The record of what was extracted.
 
     Args:
-        checkpoint: the drafter's own.
         hashes: whose jobs are done.
-
-    Raises:
-        ProofError, CheckpointError: as :func:`prove_written`.
+        proof: of what was written.
     """
-    proof = prove_written(drafter, checkpoint, prepared, staged.written)
-    drafter.opened.source.confirm()
     return record_of(
         prepared,
         staged,
         source=hashes.source(),
         known_as=drafter.known["name"] if drafter.known else None,
-        evidence=hashes.evidence,
+        evidence={role: hashes.evidence(role) for role in prepared.holdings},
         set_aside=record.set_aside(drafter),
         kv_inputs=record.caches(drafter),
         converted_from=[],

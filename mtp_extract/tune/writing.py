@@ -21,7 +21,7 @@ from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Staged, write_checkpoint
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, finish, staging
 from mtp_extract.report.card import UNSAID, CardWords
 
 _MADE = "made here, from what the drafter's states look for"
@@ -166,16 +166,14 @@ def _write(
     card: CardWords,
 ) -> ExtractionResult:
     prepared = _choice(origin, overwrite=overwrite, card=card).prepare(checkpoint)
-
-    def checked(staged: Staged) -> dict[str, Any]:
+    with staging(prepared, target, inputs=inputs) as staged:
         check_codes(staged.written, checkpoint, prepared.holdings)
         check_floats(staged.written, checkpoint, prepared.holdings)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
         # What was proven was proven of other weights, or another head.
-        return describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
-
-    return write_checkpoint(prepared, target, checked, inputs=inputs)
+        record = describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
+        return finish(prepared, staged, record, target)
 
 
 def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:

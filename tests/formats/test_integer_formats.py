@@ -184,7 +184,7 @@ def write(format_: Any, checkpoint: Checkpoint, directory: Path) -> None:
     from mtp_extract.pipeline.staging import write_file
 
     for file in format_.plan(checkpoint, "codes"):
-        write_file(directory, file, lambda _: None)
+        write_file(directory, file)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
