@@ -45,8 +45,10 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
         tensor = weight.tensor
         if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
-        factor = tensor.steps.factor if tensor.steps is not None else None
-        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": tensor.scheme.axis}
+        steps = tensor.steps
+        across = steps is not None and len(tensor.shape) == 2 and steps.block == 1 < tensor.shape[1]
+        factor = steps.factor if steps is not None else None
+        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": int(across)}
         tensors += [
             PlannedTensor(
                 name=f"{weight.name}.codes",
@@ -156,8 +158,7 @@ class _Beside:
         # Scales of blocks lie in rows, those of channels in one.
         channels = len(self.stored[f"{self.name}.scale"].shape) == 1
         if channels and scale.size == columns and self.scheme.get("axis") == 1:
-            sizes, zeros = np.broadcast_to(scale, self.shape), np.broadcast_to(zero_point, self.shape)
-            return Steps(1, sizes, zeros, factor)
+            return Steps.across(scale, zero_point, self.shape, factor)
         if scale.size % rows == 0 and columns % (scale.size // rows) == 0:
             blocks = scale.size // rows
             return Steps(columns // blocks, scale.reshape(rows, -1), zero_point.reshape(rows, -1), factor)

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.errors import NoCodesError
-from mtp_extract.litertlm.quantized import Floats
-from mtp_extract.litertlm.requantize import rechunked
+from mtp_extract.litertlm.storage import Floats, rechunked
 
 Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
@@ -40,11 +39,9 @@ class RowCodes:
     tensor: LazyTensor = field(repr=False)
     stored: Steps = field(repr=False)
 
-    def blocks(self) -> Iterator[tuple[int, Codes]]:
-        """(first row, codes ``[rows, in]``) of all rows, a little at a time; the same rows for equal shapes."""
-        columns = self.shape[1]
-        first = 0
-        for codes in in_rows(self.tensor.integers(), columns):
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Codes]]:
+        """(first row, codes ``[rows, in]``) of rows ``[first, last)``, in pieces; the same for equal shapes."""
+        for codes in in_rows(self.tensor.integers(first, last), self.shape[1]):
             zeros = self.stored.zero_point[first : first + len(codes), :, None]
             if zeros.any():
                 shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
@@ -70,8 +67,7 @@ def row_codes(tensor: LazyTensor) -> RowCodes:
         raise NoCodesError("it is stored as floats")
     if steps is None or (steps.block == 1 and tensor.shape[1] > 1):
         raise NoCodesError("its scales run across the rows")
-    low, high = (-(1 << scheme.bits - 1), (1 << scheme.bits - 1) - 1) if scheme.signed else (0, (1 << scheme.bits) - 1)
-    low, high = low - int(steps.zero_point.max()), high - int(steps.zero_point.min())
+    low, high = scheme.lowest - int(steps.zero_point.max()), scheme.highest - int(steps.zero_point.min())
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
         raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")

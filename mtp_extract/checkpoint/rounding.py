@@ -18,13 +18,11 @@ from mtp_extract.checkpoint.integers import Codes, RowCodes, in_rows, row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
 from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
-from mtp_extract.litertlm.quantized import Floats, Integers
+from mtp_extract.litertlm.storage import Floats, Integers, Storage
+from mtp_extract.litertlm.tflite import TensorType
 
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
-
-_LEAST_BOUND = 1e-9
-"""The least largest magnitude of a row, so that no scale is 0: the quantizer's."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,13 @@ def _as_half(steps: Floats) -> Floats:
     return rounded
 
 
-def _symmetric(least: int, most: int) -> Callable[[Floats], tuple[Codes, Floats]]:
-    """ai-edge-quantizer's, per channel: the largest magnitude becomes ``most``, halves go to the even one."""
+def _per_channel(type_: TensorType) -> Callable[[Floats], tuple[Codes, Floats]]:
+    """ai-edge-quantizer's, symmetric."""
 
     def rounded(rows: Floats) -> tuple[Codes, Floats]:
-        steps = np.maximum(np.abs(rows).max(axis=1, keepdims=True), np.float32(_LEAST_BOUND)) / np.float32(most)
-        return np.rint(rows / steps).clip(least, most).astype(np.int8), steps.reshape(-1)
+        storage, chunks = Storage(type_, rows.shape, "per_channel"), [rows.reshape(-1)]
+        scale, zero_point = storage.measure(chunks)
+        return np.concatenate([*storage.encode(chunks, scale, zero_point)]).reshape(rows.shape), scale
 
     return rounded
 
@@ -114,8 +113,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "q4_0": Rule(4, 32, _q4_0, "4 bits, blocks of 32 with FP16 scales, as ggml rounds"),
         "q8_0": Rule(8, 32, _q8_0, "8 bits, blocks of 32 with FP16 scales, as ggml rounds"),
-        "int4": Rule(4, 0, _symmetric(-8, 7), "4 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
-        "int8": Rule(8, 0, _symmetric(-127, 127), "8 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
+        "int4": Rule(4, 0, _per_channel(TensorType.INT4), "4 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
+        "int8": Rule(8, 0, _per_channel(TensorType.INT8), "8 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
     }
 )
 """Every rule by name."""
@@ -173,8 +172,7 @@ class RoundedTensor(CodesOfRows):
             largest = max(largest, float(np.abs(apart).max()))
             low, high = min(low, float(values.min())), max(high, float(values.max()))
         spread = high - low
-        zero_point = np.broadcast_to(np.int64(0), sizes.shape)
-        return Steps(block, sizes, zero_point), {
+        return Steps.around_zero(block, sizes), {
             "rule": self.name,
             "rms": _three_digits(math.sqrt(squares / (rows * columns)) / spread) if spread else 0.0,
             "largest": _three_digits(largest / spread) if spread else 0.0,
@@ -233,14 +231,10 @@ class _NarrowedSteps(CodesOfRows):
 
     @cached_property
     def steps(self) -> Steps:
-        sizes = self.codes.steps.astype(self.kind).astype(np.float32)
-        return Steps(self.codes.block, sizes, np.broadcast_to(np.int64(0), sizes.shape))
+        return Steps.around_zero(self.codes.block, self.codes.steps.astype(self.kind).astype(np.float32))
 
     def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
-        for begin, codes in self.codes.blocks():
-            low, high = max(first, begin), min(last, begin + len(codes))
-            if low < high:
-                yield low, codes[low - begin : high - begin]
+        return self.codes.blocks(first, last)
 
 
 _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(

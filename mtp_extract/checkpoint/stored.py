@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
-from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
+from mtp_extract.checkpoint.lazy import FloatsOnly, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.regular import open_regular
-from mtp_extract.litertlm.quantized import Floats, Integers
+from mtp_extract.litertlm.storage import Floats, Integers, Packing
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -137,17 +137,13 @@ class CodesOfRows:
             """(first row, codes ``[rows, in]``) of rows ``[first, last)``, a little at a time."""
 
     @property
-    def scheme(self) -> Scheme:
-        steps = self.steps
-        kind = "per_channel" if steps.block == self.shape[1] else "blockwise"
-        return Scheme(
-            self.bits, self.signed, not steps.zero_point.any(), kind, 0, steps.block if kind == "blockwise" else 0
-        )
+    def scheme(self) -> Packing:
+        return Packing(self.bits, self.signed)
 
     @property
     def scale(self) -> Floats:
-        size = self.steps.size
-        return size if self.scheme.kind == "blockwise" else size.reshape(-1)
+        steps = self.steps
+        return steps.size.reshape(-1) if steps.block == self.shape[1] else steps.size
 
     @property
     def zero_point(self) -> npt.NDArray[np.int64]:

@@ -14,8 +14,8 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, LARGEST_SCALE, Floats, QuantizedTensor
-from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
+from mtp_extract.litertlm.quantized import LARGEST_SCALE, QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
@@ -70,7 +70,7 @@ def decide(
         CheckpointError: values that are not finite.
     """
     source = stored.source
-    here = Storage.of(source)
+    here = source.storage
     target = here if wanted in (None, here.type) else here.as_type(wanted)
     same = holds(stored, new, dtype)
     # What was rounded on its way out is taken from where it is exact.

@@ -245,8 +245,8 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
                 "name": role.names.get(format_.name, role.name),
                 "type": types[role.name],
                 "shape": list(shape),
-                "block_size": scheme.block_size or None
-                if (scheme := found.tensors[role.name].scheme) is not None
+                "block_size": steps.block
+                if (steps := found.tensors[role.name].steps) is not None and steps.block != shape[-1]
                 else None,
             }
             for role, shape in shapes.items()

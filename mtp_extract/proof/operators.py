@@ -28,7 +28,8 @@ from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
+from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
 ANALYTIC = frozenset(

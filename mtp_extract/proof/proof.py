@@ -27,7 +27,7 @@ from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph, Value, ancestors
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache, Read, Step, Written, forward, logits
 from mtp_extract.proof.gates import check_gates

@@ -61,7 +61,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
     theirs = dequantize(quantize(values, kind), kind)
     np.testing.assert_array_equal(read_floats(rounded).view(np.uint32), theirs.view(np.uint32))
     assert rounded.scheme is not None
-    assert (rounded.scheme.bits, rounded.scheme.block_size) == (RULES[rule].bits, 32)
+    assert (rounded.scheme.bits, rounded.steps.block) == (RULES[rule].bits, 32)
 
 
 @pytest.mark.parametrize(
