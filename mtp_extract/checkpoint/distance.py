@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
@@ -66,18 +66,18 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
     same, most, outside = True, 0.0, 0
     squares = reference = 0.0
-    for ours, theirs, step in _rows(stored, new):
-        if not np.isfinite(theirs).all():
+    for held, given, step in _rows(stored, new):
+        if not np.isfinite(given).all():
             return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
-        apart = theirs.astype(np.float64) - ours
-        squares += float(np.square(apart).sum())
-        reference += float(np.square(theirs, dtype=np.float64).sum())
-        same = same and bool((dtype.widen(dtype.narrow(ours.reshape(-1), "").tobytes()) == theirs.reshape(-1)).all())
+        difference = given.astype(np.float64) - held
+        squares += float(np.square(difference).sum())
+        reference += float(np.square(given, dtype=np.float64).sum())
+        same = same and bool((dtype.widen(dtype.narrow(held.reshape(-1), "").tobytes()) == given.reshape(-1)).all())
         if in_codes:
             with np.errstate(divide="ignore", invalid="ignore"):
-                steps = np.where(apart == 0, 0.0, np.abs(apart) / step)
+                steps = np.where(difference == 0, 0.0, np.abs(difference) / step)
                 # What was rounded to the checkpoint's type may have lain closer before.
-                slack = _HALF + np.where(theirs == 0, 0.0, dtype.roundoff * np.abs(theirs) / step)
+                slack = _HALF + np.where(given == 0, 0.0, dtype.roundoff * np.abs(given) / step)
             most = max(most, float(steps.max(initial=0.0)))
             outside += int((steps > slack).sum())
     error = math.sqrt(squares / reference) if reference else (0.0 if not squares else math.inf)
@@ -143,12 +143,7 @@ def _requantized(stored: ConstantTensor, new: LazyTensor) -> tuple[int | None, b
 
     scale, zero_point = storage.measure(chunks())
     alike = np.allclose(scale.reshape(-1), stored.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0)
-    own = stored.source.code_chunks()
-    held = np.empty(0, np.int8)
-    apart = 0
-    for codes in storage.encode(chunks(), scale, zero_point):
-        while held.size < codes.size:
-            held = np.concatenate([held, next(own)])
-        apart += int((held[: codes.size] != codes).sum())
-        held = held[codes.size :]
-    return apart, bool(alike and (zero_point.reshape(-1) == stored.zero_point.reshape(-1)).all())
+    made, held_codes = storage.encode(chunks(), scale, zero_point), stored.source.code_chunks()
+    pairs = zip(rechunked(made, 1), rechunked(held_codes, 1), strict=True)
+    different = sum(int((codes != held).sum()) for codes, held in pairs)
+    return different, bool(alike and (zero_point.reshape(-1) == stored.zero_point.reshape(-1)).all())

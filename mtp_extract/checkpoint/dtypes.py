@@ -63,4 +63,4 @@ DTYPES = MappingProxyType(
 """Output types by their name on the command line."""
 
 ROUNDED_TO = MappingProxyType({"f32": "", "bf16": "BF16", "f16": "FP16"})
-"""What is said to have been rounded to where a type is written; nothing of F32, which everything is computed in."""
+"""What a record calls a rounding to the type; empty for F32, in which everything is computed."""

@@ -88,5 +88,5 @@ def row_codes(tensor: LazyTensor) -> RowCodes:
 def same_codes(one: RowCodes, other: RowCodes) -> bool:
     """Whether both hold the same codes, whatever the steps."""
     return one.shape == other.shape and all(
-        np.array_equal(mine, theirs) for (_, mine), (_, theirs) in zip(one.blocks(), other.blocks(), strict=True)
+        np.array_equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
     )

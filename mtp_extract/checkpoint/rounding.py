@@ -45,7 +45,7 @@ class NarrowedTensor(FloatsOnly):
         return self.tensor.origin
 
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        dtype = DTYPES[next(name for name, told in ROUNDED_TO.items() if told == self.rounded_to)]
+        dtype = DTYPES[next(name for name, word in ROUNDED_TO.items() if word == self.rounded_to)]
         for chunk in self.tensor.floats(first, last):
             yield dtype.widen(dtype.narrow(chunk, "a tensor").tobytes())
 
@@ -125,8 +125,6 @@ class RoundedTensor(CodesOfRows):
     """A matrix of floats as the codes that a rule makes of it: made whenever they are asked for, never all in memory.
 
     Attributes:
-        shape, bits, signed: as :class:`~mtp_extract.checkpoint.stored.CodesOfRows` has them.
-        tensor: the floats.
         name: of the rule, in :data:`RULES`.
     """
 
@@ -151,7 +149,7 @@ class RoundedTensor(CodesOfRows):
 
     @property
     def error(self) -> dict[str, Any]:
-        """What a record says of it: the rule, and the root mean square and the largest error as shares of the range."""
+        """For the record: the rule, and the root mean square and the largest error as shares of the range."""
         return dict(self._measured[1])
 
     def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
@@ -167,9 +165,9 @@ class RoundedTensor(CodesOfRows):
         for begin, values, codes, found in self._rounded(0, rows):
             sizes[begin : begin + len(values)] = found
             made = codes.reshape(*found.shape, block).astype(np.float32) * found[..., None]
-            apart = (made.reshape(values.shape) - values).astype(np.float64)
-            squares += float((apart**2).sum())
-            largest = max(largest, float(np.abs(apart).max()))
+            errors = (made.reshape(values.shape) - values).astype(np.float64)
+            squares += float((errors**2).sum())
+            largest = max(largest, float(np.abs(errors).max()))
             low, high = min(low, float(values.min())), max(high, float(values.max()))
         spread = high - low
         return Steps.around_zero(block, sizes), {
@@ -197,23 +195,23 @@ def _three_digits(share: float) -> float:
 def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
     """``checkpoint`` with every matrix that has no codes rounded by ``rule``, a name in :data:`RULES`.
 
-    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``.
+    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``. Roles that
+    share a weight share its codes.
 
     Raises:
         UnsupportedError: nothing is left to round.
     """
     block = RULES[rule].block
-    # Roles that are one stored constant stay one.
     rounded: dict[int, LazyTensor] = {}
     tensors = dict(checkpoint.tensors)
     matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
-    left = [name for name in matrices if name in tensors and tensors[name].scheme is None]
-    for name in left:
+    plain = [name for name in matrices if name in tensors and tensors[name].scheme is None]
+    for name in plain:
         tensor = tensors[name]
         if not block or tensor.shape[1] % block == 0:
             tensors[name] = rounded.setdefault(id(tensor), RoundedTensor.of(tensor, rule))
     if not rounded:
-        why = f"no row is a whole number of blocks of {block}" if left else "every matrix has its codes"
+        why = f"no row is a whole number of blocks of {block}" if plain else "every matrix has its codes"
         raise UnsupportedError(f"There is nothing to round by {rule}: {why}. Leave it out.", remedies=("quantize",))
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
@@ -294,8 +292,5 @@ def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
     if one.shape != other.shape:
         return False
     columns = rows_of(one.shape)[1]
-    mine, theirs = (in_rows(tensor.floats(), columns) for tensor in (one, other))
-    return all(
-        np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
-        for a, b in zip(mine, theirs, strict=True)
-    )
+    pairs = zip(*(in_rows(tensor.floats(), columns) for tensor in (one, other)), strict=True)
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)
