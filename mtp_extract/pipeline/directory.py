@@ -53,7 +53,7 @@ class Choice:
     """How a checkpoint is to be written; :meth:`of` checks it.
 
     Attributes:
-        codes: write the integers beside the floats, too.
+        codes: write the integers behind floats, too, in a file of their own.
         exact: refuse whatever would be rounded.
         quantize: the rule by which matrices without codes are rounded; None for none.
         overwrite: replace the directory if it is a checkpoint of ours.
@@ -123,7 +123,7 @@ class Choice:
         checkpoint = replace(checkpoint, tokenizer=self.tokenizer)
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:
-            # An ordered head picks rows of floats.
+            # Of an ordered head, rows of floats are read.
             ordered = Prepared(self, checkpoint, holdings).holds_ordered_head
             checkpoint = self._rounded(checkpoint, self.quantize, _ORDERED if ordered else ())
             holdings = holdings_of(self.format, checkpoint, self.dtype)
@@ -319,7 +319,7 @@ def record_of(
             for planned in staged.weights.tensors
         },
         "notes": list(staged.weights.notes),
-        **({"card": said} if (said := choice.card.as_json()) else {}),
+        **({"card": words} if (words := choice.card.as_json()) else {}),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,

@@ -211,7 +211,7 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
 
 
 class Hashes:
-    """SHA-256 of the section and of every role's stored bytes, computed beside the writing; and what rests on them."""
+    """SHA-256 of the section and of every role's stored bytes, computed while weights are written."""
 
     def __init__(self, drafter: Drafter, checkpoint: Checkpoint) -> None:
         self._drafter, self._checkpoint = drafter, checkpoint
@@ -222,7 +222,7 @@ class Hashes:
         self.roles: dict[str, str] = {}
 
     def jobs(self) -> list[Callable[[], object]]:
-        """What there is to compute."""
+        """The hashes that are still to be computed."""
         jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
         return jobs if self.section else [self.hash_section, *jobs]
 

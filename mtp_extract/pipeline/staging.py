@@ -24,8 +24,8 @@ RECORD = "extraction.json"
 CARD = "README.md"
 """The model card. It is for people, who may change it."""
 
-_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE, "codes.safetensors")
-"""What is written besides weights and configuration; the last before version 0.2."""
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE)
+"""What is written besides weights and configuration."""
 
 
 def recorded(place: Path) -> frozenset[str]:

@@ -86,15 +86,13 @@ def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
 
 def _dtype(origin: ReadDirectory) -> str:
     """What ``origin`` is written in: integers where they are not beside floats but in their place."""
-    coded = (
-        tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
-    )
-    dtypes = EVERY[origin.layout].dtypes
-    return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
+    tensors, dtypes = origin.checkpoint.tensors, EVERY[origin.layout].dtypes
+    coded = any(tensor.scheme is not None and role not in origin.extra_codes for role, tensor in tensors.items())
+    return CODES if CODES in dtypes and coded else origin.checkpoint.dtype
 
 
 def _choice(origin: ReadDirectory, *, overwrite: bool = False, card: CardWords = UNSAID) -> Choice:
-    format_, codes = format_named(origin.layout), bool(origin.beside)
+    format_, codes = format_named(origin.layout), bool(origin.extra_codes)
     return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite, card=card.over(origin.old))
 
 

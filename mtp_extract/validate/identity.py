@@ -40,7 +40,7 @@ from mtp_extract.formats.parts import static_scale
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.staging import RECORD
-from mtp_extract.pipeline.strays import strays
+from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.pipeline.verification import verify_against_drafter
 from mtp_extract.proof.proof import prove
 from mtp_extract.proof.words import in_words
@@ -134,7 +134,7 @@ def _shape(config: DrafterConfig) -> object:
 
 def _files(directory: Path) -> Check:
     try:
-        found = strays(directory, REPORT_FILES)
+        found = unexpected_in(directory, REPORT_FILES)
     except MtpExtractError as error:
         return _check("files", False, " ".join(str(error).split()))
     return _check(
