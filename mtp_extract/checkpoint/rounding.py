@@ -52,19 +52,13 @@ class NarrowedTensor(FloatsOnly):
 
 @dataclass(frozen=True)
 class Rule:
-    """A way from floats to codes.
-
-    Attributes:
-        bits: of a code.
-        block: neighbouring elements of a row that share a step; 0 for the whole row.
-        round: float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``.
-        about: in words.
-    """
+    """A way from floats to codes."""
 
     bits: int
     block: int
+    """Neighbouring elements of a row that share a step; 0 for the whole row."""
     round: Callable[[Floats], tuple[Codes, Floats]]
-    about: str
+    """float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``."""
 
 
 def _q4_0(blocks: Floats) -> tuple[Codes, Floats]:
@@ -111,13 +105,13 @@ def _per_channel(type_: TensorType) -> Callable[[Floats], tuple[Codes, Floats]]:
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "q4_0": Rule(4, 32, _q4_0, "4 bits, blocks of 32 with FP16 scales, as ggml rounds"),
-        "q8_0": Rule(8, 32, _q8_0, "8 bits, blocks of 32 with FP16 scales, as ggml rounds"),
-        "int4": Rule(4, 0, _per_channel(TensorType.INT4), "4 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
-        "int8": Rule(8, 0, _per_channel(TensorType.INT8), "8 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
+        "q4_0": Rule(4, 32, _q4_0),
+        "q8_0": Rule(8, 32, _q8_0),
+        "int4": Rule(4, 0, _per_channel(TensorType.INT4)),
+        "int8": Rule(8, 0, _per_channel(TensorType.INT8)),
     }
 )
-"""Every rule by name."""
+"""Every rule by name: ggml's with FP16 steps of blocks, ai-edge-quantizer's with F32 steps of rows."""
 
 
 @dataclass(frozen=True)

@@ -32,34 +32,22 @@ _ORDERED = ("lm_head", CENTROIDS)
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """What an extraction or a conversion did.
-
-    Attributes:
-        files: name → size in bytes.
-        record: the content of ``extraction.json``.
-        parameters: numbers of the drafter.
-        notes: things worth knowing that are not errors.
-    """
+    """What an extraction or a conversion did."""
 
     directory: Path
     files: dict[str, int]
+    """Name → size in bytes."""
     record: dict[str, Any]
+    """The content of ``extraction.json``."""
     parameters: int
+    """How many numbers the drafter has."""
     notes: tuple[str, ...]
+    """For the user: things worth knowing that are not errors."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a checkpoint is to be written; :meth:`of` checks it.
-
-    Attributes:
-        codes: write the integers behind floats, too, in a file of their own.
-        exact: refuse whatever would be rounded.
-        quantize: the rule by which matrices without codes are rounded; None for none.
-        overwrite: replace the directory if it is a checkpoint of ours.
-        tokenizer: the directory of the base's tokenizer, to be kept inside.
-        card: what to say on the card.
-    """
+    """How a checkpoint is to be written, as :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
 
     format: Format
     dtype: str
@@ -169,15 +157,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be written, and how.
-
-    Attributes:
-        holdings: by role, how the format will hold it.
-    """
+    """What is to be written, and how."""
 
     choice: Choice
     checkpoint: Checkpoint
     holdings: Mapping[str, Holding]
+    """By role."""
 
     @property
     def holds_ordered_head(self) -> bool:
@@ -206,20 +191,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Staged:
-    """A directory that is written, but for its card and record.
-
-    Attributes:
-        written: what it holds, read back.
-        weights: the file with the weights, as planned.
-        sums: by tensor of it, XXH3-128 of what was written.
-        files: by name, what the record says of every file.
-    """
+    """A directory that is written, but for its card and record."""
 
     directory: Path
     written: Checkpoint
+    """Read back from it."""
     weights: OutputFile
+    """The planned file with the weights."""
     sums: Mapping[str, str]
+    """By tensor of that file, XXH3-128 of what was written."""
     files: dict[str, dict[str, Any]]
+    """By name, the record's entry of every file."""
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -106,35 +108,23 @@ def extract(
         tokenizer=tokenizer,
         card=card,
     )
-    if isinstance(source, Opened):
-        return _extract(source, out, choice, sliding_window, progress)
-    with open_bundle(source) as opened:
-        return _extract(opened, out, choice, sliding_window, progress)
-
-
-def _extract(
-    opened: Opened,
-    out: str | os.PathLike[str] | None,
-    choice: Choice,
-    sliding_window: int | None,
-    progress: Progress,
-) -> ExtractionResult:
-    target = Path(out) if out is not None else default_directory(opened.source.name)
-    inputs = opened.source.path, *files_of(choice.tokenizer)
-    check_place(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded)
-    opened.prefetch()
-    drafter = opened.drafter(sliding_window)
-    checkpoint = checkpoint_of(drafter)
-    hashes = Hashes(drafter, checkpoint)
-    if EVERY[choice.format.name].provenance_inside:
-        hashes.hash_section()
-        checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
-    prepared = choice.prepare(checkpoint)
-    with staging(prepared, target, inputs=inputs, jobs=hashes.jobs(), progress=progress) as staged:
-        proof = prove_written(drafter, checkpoint, prepared, staged.written)
-        opened.source.confirm()
-        made = record_of_drafter(drafter, prepared, staged, hashes, proof)
-        return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
+    with nullcontext(source) if isinstance(source, Opened) else open_bundle(source) as opened:
+        target = Path(out) if out is not None else default_directory(opened.source.name)
+        inputs = opened.source.path, *files_of(tokenizer)
+        check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+        opened.prefetch()
+        drafter = opened.drafter(sliding_window)
+        checkpoint = checkpoint_of(drafter)
+        hashes = Hashes(drafter, checkpoint)
+        if EVERY[choice.format.name].provenance_inside:
+            hashes.hash_section()
+            checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
+        prepared = choice.prepare(checkpoint)
+        with staging(prepared, target, inputs=inputs, jobs=hashes.jobs(), progress=progress) as staged:
+            proof = prove_written(drafter, checkpoint, prepared, staged.written)
+            opened.source.confirm()
+            made = record_of_drafter(drafter, prepared, staged, hashes, proof)
+            return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
 
 
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
@@ -223,7 +213,9 @@ class Hashes:
 
     def jobs(self) -> list[Callable[[], object]]:
         """The hashes that are still to be computed."""
-        jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
+        jobs: list[Callable[[], object]] = [
+            partial(self._hash_role, role, source) for role, source in self._tensors.items()
+        ]
         return jobs if self.section else [self.hash_section, *jobs]
 
     def hash_section(self) -> None:
@@ -232,11 +224,8 @@ class Hashes:
         if self._drafter.found_by != "scan":
             self.section = record.sha256_of_region(self._drafter.model.region)
 
-    def _hashing(self, role: str, source: QuantizedTensor) -> Callable[[], object]:
-        def job() -> None:
-            self.roles[role] = record.sha256_of_location(source.location)
-
-        return job
+    def _hash_role(self, role: str, source: QuantizedTensor) -> None:
+        self.roles[role] = record.sha256_of_location(source.location)
 
     def source(self) -> dict[str, Any]:
         """What a record says of the file."""
