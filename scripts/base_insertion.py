@@ -26,9 +26,9 @@ from transformers import AutoTokenizer, Gemma4ForConditionalGeneration
 from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.base.places import find_base
 from mtp_extract.bundle import open_bundle
-from mtp_extract.litertlm.quantized import CODE_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, rebuilt
-from mtp_extract.litertlm.requantize import Storage
+from mtp_extract.litertlm.storage import CODE_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import bundle_with, write_laid
 
@@ -80,7 +80,7 @@ def in_floats(bundle: Path, base: Path, out: Path) -> Path:
             tensor = place.found.tensor
             if tensor is not None and tensor.type in CODE_TYPES:
                 models[place.section.index] = place.model
-                storage = Storage.of(QuantizedTensor.of(place.model, tensor)).as_type(TensorType.FLOAT32)
+                storage = QuantizedTensor.of(place.model, tensor).storage.as_type(TensorType.FLOAT32)
                 change = NewTensor(tensor.subgraph, tensor.index, storage)
                 changes.setdefault(place.section.index, {})[tensor.subgraph, tensor.index] = change
         sections = {index: rebuilt(models[index], list(own.values())) for index, own in changes.items()}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -21,7 +20,7 @@ from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
+from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_array, read_rows
 from mtp_extract.checkpoint.tensor_file import differing
 from mtp_extract.errors import CheckpointError, escape
 
@@ -45,8 +44,10 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
         tensor = weight.tensor
         if tensor is None or tensor.scheme is None or weight.dtype not in _FLOATS:
             continue
-        factor = tensor.steps.factor if tensor.steps is not None else None
-        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": tensor.scheme.axis}
+        steps = tensor.steps
+        across = steps is not None and len(tensor.shape) == 2 and steps.block == 1 < tensor.shape[1]
+        factor = steps.factor if steps is not None else None
+        schemes[weight.name] = {"bits": tensor.scheme.bits, "factor": factor, "axis": int(across)}
         tensors += [
             PlannedTensor(
                 name=f"{weight.name}.codes",
@@ -84,15 +85,15 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     parts: dict[str, set[str]] = {}
     for entry in stored:
         parts.setdefault(entry.rpartition(".")[0], set()).add(entry.rpartition(".")[2])
-    for name, there in parts.items():
+    for name, found in parts.items():
         weight = checkpoint.tensors.get(names.get(name, ""))
-        if not isinstance(weight, StoredWeight) or there != {*_PARTS}:
+        if not isinstance(weight, StoredWeight) or found != {*_PARTS}:
             raise CheckpointError(
                 f"{path}: holds codes of {escape(name)}, which is no whole weight of this checkpoint."
             )
         if len(weight.shape) != 2:
             continue
-        coded = _Beside(path, stored, name, weight.shape, schemes.get(name, {})).tensor()
+        coded = _coded(path, stored, name, weight.shape, schemes.get(name, {}))
         if coded is None:
             continue
         dtype = next(key for key, dtype in DTYPES.items() if dtype is weight.dtype)
@@ -117,58 +118,40 @@ def _schemes(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """The codes of one weight in the file at ``path``."""
-
-    path: Path
-    stored: Mapping[str, StoredTensor]
-    name: str
-    shape: tuple[int, ...]
-    scheme: Mapping[str, Any]
-
-    def tensor(self) -> LazyTensor | None:
-        """As a weight; None where its scales are no matter of rows and blocks of them."""
-        codes = self.stored[f"{self.name}.codes"]
-        bits, factor = self.scheme.get("bits"), self.scheme.get("factor")
-        if codes.dtype not in _CODE_TYPES or codes.shape != self.shape or bits not in (2, 4, 8):
-            raise CheckpointError(f"{self.path}: the codes of {escape(self.name)} are of another type or shape.")
-        if factor is None:
-            return None
-        steps = self._steps(factor)
-        kind = _CODE_TYPES[codes.dtype]
-        return StoredCodes(
-            shape=self.shape,
-            bits=bits,
-            signed=codes.dtype == "I8",
-            grid=lambda: steps,
-            rows=lambda first, last: read_rows(self.path, codes, first, last).view(kind),
-            origin=(self.path, codes.offset),
-        )
-
-    def _steps(self, factor: float) -> Steps:
-        rows, columns = self.shape
-        scale = self._array("scale", "F32", np.dtype("<f4"))
-        zero_point = self._array("zero_point", "I64", np.dtype("<i8"))
-        factor_is_one = type(factor) in (int, float) and 0 < abs(factor) < _LARGEST_FACTOR
-        if scale.size != zero_point.size or not scale.size or not factor_is_one:
-            raise CheckpointError(f"{self.path}: the scales of {escape(self.name)} are damaged.")
-        # Scales of blocks lie in rows, those of channels in one.
-        channels = len(self.stored[f"{self.name}.scale"].shape) == 1
-        if channels and scale.size == columns and self.scheme.get("axis") == 1:
-            sizes, zeros = np.broadcast_to(scale, self.shape), np.broadcast_to(zero_point, self.shape)
-            return Steps(1, sizes, zeros, factor)
-        if scale.size % rows == 0 and columns % (scale.size // rows) == 0:
-            blocks = scale.size // rows
-            return Steps(columns // blocks, scale.reshape(rows, -1), zero_point.reshape(rows, -1), factor)
-        if rows % scale.size:
-            raise CheckpointError(f"{self.path}: {escape(self.name)} has {scale.size} scales for {list(self.shape)}.")
+def _coded(
+    path: Path, stored: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], scheme: Mapping[str, Any]
+) -> LazyTensor | None:
+    """The codes of the weight ``name``; None where its scales are not of rows, blocks of rows, or columns."""
+    codes, bits, factor = stored[f"{name}.codes"], scheme.get("bits"), scheme.get("factor")
+    if codes.dtype not in _CODE_TYPES or codes.shape != shape or bits not in (2, 4, 8):
+        raise CheckpointError(f"{path}: the codes of {escape(name)} are of another type or shape.")
+    if factor is None:
+        return None
+    parts = {part: stored[f"{name}.{part}"] for part in _PARTS[1:]}
+    for part, dtype in zip(parts, ("F32", "I64"), strict=True):
+        if parts[part].dtype != dtype:
+            raise CheckpointError(f"{path}: {escape(name)}.{part} is {parts[part].dtype}, expected {dtype}.")
+    scale = read_array(path, parts["scale"], np.dtype("<f4"))
+    zero_point = read_array(path, parts["zero_point"], np.dtype("<i8"))
+    sound = type(factor) in (int, float) and 0 < abs(factor) < _LARGEST_FACTOR
+    if scale.size != zero_point.size or not scale.size or not sound:
+        raise CheckpointError(f"{path}: the scales of {escape(name)} are damaged.")
+    rows, columns = shape
+    # Scales of blocks lie in rows, those of channels in one.
+    if len(parts["scale"].shape) == 1 and scale.size == columns and scheme.get("axis") == 1:
+        steps = Steps.across(scale, zero_point, shape, factor)
+    elif scale.size % rows == 0 and columns % (scale.size // rows) == 0:
+        steps = Steps(columns * rows // scale.size, scale.reshape(rows, -1), zero_point.reshape(rows, -1), factor)
+    elif rows % scale.size == 0:
         each = rows // scale.size
-        return Steps(columns, np.repeat(scale, each)[:, None], np.repeat(zero_point, each)[:, None], factor)
-
-    def _array(self, part: str, dtype: str, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-        stored = self.stored[f"{self.name}.{part}"]
-        if stored.dtype != dtype:
-            raise CheckpointError(f"{self.path}: {escape(self.name)}.{part} is {stored.dtype}, expected {dtype}.")
-        flat = StoredTensor(stored.dtype, (1,), stored.offset, stored.length)
-        return read_rows(self.path, flat, 0, 1).reshape(-1).view(kind)
+        steps = Steps(columns, np.repeat(scale, each)[:, None], np.repeat(zero_point, each)[:, None], factor)
+    else:
+        raise CheckpointError(f"{path}: {escape(name)} has {scale.size} scales for {list(shape)}.")
+    return StoredCodes(
+        shape=shape,
+        bits=bits,
+        signed=codes.dtype == "I8",
+        grid=lambda: steps,
+        rows=lambda first, last: read_rows(path, codes, first, last).view(_CODE_TYPES[codes.dtype]),
+        origin=(path, codes.offset),
+    )

@@ -1,7 +1,7 @@
 """How far a stored constant is from the weight that it may hold.
 
 A weight in codes is compared three ways, the strongest answer first: what is stored, rounded to the weight's type, is
-the weight; the weight, quantized by the rule of :mod:`mtp_extract.litertlm.requantize`, gives the stored codes and
+the weight; the weight, quantized by the rule of :mod:`mtp_extract.litertlm.storage`, gives the stored codes and
 scales; every number lies within half a step of what is stored, so that it may have been rounded to it. Rows are
 streamed: no tensor is in memory as a whole.
 """
@@ -18,8 +18,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.litertlm.quantized import CHUNK_ELEMENTS, Floats
-from mtp_extract.litertlm.requantize import Storage
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
@@ -67,18 +66,18 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
     same, most, outside = True, 0.0, 0
     squares = reference = 0.0
-    for ours, theirs, step in _rows(stored, new):
-        if not np.isfinite(theirs).all():
+    for held, given, step in _rows(stored, new):
+        if not np.isfinite(given).all():
             return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
-        apart = theirs.astype(np.float64) - ours
-        squares += float(np.square(apart).sum())
-        reference += float(np.square(theirs, dtype=np.float64).sum())
-        same = same and bool((dtype.widen(dtype.narrow(ours.reshape(-1), "").tobytes()) == theirs.reshape(-1)).all())
+        difference = given.astype(np.float64) - held
+        squares += float(np.square(difference).sum())
+        reference += float(np.square(given, dtype=np.float64).sum())
+        same = same and bool((dtype.widen(dtype.narrow(held.reshape(-1), "").tobytes()) == given.reshape(-1)).all())
         if in_codes:
             with np.errstate(divide="ignore", invalid="ignore"):
-                steps = np.where(apart == 0, 0.0, np.abs(apart) / step)
+                steps = np.where(difference == 0, 0.0, np.abs(difference) / step)
                 # What was rounded to the checkpoint's type may have lain closer before.
-                slack = _HALF + np.where(theirs == 0, 0.0, dtype.roundoff * np.abs(theirs) / step)
+                slack = _HALF + np.where(given == 0, 0.0, dtype.roundoff * np.abs(given) / step)
             most = max(most, float(steps.max(initial=0.0)))
             outside += int((steps > slack).sum())
     error = math.sqrt(squares / reference) if reference else (0.0 if not squares else math.inf)
@@ -102,7 +101,7 @@ def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
 def _rows(stored: LazyTensor, new: LazyTensor) -> Iterator[tuple[Floats, Floats, Values]]:
     """Both, a few rows at a time, with the step of the codes at every weight."""
     rows, columns = rows_of(stored.shape)
-    steps = _steps(stored, rows, columns)
+    steps = _steps(stored)
     # A matrix that is stored the other way round is turned as a whole.
     count = (
         rows if isinstance(stored, ConstantTensor) and stored.transposed else max(8, CHUNK_ELEMENTS // columns // 8 * 8)
@@ -122,27 +121,21 @@ def _gathered(tensor: LazyTensor, first: int, last: int, shape: tuple[int, int])
     return result
 
 
-def _steps(stored: LazyTensor, rows: int, columns: int) -> Callable[[int, int], Values]:
+def _steps(stored: LazyTensor) -> Callable[[int, int], Values]:
     """The distance between neighbouring codes, to broadcast over rows ``[first, last)``."""
-    scheme = stored.scheme
-    if scheme is None or not isinstance(stored, ConstantTensor):
+    steps = stored.steps
+    if steps is None:
         return lambda first, last: np.ones((1, 1))
-    scale = np.abs(stored.scale.astype(np.float64) / stored.factor)
-    if scheme.kind == "per_tensor" or stored.folded:
-        return lambda first, last: scale.reshape(1, 1)
-    if scheme.kind == "blockwise":
-        blocks = scale.reshape(rows, -1)
-        return lambda first, last: np.repeat(blocks[first:last], scheme.block_size, axis=1)
-    if scheme.axis == 0:
-        return lambda first, last: scale[first:last, None]
-    return lambda first, last: scale[None, :]
+    return lambda first, last: np.repeat(
+        np.abs(steps.size[first:last].astype(np.float64) / steps.factor), steps.block, axis=1
+    )
 
 
 def _requantized(stored: ConstantTensor, new: LazyTensor) -> tuple[int | None, bool]:
     """How many codes quantizing ``new`` gives otherwise, and whether it gives the stored scales."""
     if stored.transposed or stored.folded:
         return None, False
-    storage = Storage.of(stored.source)
+    storage = stored.source.storage
 
     def chunks() -> Iterator[Floats]:
         for chunk in new.floats():
@@ -150,12 +143,7 @@ def _requantized(stored: ConstantTensor, new: LazyTensor) -> tuple[int | None, b
 
     scale, zero_point = storage.measure(chunks())
     alike = np.allclose(scale.reshape(-1), stored.scale.reshape(-1), rtol=_SCALES_ALIKE, atol=0)
-    own = stored.source.code_chunks(0, stored.source.grid.rows)
-    held = np.empty(0, np.int8)
-    apart = 0
-    for codes in storage.encode(chunks(), scale, zero_point):
-        while held.size < codes.size:
-            held = np.concatenate([held, next(own)])
-        apart += int((held[: codes.size] != codes).sum())
-        held = held[codes.size :]
-    return apart, bool(alike and (zero_point.reshape(-1) == stored.zero_point.reshape(-1)).all())
+    made, held_codes = storage.encode(chunks(), scale, zero_point), stored.source.code_chunks()
+    pairs = zip(rechunked(made, 1), rechunked(held_codes, 1), strict=True)
+    different = sum(int((codes != held).sum()) for codes, held in pairs)
+    return different, bool(alike and (zero_point.reshape(-1) == stored.zero_point.reshape(-1)).all())

@@ -1,7 +1,8 @@
-"""What a format makes of every weight: said before anything is written, held against what was."""
+"""How a format holds every weight: decided before anything is written, checked against what was."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +13,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, C
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
 from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
-from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
 
 _MOST_NAMED = 4
 
@@ -75,7 +76,7 @@ def _named(roles: Iterable[str]) -> str:
 
 
 def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
-    """Hold the codes that ``written`` reads back against those of ``original``, and the steps within what is allowed.
+    """Compare the codes that ``written`` reads back with those of ``original``, and the steps within ``bound``.
 
     Raises:
         CheckpointError: names the first role whose codes or steps are others.
@@ -83,30 +84,29 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
     for role, holding in holdings.items():
         if holding.kept != CODES:
             continue
-        mine, theirs = row_codes(original.tensors[role]), row_codes(written.tensors[role])
-        if isinstance(mine, str) or isinstance(theirs, str):
-            raise CheckpointError(
-                f"{role}: expected its codes, found that {theirs if isinstance(mine, str) else mine}."
-            )
-        if not same_codes(mine, theirs):
+        try:
+            expected, found = row_codes(original.tensors[role]), row_codes(written.tensors[role])
+        except NoCodesError as error:
+            raise CheckpointError(f"{role}: expected its codes, found that {error}.") from error
+        if not same_codes(expected, found):
             raise CheckpointError(f"{role}: what was written holds other codes than the file.")
-        columns = mine.shape[1]
-        ours, found = (np.repeat(c.steps, c.block // np.gcd(mine.block, theirs.block), axis=1) for c in (mine, theirs))
-        if columns and (np.abs(found - ours) > holding.bound * np.abs(ours)).any():
+        block = math.gcd(expected.block, found.block)
+        old, new = (np.repeat(codes.steps, codes.block // block, axis=1) for codes in (expected, found))
+        if (np.abs(new - old) > holding.bound * np.abs(old)).any():
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
 
 
 def check_floats(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:
-    """Hold the numbers that ``written`` reads back against those of ``original``, rounded as was said, bit for bit.
+    """Compare the numbers that ``written`` reads back with those of ``original``, rounded as held, bit for bit.
 
     Raises:
         CheckpointError: names the first role whose numbers are others.
     """
     for role, holding in holdings.items():
         if holding.kept == FLOATS:
-            theirs = written.tensors[role]
-            expected = NarrowedTensor(original.tensors.get(role, FilledTensor(theirs.shape)), holding.rounded_to)
-            if not same_floats(expected, theirs):
+            found = written.tensors[role]
+            expected = NarrowedTensor(original.tensors.get(role, FilledTensor(found.shape)), holding.rounded_to)
+            if not same_floats(expected, found):
                 raise CheckpointError(f"{role}: what was written holds other numbers than it was made of.")
         elif holding.kept == INDICES and not np.array_equal(
             read_indices(original.tensors[role]), read_indices(written.tensors[role])

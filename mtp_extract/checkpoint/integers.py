@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
-from mtp_extract.litertlm.quantized import Floats
-from mtp_extract.litertlm.requantize import rechunked
+from mtp_extract.errors import NoCodesError
+from mtp_extract.litertlm.storage import Floats, rechunked
 
 Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
@@ -39,11 +39,9 @@ class RowCodes:
     tensor: LazyTensor = field(repr=False)
     stored: Steps = field(repr=False)
 
-    def blocks(self) -> Iterator[tuple[int, Codes]]:
-        """(first row, codes ``[rows, in]``) of all rows, a little at a time; the same rows for equal shapes."""
-        columns = self.shape[1]
-        first = 0
-        for codes in in_rows(self.tensor.integers(), columns):
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Codes]]:
+        """(first row, codes ``[rows, in]``) of rows ``[first, last)``, in pieces; the same for equal shapes."""
+        for codes in in_rows(self.tensor.integers(first, last), self.shape[1]):
             zeros = self.stored.zero_point[first : first + len(codes), :, None]
             if zeros.any():
                 shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
@@ -58,18 +56,21 @@ def in_rows(chunks: Iterable[npt.NDArray[Numbers]], columns: int) -> Iterator[np
     return (chunk.reshape(-1, columns) for chunk in rechunked(chunks, max(columns, 1)))
 
 
-def row_codes(tensor: LazyTensor) -> RowCodes | str:
-    """``tensor`` so seen, or why it cannot be."""
+def row_codes(tensor: LazyTensor) -> RowCodes:
+    """``tensor`` so seen.
+
+    Raises:
+        NoCodesError: it is stored as floats, has scales across its rows, or codes that do not fit 8 bits around zero.
+    """
     scheme, steps = tensor.scheme, tensor.steps
     if scheme is None or len(tensor.shape) != 2:
-        return "it is stored as floats"
+        raise NoCodesError("it is stored as floats")
     if steps is None or (steps.block == 1 and tensor.shape[1] > 1):
-        return "its scales run across the rows"
-    low, high = (-(1 << scheme.bits - 1), (1 << scheme.bits - 1) - 1) if scheme.signed else (0, (1 << scheme.bits) - 1)
-    low, high = low - int(steps.zero_point.max()), high - int(steps.zero_point.min())
+        raise NoCodesError("its scales run across the rows")
+    low, high = scheme.lowest - int(steps.zero_point.max()), scheme.highest - int(steps.zero_point.min())
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
-        return "its zero points are not 0, and what is left of the codes does not fit 8 bits"
+        raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")
     sizes = steps.size
     if steps.factor != 1.0:
         sizes = (sizes.astype(np.float64) / steps.factor).astype(np.float32)
@@ -87,5 +88,5 @@ def row_codes(tensor: LazyTensor) -> RowCodes | str:
 def same_codes(one: RowCodes, other: RowCodes) -> bool:
     """Whether both hold the same codes, whatever the steps."""
     return one.shape == other.shape and all(
-        np.array_equal(mine, theirs) for (_, mine), (_, theirs) in zip(one.blocks(), other.blocks(), strict=True)
+        np.array_equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
     )

@@ -12,31 +12,12 @@ import numpy.typing as npt
 
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.graph.ledger import FoundRole
-from mtp_extract.litertlm.quantized import Floats, Integers, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import Floats, Integers, Packing
 from mtp_extract.litertlm.tflite import TfliteModel
 
 ROW_STEP = 8
 """Where a range of rows may begin: at a multiple of this, so that it begins on a byte whatever the codes' width."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How integers stand for real numbers: ``(code − zero point) · scale``.
-
-    Attributes:
-        bits, signed: of a code.
-        symmetric: whether every zero point is 0.
-        kind: "per_tensor", "per_channel" or "blockwise".
-        axis: axis of the channels, for per_channel; else 0.
-        block_size: elements of the last axis that share a scale, for blockwise; else 0.
-    """
-
-    bits: int
-    signed: bool
-    symmetric: bool
-    kind: str
-    axis: int = 0
-    block_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +35,16 @@ class Steps:
     size: Floats
     zero_point: npt.NDArray[np.int64]
     factor: float = 1.0
+
+    @classmethod
+    def around_zero(cls, block: int, size: Floats) -> Steps:
+        """Steps of codes whose zero points are all 0."""
+        return cls(block, size, np.broadcast_to(np.int64(0), size.shape))
+
+    @classmethod
+    def across(cls, size: Floats, zero_point: npt.NDArray[np.int64], shape: tuple[int, ...], factor: float) -> Steps:
+        """A step for each column of a matrix of ``shape``."""
+        return cls(1, np.broadcast_to(size, shape), np.broadcast_to(zero_point, shape), factor)
 
     def by_row(self) -> Steps:
         """The same, with one step a row where the blocks of every row share it: a format may have repeated it."""
@@ -85,8 +76,8 @@ class LazyTensor(Protocol):
         """``[out, in]`` of a matrix, ``[size]`` of a vector."""
 
     @property
-    def scheme(self) -> Scheme | None:
-        """How its integers are to be read; None for a tensor that has only floats."""
+    def scheme(self) -> Packing | None:
+        """Width and sign of its codes; None for a tensor that has only floats."""
 
     @property
     def scale(self) -> Floats:
@@ -183,18 +174,9 @@ class ConstantTensor:
         return self.source.tensor.elements != math.prod(self.shape)
 
     @property
-    def scheme(self) -> Scheme | None:
-        source = self.source
-        if source.packing is None or (self.transposed and source.kind == "blockwise") or self.offset:
-            return None
-        return Scheme(
-            bits=source.packing.bits,
-            signed=source.packing.signed,
-            symmetric=source.symmetric,
-            kind=source.kind,
-            axis=1 - source.axis if self.transposed and source.kind == "per_channel" else source.axis,
-            block_size=source.block_size,
-        )
+    def scheme(self) -> Packing | None:
+        turned_blocks = self.transposed and self.source.kind == "blockwise"
+        return None if turned_blocks or self.offset else self.source.packing
 
     @property
     def scale(self) -> Floats:
@@ -208,28 +190,23 @@ class ConstantTensor:
     def steps(self) -> Steps | None:
         if self.scheme is None:
             return None
-        (rows, columns), grid = rows_of(self.shape), self.source.grid
+        (rows, columns), neighbours = rows_of(self.shape), self.source.storage.columns
         sizes, zeros = self.source.scale.reshape(-1), self.source.zero_point.reshape(-1)
         block = columns
         places: npt.NDArray[np.int64] | None = None
         if sizes.size == 1:
             places = np.zeros((rows, 1), np.int64)
-        elif self.transposed or grid.columns == 1:
+        elif self.transposed or neighbours == 1:
             # Channels along one of the two axes.
-            if sizes.size == (rows if self.transposed == (grid.columns == 1) else -1):
+            if sizes.size == (rows if self.transposed == (neighbours == 1) else -1):
                 places = np.arange(rows)[:, None]
             elif sizes.size == columns:
-                return Steps(
-                    1,
-                    np.broadcast_to(sizes, self.shape),
-                    np.broadcast_to(zeros, self.shape),
-                    self.factor,
-                )
-        elif columns % grid.columns == 0:
-            block = grid.columns
-            places = np.arange(rows * (columns // block)).reshape(rows, -1) % grid.period
-        elif grid.columns % columns == 0:
-            places = (np.arange(rows) // (grid.columns // columns) % grid.period)[:, None]
+                return Steps.across(sizes, zeros, self.shape, self.factor)
+        elif columns % neighbours == 0:
+            block = neighbours
+            places = np.arange(rows * (columns // block)).reshape(rows, -1) % sizes.size
+        elif neighbours % columns == 0:
+            places = (np.arange(rows) // (neighbours // columns) % sizes.size)[:, None]
         return None if places is None else Steps(block, sizes[places], zeros[places], self.factor)
 
     @property
@@ -243,7 +220,7 @@ class ConstantTensor:
         elif self.transposed:
             chunks = iter([self._turned(self.source.dequantize(), first, last)])
         else:
-            chunks = self.source.chunks(*self._grid_rows(first, last))
+            chunks = self.source.chunks(*self._stored_rows(first, last))
         for chunk in chunks:
             values = divided(chunk, self.factor)
             # A sum in float32, as the graph has it.
@@ -255,16 +232,16 @@ class ConstantTensor:
         elif self.transposed:
             yield self._turned(self.source.codes(), first, last)
         else:
-            yield from self.source.code_chunks(*self._grid_rows(first, last))
+            yield from self.source.code_chunks(*self._stored_rows(first, last))
 
     def _turned(self, stored: npt.NDArray[Any], first: int, last: int | None) -> npt.NDArray[Any]:
         """Rows ``[first, last)`` of what is stored ``[in, out]``, flat."""
         return np.ascontiguousarray(stored.reshape(self.shape[::-1]).T[first:last]).reshape(-1)
 
-    def _grid_rows(self, first: int, last: int | None) -> tuple[int, int]:
+    def _stored_rows(self, first: int, last: int | None) -> tuple[int, int]:
         """The source's own rows, which share a scale and may be shorter than these."""
         rows, columns = rows_of(self.shape)
-        shared = max(self.source.grid.columns, 1)
+        shared = max(self.source.storage.columns, 1)
         return first * columns // shared, (rows if last is None else last) * columns // shared
 
 

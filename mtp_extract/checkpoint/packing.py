@@ -11,6 +11,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.litertlm.storage import Packing, pack_bytes
+
 Codes = npt.NDArray[np.int8]
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,15 +35,7 @@ def pack(codes: Codes, bits: int, unit: int = 1) -> Bytes:
         whole = np.zeros((rows, length * per_byte), np.uint8)
         whole[:, :columns] = stored
         stored = whole
-    if bits == 8:
-        return stored
-    # The codes of a byte at once, as one little-endian integer whose bytes they are.
-    wide = stored.view("<u2" if bits == 4 else "<u4")
-    packed = wide.copy()
-    for place in range(1, per_byte):
-        packed |= wide >> wide.dtype.type((8 - bits) * place)
-    result: Bytes = packed.astype(np.uint8)
-    return result
+    return pack_bytes(stored, bits)
 
 
 def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
@@ -57,6 +51,5 @@ def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
 @cache
 def _table(bits: int) -> Codes:
     """The codes that every byte holds, ``[256, 8 / bits]``."""
-    places = np.arange(8 // bits) * bits
-    codes = (np.arange(256)[:, None] >> places & (1 << bits) - 1) - (1 << bits - 1)
-    return np.ascontiguousarray(codes.astype(np.int8))
+    codes: Codes = (Packing(bits, signed=False).codes - np.uint8(1 << bits - 1)).view(np.int8)
+    return codes

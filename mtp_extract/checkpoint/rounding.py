@@ -17,14 +17,12 @@ from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.integers import Codes, RowCodes, in_rows, row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
 from mtp_extract.checkpoint.stored import CodesOfRows
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape
-from mtp_extract.litertlm.quantized import Floats, Integers
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
+from mtp_extract.litertlm.storage import Floats, Integers, Storage
+from mtp_extract.litertlm.tflite import TensorType
 
 SCALES = " scales"
 """Ends the word for what was rounded to where that was the scales of codes."""
-
-_LEAST_BOUND = 1e-9
-"""The least largest magnitude of a row, so that no scale is 0: the quantizer's."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +45,20 @@ class NarrowedTensor(FloatsOnly):
         return self.tensor.origin
 
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        dtype = DTYPES[next(name for name, told in ROUNDED_TO.items() if told == self.rounded_to)]
+        dtype = DTYPES[next(name for name, word in ROUNDED_TO.items() if word == self.rounded_to)]
         for chunk in self.tensor.floats(first, last):
             yield dtype.widen(dtype.narrow(chunk, "a tensor").tobytes())
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way from floats to codes.
-
-    Attributes:
-        bits: of a code.
-        block: neighbouring elements of a row that share a step; 0 for the whole row.
-        round: float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``.
-        about: in words.
-    """
+    """A way from floats to codes."""
 
     bits: int
     block: int
+    """Neighbouring elements of a row that share a step; 0 for the whole row."""
     round: Callable[[Floats], tuple[Codes, Floats]]
-    about: str
+    """float32 ``[blocks, block]`` as codes of that shape and a step each, float32 ``[blocks]``."""
 
 
 def _q4_0(blocks: Floats) -> tuple[Codes, Floats]:
@@ -100,25 +92,26 @@ def _as_half(steps: Floats) -> Floats:
     return rounded
 
 
-def _symmetric(least: int, most: int) -> Callable[[Floats], tuple[Codes, Floats]]:
-    """ai-edge-quantizer's, per channel: the largest magnitude becomes ``most``, halves go to the even one."""
+def _per_channel(type_: TensorType) -> Callable[[Floats], tuple[Codes, Floats]]:
+    """ai-edge-quantizer's, symmetric."""
 
     def rounded(rows: Floats) -> tuple[Codes, Floats]:
-        steps = np.maximum(np.abs(rows).max(axis=1, keepdims=True), np.float32(_LEAST_BOUND)) / np.float32(most)
-        return np.rint(rows / steps).clip(least, most).astype(np.int8), steps.reshape(-1)
+        storage, chunks = Storage(type_, rows.shape, "per_channel"), [rows.reshape(-1)]
+        scale, zero_point = storage.measure(chunks)
+        return np.concatenate([*storage.encode(chunks, scale, zero_point)]).reshape(rows.shape), scale
 
     return rounded
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "q4_0": Rule(4, 32, _q4_0, "4 bits, blocks of 32 with FP16 scales, as ggml rounds"),
-        "q8_0": Rule(8, 32, _q8_0, "8 bits, blocks of 32 with FP16 scales, as ggml rounds"),
-        "int4": Rule(4, 0, _symmetric(-8, 7), "4 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
-        "int8": Rule(8, 0, _symmetric(-127, 127), "8 bits, a row a scale in F32, as ai-edge-quantizer rounds"),
+        "q4_0": Rule(4, 32, _q4_0),
+        "q8_0": Rule(8, 32, _q8_0),
+        "int4": Rule(4, 0, _per_channel(TensorType.INT4)),
+        "int8": Rule(8, 0, _per_channel(TensorType.INT8)),
     }
 )
-"""Every rule by name."""
+"""Every rule by name: ggml's with FP16 steps of blocks, ai-edge-quantizer's with F32 steps of rows."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +119,6 @@ class RoundedTensor(CodesOfRows):
     """A matrix of floats as the codes that a rule makes of it: made whenever they are asked for, never all in memory.
 
     Attributes:
-        shape, bits, signed: as :class:`~mtp_extract.checkpoint.stored.CodesOfRows` has them.
-        tensor: the floats.
         name: of the rule, in :data:`RULES`.
     """
 
@@ -152,7 +143,7 @@ class RoundedTensor(CodesOfRows):
 
     @property
     def error(self) -> dict[str, Any]:
-        """What a record says of it: the rule, and the root mean square and the largest error as shares of the range."""
+        """For the record: the rule, and the root mean square and the largest error as shares of the range."""
         return dict(self._measured[1])
 
     def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
@@ -168,13 +159,12 @@ class RoundedTensor(CodesOfRows):
         for begin, values, codes, found in self._rounded(0, rows):
             sizes[begin : begin + len(values)] = found
             made = codes.reshape(*found.shape, block).astype(np.float32) * found[..., None]
-            apart = (made.reshape(values.shape) - values).astype(np.float64)
-            squares += float((apart**2).sum())
-            largest = max(largest, float(np.abs(apart).max()))
+            errors = (made.reshape(values.shape) - values).astype(np.float64)
+            squares += float((errors**2).sum())
+            largest = max(largest, float(np.abs(errors).max()))
             low, high = min(low, float(values.min())), max(high, float(values.max()))
         spread = high - low
-        zero_point = np.broadcast_to(np.int64(0), sizes.shape)
-        return Steps(block, sizes, zero_point), {
+        return Steps.around_zero(block, sizes), {
             "rule": self.name,
             "rms": _three_digits(math.sqrt(squares / (rows * columns)) / spread) if spread else 0.0,
             "largest": _three_digits(largest / spread) if spread else 0.0,
@@ -199,23 +189,23 @@ def _three_digits(share: float) -> float:
 def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()) -> Checkpoint:
     """``checkpoint`` with every matrix that has no codes rounded by ``rule``, a name in :data:`RULES`.
 
-    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``.
+    A matrix whose rows the rule's blocks do not divide stays as it is, and so do the roles in ``leave``. Roles that
+    share a weight share its codes.
 
     Raises:
         UnsupportedError: nothing is left to round.
     """
     block = RULES[rule].block
-    # Roles that are one stored constant stay one.
     rounded: dict[int, LazyTensor] = {}
     tensors = dict(checkpoint.tensors)
     matrices = [role.name for role in shapes_of(checkpoint.config) if role.kind == MATRIX and role.name not in leave]
-    left = [name for name in matrices if name in tensors and tensors[name].scheme is None]
-    for name in left:
+    plain = [name for name in matrices if name in tensors and tensors[name].scheme is None]
+    for name in plain:
         tensor = tensors[name]
         if not block or tensor.shape[1] % block == 0:
             tensors[name] = rounded.setdefault(id(tensor), RoundedTensor.of(tensor, rule))
     if not rounded:
-        why = f"no row is a whole number of blocks of {block}" if left else "every matrix has its codes"
+        why = f"no row is a whole number of blocks of {block}" if plain else "every matrix has its codes"
         raise UnsupportedError(f"There is nothing to round by {rule}: {why}. Leave it out.", remedies=("quantize",))
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
@@ -233,14 +223,10 @@ class _NarrowedSteps(CodesOfRows):
 
     @cached_property
     def steps(self) -> Steps:
-        sizes = self.codes.steps.astype(self.kind).astype(np.float32)
-        return Steps(self.codes.block, sizes, np.broadcast_to(np.int64(0), sizes.shape))
+        return Steps.around_zero(self.codes.block, self.codes.steps.astype(self.kind).astype(np.float32))
 
     def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
-        for begin, codes in self.codes.blocks():
-            low, high = max(first, begin), min(last, begin + len(codes))
-            if low < high:
-                yield low, codes[low - begin : high - begin]
+        return self.codes.blocks(first, last)
 
 
 _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
@@ -260,11 +246,19 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
             tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
         elif step in ROUNDED_TO.values():
             tensor = NarrowedTensor(tensor, step)
-        elif step in _STEP_TYPES and not isinstance(found := row_codes(tensor), str):
-            tensor = _NarrowedSteps(tensor.shape, found.bits, True, found, _STEP_TYPES[step], tensor.origin)
         else:
-            raise CheckpointError(f"The record says that {escape(step)} was done to it, which cannot be done again.")
+            tensor = _with_rounded_steps(tensor, step)
     return tensor
+
+
+def _with_rounded_steps(tensor: LazyTensor, step: str) -> LazyTensor:
+    try:
+        kind, codes = _STEP_TYPES[step], row_codes(tensor)
+    except (KeyError, NoCodesError) as error:
+        raise CheckpointError(
+            f"The record says that {escape(step)} was done to it, which cannot be done again."
+        ) from error
+    return _NarrowedSteps(tensor.shape, codes.bits, True, codes, kind, tensor.origin)
 
 
 _ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))
@@ -292,8 +286,5 @@ def same_floats(one: LazyTensor, other: LazyTensor) -> bool:
     if one.shape != other.shape:
         return False
     columns = rows_of(one.shape)[1]
-    mine, theirs = (in_rows(tensor.floats(), columns) for tensor in (one, other))
-    return all(
-        np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
-        for a, b in zip(mine, theirs, strict=True)
-    )
+    pairs = zip(*(in_rows(tensor.floats(), columns) for tensor in (one, other)), strict=True)
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
-from mtp_extract.checkpoint.lazy import FloatsOnly, Scheme, Steps, rows_of
+from mtp_extract.checkpoint.lazy import FloatsOnly, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.regular import open_regular
-from mtp_extract.litertlm.quantized import Floats, Integers
+from mtp_extract.litertlm.storage import Floats, Integers, Packing
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -24,7 +25,7 @@ _READ = 1 << 18
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file: ``length`` bytes at ``offset`` from the start of the file."""
+    """A tensor in a file: ``length`` bytes at ``offset`` from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredWeight(FloatsOnly):
-    """A weight that is a tensor in the safetensors file at ``path``: floats, or the indices of an ordered head."""
+    """A weight that is a tensor of the file at ``path``: floats, or the indices of an ordered head."""
 
     path: Path
     stored: StoredTensor
@@ -76,9 +77,8 @@ class StoredWeight(FloatsOnly):
         """
         if self.stored.dtype != "I64":
             raise CheckpointError(f"{self.path}: expected indices in I64, found {self.stored.dtype}.")
-        with open_regular(self.path) as file:
-            stored = b"".join(pieces(self.path, file.fileno(), self.stored.offset, self.stored.length))
-        return np.frombuffer(bytearray(stored), "<i8").reshape(self.shape)
+        indices: npt.NDArray[np.int64] = read_array(self.path, self.stored, np.dtype("<i8")).reshape(self.shape).copy()
+        return indices
 
 
 @dataclass(frozen=True)
@@ -115,39 +115,32 @@ class StoredColumns(FloatsOnly):
                 yield dtype.widen(bytes(read))
 
 
-class CodesOfRows:
-    """A matrix of integers, ``(code − zero point) · step``, wherever they come from.
-
-    Attributes:
-        shape: ``[out, in]``.
-        bits, signed: of a code.
-    """
+class CodesOfRows(ABC):
+    """A matrix of integers, ``(code − zero point) · step``, wherever they come from."""
 
     shape: tuple[int, ...]
+    """``[out, in]``."""
     bits: int
     signed: bool
-
-    if TYPE_CHECKING:
-
-        @property
-        def steps(self) -> Steps:
-            """What the codes are worth, and where."""
-
-        def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
-            """(first row, codes ``[rows, in]``) of rows ``[first, last)``, a little at a time."""
+    """Of a code."""
 
     @property
-    def scheme(self) -> Scheme:
-        steps = self.steps
-        kind = "per_channel" if steps.block == self.shape[1] else "blockwise"
-        return Scheme(
-            self.bits, self.signed, not steps.zero_point.any(), kind, 0, steps.block if kind == "blockwise" else 0
-        )
+    @abstractmethod
+    def steps(self) -> Steps:
+        """What a code is worth."""
+
+    @abstractmethod
+    def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
+        """(first row, codes ``[rows, in]``) of rows ``[first, last)``, some rows at a time."""
+
+    @property
+    def scheme(self) -> Packing:
+        return Packing(self.bits, self.signed)
 
     @property
     def scale(self) -> Floats:
-        size = self.steps.size
-        return size if self.scheme.kind == "blockwise" else size.reshape(-1)
+        steps = self.steps
+        return steps.size.reshape(-1) if steps.block == self.shape[1] else steps.size
 
     @property
     def zero_point(self) -> npt.NDArray[np.int64]:
@@ -164,20 +157,15 @@ class CodesOfRows:
 
 @dataclass(frozen=True)
 class StoredCodes(CodesOfRows):
-    """A matrix that a file holds as integers.
-
-    Attributes:
-        shape, bits, signed: as :class:`CodesOfRows` has them.
-        grid: the steps, and where each counts; asked for once, when it is needed.
-        rows: codes of rows ``[first, last)``, ``[last − first, in]``, int8 or uint8.
-        origin: as :class:`~mtp_extract.checkpoint.lazy.LazyTensor` has it.
-    """
+    """A matrix whose rows of codes can be read in any order, as from a file."""
 
     shape: tuple[int, ...]
     bits: int
     signed: bool
     grid: Callable[[], Steps]
+    """Reads the steps; called once, when they are needed."""
     rows: Callable[[int, int], Integers]
+    """Codes of rows ``[first, last)``: ``[last − first, in]``, int8 or uint8."""
     origin: object = None
 
     @cached_property
@@ -198,6 +186,15 @@ def common_dtype(weights: Iterable[StoredWeight]) -> str:
     """
     types = {weight.dtype.safetensors for weight in weights}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
+
+
+def read_array(path: Path, stored: StoredTensor, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """All of ``stored``, flat, its bytes taken as ``dtype``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has shrunk.
+    """
+    return read_rows(path, replace(stored, shape=(1,)), 0, 1).reshape(-1).view(dtype)
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.NDArray[np.uint8]:

@@ -148,7 +148,7 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     from mtp_extract.pipeline.check import verify, with_record
     from mtp_extract.pipeline.inspection import inspect_checkpoint
     from mtp_extract.pipeline.staging import RECORD
-    from mtp_extract.pipeline.strays import require_manifest
+    from mtp_extract.pipeline.unexpected import require_manifest
     from mtp_extract.pipeline.verification import verify_against_source
     from mtp_extract.report.tables import REPORT_FILES
 

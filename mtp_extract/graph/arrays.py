@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
-from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import Floats
 
 Array = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]

@@ -19,7 +19,7 @@ from mtp_extract.graph.fill import is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Edge, FlatGraph, Node, Value, walk_back
 from mtp_extract.graph.patterns import MATRICES, SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
 from mtp_extract.graph.probe import measure_frequencies
-from mtp_extract.litertlm.quantized import NUMBER_TYPES
+from mtp_extract.litertlm.storage import NUMBER_TYPES
 
 EXPONENTIALS = frozenset({"SOFTMAX", "EXP"})
 """Operators that only the softmax of an attention has."""

@@ -31,7 +31,8 @@ from mtp_extract.graph.patterns import (
     strip,
 )
 from mtp_extract.graph.probe import measure_gate
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, stored_floats
+from mtp_extract.litertlm.quantized import stored_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 
 _LARGEST_ROTATION = 1 << 20
 _LARGEST_WIDTH = 1 << 24

@@ -16,7 +16,8 @@ import numpy as np
 from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.graph.patterns import strip
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor, stored_floats
+from mtp_extract.litertlm.quantized import QuantizedTensor, stored_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 
 Range = tuple[float, float]
 """Smallest and largest number that an element can be."""

@@ -19,7 +19,8 @@ from mtp_extract.graph.call import DTYPES, Call, grid_of, rounded
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
 from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, QuantizedTensor, stored_floats
+from mtp_extract.litertlm.quantized import QuantizedTensor, stored_floats
+from mtp_extract.litertlm.storage import CODE_TYPES, FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 

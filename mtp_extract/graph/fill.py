@@ -11,7 +11,7 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.arrays import Numbers
 from mtp_extract.graph.call import DTYPES
 from mtp_extract.graph.flat import MASK, MASK_LOCAL
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 # What LiteRT's runtime writes where a float mask hides a slot.

@@ -18,7 +18,7 @@ from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, walk_back
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, Aside, constant_under, strip
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
 _MOST_MOVED = 1 << 18

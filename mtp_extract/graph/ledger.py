@@ -10,7 +10,7 @@ import numpy as np
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.graph.patterns import SHAPE_OPERANDS, WEIGHT_PASSES, Aside, strip
-from mtp_extract.litertlm.quantized import NUMBER_TYPES
+from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _MOST_SHOWN = 3

@@ -19,7 +19,7 @@ from mtp_extract.graph.evaluate import Samples, evaluate, inputs_of
 from mtp_extract.graph.fill import fill_mask, fill_param, fill_position, is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Node, Value
 from mtp_extract.graph.rope import Doubles, rounding_of
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
 _LARGEST_INPUT = 1 << 28

@@ -27,7 +27,7 @@ from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.pipeline.check import changed_card, files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
-from mtp_extract.pipeline.strays import LEGAL
+from mtp_extract.pipeline.unexpected import LEGAL
 from mtp_extract.report.card import UNSAID, CardWords, merged, model_card
 from mtp_extract.report.tables import REPORT, REPORT_FILES
 
@@ -116,7 +116,7 @@ def plan_upload(
         HubError: the card's metadata is not what the Hub accepts.
     """
     folder = Path(directory)
-    record = verify(folder, beside=REPORT_FILES).record
+    record = verify(folder, allowed=REPORT_FILES).record
     contents: dict[str, Path | bytes] = {path: folder / path for path in files_in(folder)}
     ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
     if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:

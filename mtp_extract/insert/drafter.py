@@ -45,7 +45,7 @@ from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
-from mtp_extract.pipeline.strays import require_manifest
+from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.proof.proof import Proof
 from mtp_extract.report.tables import REPORT_FILES
 

@@ -18,9 +18,9 @@ from xxhash import xxh3_128
 from mtp_extract.bundle import Drafter
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.insert.decision import KEPT, Content, Decision
-from mtp_extract.litertlm.quantized import CODE_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
-from mtp_extract.litertlm.requantize import Storage, float_bytes
+from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.litertlm.writer import Piece, made
 

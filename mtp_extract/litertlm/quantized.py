@@ -3,10 +3,8 @@
 The element type decides, never the presence of metadata: an F32 tensor is taken as it is, whatever scales it
 carries (dequantizing the norms of published drafters zeroes them).
 
-Codes of less than a byte are packed flat in row-major order, first element in the low bits, two's complement
-(unsigned for UINT4); a row need not begin on a byte. Dequantizing therefore looks one or two bytes at a time up in a
-table of the 2 or 4 floats they stand for, into a chunk that fits the cache, and multiplies the chunk by its scales in
-place.
+Dequantizing looks one or two bytes of codes at a time up in a table of the 2 or 4 floats they stand for, into a chunk
+that fits the cache, and multiplies the chunk by its scales in place.
 """
 
 from __future__ import annotations
@@ -21,57 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.litertlm.storage import (
+    CHUNK_ELEMENTS,
+    CODE_TYPES,
+    FLOAT_TYPES,
+    Floats,
+    Integers,
+    Packing,
+    Storage,
+    widened,
+)
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
-
-CHUNK_ELEMENTS = 1 << 18
-"""Elements dequantized at a time: 1 MiB of float32, which stays in a core's own cache."""
 
 LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
 """No code, less its zero point, times this leaves float32."""
-
-Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How codes lie in bytes: ``bits`` each, two's complement where ``signed``."""
-
-    bits: int
-    signed: bool
-
-    @property
-    def per_byte(self) -> int:
-        """Codes in a byte."""
-        return 8 // self.bits
-
-    @property
-    def dtype(self) -> np.dtype[np.int8] | np.dtype[np.uint8]:
-        """Type that holds one unpacked code."""
-        return np.dtype(np.int8) if self.signed else np.dtype(np.uint8)
-
-    @property
-    def codes(self) -> Integers:
-        """The codes every byte value stands for, first element first: ``[256, per_byte]``."""
-        return _codes_of_bytes(self)
-
-
-CODE_TYPES = MappingProxyType(
-    {
-        TensorType.INT8: Packing(8, True),
-        TensorType.UINT8: Packing(8, False),
-        TensorType.INT4: Packing(4, True),
-        TensorType.UINT4: Packing(4, False),
-        TensorType.INT2: Packing(2, True),
-    }
-)
-"""Element types that hold quantized codes."""
-
-FLOAT_TYPES = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
-"""Element types that hold real numbers."""
-
-NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys() | {TensorType.INT16}
-"""Element types that a weight may have."""
 
 # Bytes looked up at a time, by the bits of a code: INT4 and INT8 in pairs, INT2 singly.
 _UNIT_BYTES = MappingProxyType({2: 1, 4: 2, 8: 2})
@@ -82,17 +43,6 @@ _UNITS: MappingProxyType[int, np.dtype[np.unsignedinteger]] = MappingProxyType(
 _WIDE: MappingProxyType[int, np.dtype[np.generic]] = MappingProxyType(
     {2: np.dtype(np.uint64), 4: np.dtype(np.complex128)}
 )
-
-
-@cache
-def _codes_of_bytes(packing: Packing) -> Integers:
-    shifts = np.arange(packing.per_byte) * packing.bits
-    codes = (np.arange(256)[:, None] >> shifts) & ((1 << packing.bits) - 1)
-    if packing.signed:
-        codes -= (codes >> (packing.bits - 1)) << packing.bits
-    table = codes.astype(packing.dtype)
-    table.setflags(write=False)
-    return table
 
 
 @cache
@@ -125,10 +75,8 @@ class QuantizedTensor:
     """A constant with what is needed to read it. Nothing is read until asked for.
 
     Attributes:
-        kind: "none" (floats; INT16 too, the vectors of models whose every operator is quantized), "per_tensor",
-            "per_channel" or "blockwise".
-        axis: axis of the channels, for per_channel.
-        block_size: elements of the last axis that share a scale, for blockwise; else 0.
+        kind, axis, block_size: as :class:`~mtp_extract.litertlm.storage.Storage` has them. INT16, the vectors of models
+            whose every operator is quantized, is of kind "none".
         scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
             scales are widened.
         zero_point: int64, shaped like ``scale`` (zeros when none are stored); empty for floats.
@@ -232,7 +180,7 @@ class QuantizedTensor:
         if scale.size and scale.max() > LARGEST_SCALE:
             raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
         packing = CODE_TYPES[TensorType(tensor.type_id)]
-        low, high = int(packing.codes.min()), int(packing.codes.max())
+        low, high = packing.lowest, packing.highest
         if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
             raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {low}…{high}.")
         if zero_point.size:
@@ -289,27 +237,27 @@ class QuantizedTensor:
         return packing.codes[stored].reshape(-1)[: self.tensor.elements].reshape(self.tensor.shape)
 
     @cached_property
-    def grid(self) -> Grid:
-        """The tensor seen as rows of elements that are scaled alike."""
-        return Grid.of(self)
+    def storage(self) -> Storage:
+        """How it lies in the file: as rows of elements that share a scale."""
+        type_ = TensorType(self.tensor.type_id)
+        return Storage(type_, self.tensor.shape, self.kind, self.axis, self.block_size, self.symmetric)
 
     def chunks(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        """The dequantized values of rows ``[first, last)`` of :attr:`grid`, float32, flat, chunk by chunk.
+        """The dequantized values of rows ``[first, last)`` of :attr:`storage`, float32, flat, chunk by chunk.
 
-        Every chunk is a view of one buffer that the next chunk overwrites. ``first`` is a multiple of
-        ``grid.step``.
+        Every chunk is a view of one buffer that the next chunk overwrites. ``first`` begins on a byte.
 
         Raises:
             FormatError: a floating-point tensor holds values that are not finite.
         """
-        last = self.grid.rows if last is None else last
+        last = self.storage.rows if last is None else last
         return self._float_chunks(first, last) if self.packing is None else self._code_chunks(first, last)
 
-    def code_chunks(self, first: int, last: int) -> Iterator[Integers]:
+    def code_chunks(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
         """The codes of rows ``[first, last)``, int8 or uint8, flat, chunk by chunk."""
         packing = self.packing
         assert packing is not None
-        for row, rows in self.grid.steps(first, last):
+        for row, rows in self._steps(first, self.storage.rows if last is None else last):
             stored = self._stored(row, rows)
             if packing.per_byte == 1:
                 yield np.frombuffer(stored, packing.dtype)
@@ -317,18 +265,28 @@ class QuantizedTensor:
             units = _units(stored, packing)
             # All codes of a unit are moved as one element.
             table = _codes_of_units(packing).view(np.uint32).reshape(-1)
-            yield np.take(table, units, mode="clip").view(packing.dtype)[: rows * self.grid.columns]
+            yield np.take(table, units, mode="clip").view(packing.dtype)[: rows * self.storage.columns]
+
+    @cached_property
+    def step(self) -> int:
+        """Rows of :attr:`storage` in a chunk, so many that every chunk begins on a byte."""
+        per_byte = self.packing.per_byte if self.packing else 1
+        return -(-max(1, CHUNK_ELEMENTS // max(self.storage.columns, 1)) // per_byte) * per_byte
+
+    def _steps(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """(first row, number of rows) of each chunk."""
+        return ((row, min(self.step, last - row)) for row in range(first, last, self.step))
 
     def _stored(self, row: int, rows: int) -> bytes:
         """The bytes that hold ``rows`` rows of codes from ``row``, which begins on a byte."""
         assert self.packing is not None
-        begin = row * self.grid.columns // self.packing.per_byte
-        end = -(-(row + rows) * self.grid.columns // self.packing.per_byte)
+        begin = row * self.storage.columns // self.packing.per_byte
+        end = -(-(row + rows) * self.storage.columns // self.packing.per_byte)
         return self.location.read(begin, end - begin)
 
     def _float_chunks(self, first: int, last: int) -> Iterator[Floats]:
         width = 4 if self.tensor.type is TensorType.FLOAT32 else 2
-        for row, rows in self.grid.steps(first, last):
+        for row, rows in self._steps(first, last):
             values = stored_floats(self.location.read(row * width, rows * width), self.tensor)
             # By the type, never by the scales: floats may carry some that mean nothing.
             if self.tensor.type is TensorType.INT16:
@@ -338,20 +296,22 @@ class QuantizedTensor:
             yield values
 
     def _code_chunks(self, first: int, last: int) -> Iterator[Floats]:
-        packing, grid = self.packing, self.grid
+        packing, columns = self.packing, self.storage.columns
         assert packing is not None
         # One zero point for all is part of the table; several are subtracted row by row.
-        offset = 0 if grid.zero_point is not None or not self.zero_point.size else int(self.zero_point.flat[0])
-        table = _floats_of_units(packing, offset)
+        zeros = self.zero_point.reshape(-1)
+        one = zeros.size < 2 or self.symmetric or bool(np.ptp(zeros) == 0)
+        table = _floats_of_units(packing, int(zeros[0]) if one and zeros.size else 0)
+        zero_point = None if one else zeros.astype(np.float32)
         per_unit = _UNIT_BYTES[packing.bits] * packing.per_byte
-        buffer = np.empty(-(-grid.step * grid.columns // per_unit) * per_unit, np.float32)
-        for row, rows in grid.steps(first, last):
+        buffer = np.empty(-(-self.step * columns // per_unit) * per_unit, np.float32)
+        for row, rows in self._steps(first, last):
             units = _units(self._stored(row, rows), packing)
             whole = buffer[: units.size * per_unit]
             # mode: "raise" would make NumPy check into a second buffer; the table has an entry for every unit.
             np.take(table, units, out=whole.view(table.dtype), mode="clip")
-            chunk = whole[: rows * grid.columns]
-            grid.scale_rows(chunk, row, rows)
+            chunk = whole[: rows * columns]
+            self.storage.scale_rows(chunk, row, self.scale.reshape(-1), zero_point)
             yield chunk
 
     def dequantize(self) -> Floats:
@@ -364,69 +324,9 @@ class QuantizedTensor:
         return result.reshape(self.tensor.shape)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A tensor seen as ``[rows, columns]``, every element of a row having the same scale.
-
-    Attributes:
-        scale: float32, one per row, or fewer that repeat after ``period`` rows.
-        zero_point: float32 like ``scale``; None where one number serves all.
-        period: 1 for one scale, ``rows`` for one each, in between for channels along an inner axis.
-        step: rows in a chunk, chosen so that every chunk begins on a byte.
-    """
-
-    rows: int
-    columns: int
-    scale: Floats
-    zero_point: Floats | None
-    period: int
-    step: int
-
-    @classmethod
-    def of(cls, source: QuantizedTensor) -> Grid:
-        """The grid of ``source``."""
-        shape = source.tensor.shape or (1,)
-        if source.kind == "per_channel":
-            columns, period = math.prod(shape[source.axis + 1 :]), shape[source.axis]
-        elif source.kind == "blockwise":
-            columns, period = source.block_size, source.scale.size
-        else:
-            columns, period = (1 if source.packing is None else shape[-1]), 1
-        rows = source.tensor.elements // columns if columns else 0
-        same = source.symmetric or source.zero_point.size == 1 or bool(np.ptp(source.zero_point) == 0)
-        zero_point = None if same else source.zero_point.astype(np.float32).reshape(-1)
-        per_byte = source.packing.per_byte if source.packing else 1
-        step = -(-max(1, CHUNK_ELEMENTS // max(columns, 1)) // per_byte) * per_byte
-        return cls(rows, columns, source.scale.reshape(-1), zero_point, 1 if source.scale.size == 1 else period, step)
-
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """(first row, number of rows) of each chunk of ``[first, last)``."""
-        for row in range(first, last, self.step):
-            yield row, min(self.step, last - row)
-
-    def scale_rows(self, chunk: Floats, row: int, rows: int) -> None:
-        """Turn codes into values, in place; ``chunk`` holds ``rows`` rows from ``row``."""
-        values = chunk.reshape(rows, self.columns)
-        if self.period == 1:
-            values *= self.scale[0]
-            return
-        index: slice | npt.NDArray[np.int64]
-        index = slice(row, row + rows) if self.period == self.rows else np.arange(row, row + rows) % self.period
-        if self.zero_point is not None:
-            values -= self.zero_point[index, None]
-        values *= self.scale[index, None]
-
-
 def stored_floats(stored: bytes, tensor: Tensor) -> Floats:
     """The bytes of a tensor of a floating-point type, or of INT16, as float32; flat, as they are."""
-    if tensor.type is TensorType.FLOAT32:
-        return np.frombuffer(stored, "<f4")
-    if tensor.type is TensorType.FLOAT16:
-        return np.frombuffer(stored, "<f2").astype(np.float32)
-    if tensor.type is TensorType.INT16:
-        return np.frombuffer(stored, "<i2").astype(np.float32)
-    # A bfloat16 is the upper half of a float32.
-    return (np.frombuffer(stored, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return widened(stored, TensorType(tensor.type_id))
 
 
 def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:

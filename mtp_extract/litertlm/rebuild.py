@@ -14,7 +14,7 @@ import numpy as np
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Field, Graft, copied_places
-from mtp_extract.litertlm.requantize import Storage
+from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.litertlm.writer import Laid, Piece, made
 

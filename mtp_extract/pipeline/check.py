@@ -27,7 +27,7 @@ from mtp_extract.checkpoint.tensor_file import described, differing, read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.pipeline.staging import CARD, RECORD
-from mtp_extract.pipeline.strays import is_harmless, strays
+from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
 
 _WRITER = ("mtp_extract", "mtp_extract.version")
 _TOKENIZER = "tokenizer."
@@ -86,8 +86,7 @@ class Verification:
     """What was checked and found in order.
 
     Attributes:
-        found: by name, what there is to say of every file that decides: of all but the card. Those with tensors have
-            the sums of these, too.
+        found: by name, what a record has of every file but the card, read from the file.
         tensors: how many matched the record.
         against: name of the bundle that everything was derived from again; None when there was none.
     """
@@ -105,7 +104,7 @@ class Verification:
 
 
 def with_record(place: Path) -> Path:
-    """``place``, or the directory of the file there where a record lies beside it, which speaks of both."""
+    """``place``; of a file that lies in a directory with a record, that directory."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
 
 
@@ -170,12 +169,12 @@ def _has(value: Any, expected: Any) -> bool:
     return value is None if expected is None else isinstance(value, expected)
 
 
-def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Verification:
+def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:
     """Check ``directory`` against its ``extraction.json``: every file but the card, every tensor, and, as far as they
-    say it themselves, what the record says of them. Where it says that they came from is not looked at.
+    say it themselves, what the record says of them. Where the record says that they came from is not checked.
 
     Args:
-        beside: files that may be there though the record does not list them: those of a report.
+        allowed: names of files that may be there though the record does not list them: those of a report.
 
     Raises:
         CheckpointError: something differs, is missing or does not belong there; the message lists what.
@@ -189,7 +188,7 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
     wrong = [
         f"{escape(name)} belongs neither to the checkpoint nor to a report"
         for name in present
-        if name not in record["files"] and name != RECORD and name not in beside and not is_harmless(name)
+        if name not in record["files"] and name != RECORD and name not in allowed and not is_harmless(name)
     ]
     found: dict[str, dict[str, Any]] = {}
     tensors = 0
@@ -216,7 +215,7 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
                 wrong.append(f"{escape(name)} has other content")
     if not wrong:
         try:
-            wrong = strays(folder, beside) or list(_contradicted(folder, record))
+            wrong = unexpected_in(folder, allowed) or list(_contradicted(folder, record))
         except DrafterError as error:
             raise CheckpointError(f"{escape(folder)}: {error}") from error
     if wrong:
@@ -228,7 +227,7 @@ def verify(directory: str | os.PathLike[str], beside: Container[str] = ()) -> Ve
 
 
 def _contradicted(folder: Path, record: Mapping[str, Any]) -> Iterator[str]:
-    """What ``record`` says of the files beside it, and they say otherwise."""
+    """What ``record`` says of the files in ``folder`` and their content contradicts."""
     found, layout = format_of(folder), format_named(record["layout"])
     if layout.name not in (found.name, *EVERY[found.name].otherwise.values()):
         yield f"the layout is {found.name}, not {layout.name}"
@@ -241,10 +240,8 @@ def _contradicted(folder: Path, record: Mapping[str, Any]) -> Iterator[str]:
     holdings = holdings_of(layout, checkpoint, record["dtype"])
     for planned in weights.tensors:
         entry = record["tensors"].get(planned.name, {})
-        said = {"role": planned.role, **({"part": planned.part} if planned.part else {})}
-        if not planned.part:
-            said["kept"] = holdings[planned.role].kept
-        for key, value in said.items():
+        part = {"part": planned.part} if planned.part else {"kept": holdings[planned.role].kept}
+        for key, value in {"role": planned.role, **part}.items():
             if entry.get(key) != value:
                 yield f"tensor {escape(planned.name)} has the {key} {value}, not {escape(entry.get(key))}"
 
@@ -283,10 +280,10 @@ def _inside(name: str) -> bool:
 def _misdescribed(stored: Mapping[str, StoredTensor], expected: Mapping[str, Any]) -> list[str]:
     """Tensors that the file gives another type or shape than the record does."""
     return [
-        f"tensor {escape(name)} is {there.dtype} {list(there.shape)} in the file"
-        for name, there in stored.items()
+        f"tensor {escape(name)} is {tensor.dtype} {list(tensor.shape)} in the file"
+        for name, tensor in stored.items()
         if name in expected
-        and (there.dtype, list(there.shape)) != (expected[name].get("dtype"), expected[name].get("shape"))
+        and (tensor.dtype, list(tensor.shape)) != (expected[name].get("dtype"), expected[name].get("shape"))
     ]
 
 
@@ -298,7 +295,7 @@ def _differing(sums: Mapping[str, str], expected: Mapping[str, Any]) -> list[str
 
 
 def verify_against(
-    directory: str | os.PathLike[str], original: Checkpoint, name: str, beside: Container[str] = ()
+    directory: str | os.PathLike[str], original: Checkpoint, name: str, allowed: Container[str] = ()
 ) -> Verification:
     """Check ``directory`` as :func:`verify` does, then plan it from ``original`` again, rounded as the record says, and
     compare all bits.
@@ -310,7 +307,7 @@ def verify_against(
         CheckpointError: something differs; the message lists what.
         MtpExtractError: the original cannot be read.
     """
-    own = verify(directory, beside)
+    own = verify(directory, allowed)
     wrong: list[str] = []
     original = as_recorded(original, own.record)
     weights, *documents = format_named(own.record["layout"]).plan(original, own.record["dtype"])
@@ -318,7 +315,7 @@ def verify_against(
     for file in (weights, *codes, *documents):
         path = own.directory / file.name
         if file.tensors:
-            wrong += [*_compare(path, file.tensors), *_said_otherwise(path, file.metadata)]
+            wrong += [*_compare(path, file.tensors), *_other_metadata(path, file.metadata)]
         elif read_object(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
@@ -327,20 +324,20 @@ def verify_against(
 
 
 def as_recorded(original: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
-    """``original`` with its numbers rounded as ``record`` says, without the codes that were left behind, and with the
-    name and the place that ``record`` says it has.
+    """``original`` with its numbers rounded as ``record`` says, without codes that were not kept, and with the
+    provenance that ``record`` has.
 
     Raises:
         CheckpointError: what was done to it, as ``record`` says it, cannot be done.
     """
     tensors = dict(original.tensors)
-    beside = [file["tensors"] for name, file in record["files"].items() if name == CODES_FILE and "tensors" in file]
+    codes = record["files"].get(CODES_FILE, {}).get("tensors", {})
     for name, entry in record["tensors"].items():
         role, before, made = entry.get("role"), entry.get("rounded_before"), entry.get("made_codes")
         if role in tensors and "part" not in entry:
             steps = [*(before or []), *([made["rule"]] if made else [])]
             tensor = rounded_again(tensors[role], steps)
-            kept = entry.get("kept") == CODES or any(f"{name}.codes" in codes for codes in beside)
+            kept = entry.get("kept") == CODES or f"{name}.codes" in codes
             tensors[role] = tensor if kept else rounded_again(tensor, [ROUNDED_TO["f32"]])
     return replace(original, tensors=MappingProxyType(tensors), provenance=provenance(record["source"]))
 
@@ -353,10 +350,8 @@ def _compare(path: Path, planned: Sequence[PlannedTensor]) -> list[str]:
     return [*wrong, *(f"tensor {name} has other values" for name in differing(path, stored, alike))]
 
 
-def _said_otherwise(path: Path, planned: Mapping[str, Any]) -> list[str]:
-    """What the header of the file at ``path`` says beside its tensors, in some containers the configuration, that is
-    not what ``planned`` says.
-    """
+def _other_metadata(path: Path, planned: Mapping[str, Any]) -> list[str]:
+    """Keys of the metadata of the file at ``path``, in GGUF the configuration, that are not as planned."""
     found = read_metadata(path)
     expected = as_stored(planned)
     return [

@@ -29,10 +29,10 @@ from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.extraction import prove_converted
 from mtp_extract.pipeline.staging import RECORD, recorded
-from mtp_extract.pipeline.strays import require_manifest
+from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.report.tables import REPORT_FILES
@@ -95,21 +95,13 @@ def convert(
     read = ReadDirectory.of(place)
     choice = replace(choice, card=card.over(read.old))
     prepared = choice.prepare(read.checkpoint)
-
-    def describe(staged: Staged) -> dict[str, Any]:
+    with staging(prepared, target, inputs=inputs, progress=progress) as staged:
         check_codes(staged.written, prepared.checkpoint, prepared.holdings)
         check_floats(staged.written, prepared.checkpoint, prepared.holdings)
-        return read.record(prepared, staged, source)
-
-    return write_checkpoint(
-        prepared,
-        target,
-        describe,
-        inputs=inputs,
-        check=None if source is None else lambda stage: verify_against_source(stage, source),
-        notes=read.notes(),
-        progress=progress,
-    )
+        result = finish(prepared, staged, read.record(prepared, staged, source), target, read.notes())
+        if source is not None:
+            verify_against_source(staged.directory, source)
+    return result
 
 
 @dataclass(frozen=True)
@@ -117,11 +109,11 @@ class ReadDirectory:
     """What a directory holds, and what is known of it.
 
     Attributes:
-        checkpoint: with the codes that lie beside its floats.
+        checkpoint: with all codes there are.
         layout: name of its format.
         old: its record; None where it has none.
         entries: role → what that record says of it.
-        beside: roles whose codes lie beside their floats.
+        extra_codes: roles whose codes lie in a file of their own, besides their floats.
     """
 
     directory: Path
@@ -129,7 +121,7 @@ class ReadDirectory:
     layout: str
     old: Mapping[str, Any] | None
     entries: Mapping[str, Mapping[str, Any]]
-    beside: frozenset[str]
+    extra_codes: frozenset[str]
 
     @classmethod
     def of(cls, directory: Path) -> ReadDirectory:
@@ -146,19 +138,19 @@ class ReadDirectory:
         floats = format_.read(directory)
         checkpoint = with_codes(directory, floats)
         tensors = dict(checkpoint.tensors)
-        beside = frozenset(role for role, tensor in tensors.items() if tensor is not floats.tensors[role])
+        extra_codes = frozenset(role for role, tensor in tensors.items() if tensor is not floats.tensors[role])
         entries = _entries(old, floats)
         # Roles that were one stored constant are one again: formats may write it once.
         first: dict[object, LazyTensor] = {}
         for role, entry in entries.items():
             stored = entry["source"]
             if stored is not None:
-                key = stored["subgraph"], stored["tensor"], entry["xxh3"], role in beside
+                key = stored["subgraph"], stored["tensor"], entry["xxh3"], role in extra_codes
                 tensors[role] = first.setdefault(key, tensors[role])
         checkpoint = replace(checkpoint, tensors=MappingProxyType(tensors))
         if old is not None:
             checkpoint = replace(checkpoint, activations=_activations(entries))
-        read = cls(directory, checkpoint, format_.name, old, entries, beside)
+        read = cls(directory, checkpoint, format_.name, old, entries, extra_codes)
         return replace(read, checkpoint=replace(checkpoint, provenance=record.provenance(read.source)))
 
     @property
@@ -192,33 +184,32 @@ class ReadDirectory:
 
     def rounded_before(self, role: str) -> list[str]:
         """What happened to the numbers of ``role`` until they lay in this directory."""
-        return _rounded(self.entries[role], role in self.beside) if role in self.entries else []
+        return _rounded(self.entries[role], role in self.extra_codes) if role in self.entries else []
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the directory."""
-        told_of_card: tuple[str, ...] = ()
+        notes = []
+        done = [steps for steps in map(self.rounded_before, self.entries) if steps]
+        if done:
+            words = ", ".join(sorted({step for steps in done for step in steps}))
+            notes.append(f"Before this, {len(done)} weights had been rounded ({words}); that is not undone.")
         if self.old is not None and changed_card(self.directory) is not None:
-            told_of_card = (f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.",)
-        steps = {role: self.rounded_before(role) for role in self.entries}
-        told = sorted({step for done in steps.values() for step in done})
-        if not told:
-            return told_of_card
-        count = sum(bool(done) for done in steps.values())
-        rounded = f"Before this, {count} weights had been rounded ({', '.join(told)}); that is not undone."
-        return (rounded, *told_of_card)
+            notes.append(f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.")
+        return tuple(notes)
 
     def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
         """The record of what was made of it."""
         config, old = self.checkpoint.config, self.old or {}
         known = known_drafter(config) if isinstance(config, DrafterConfig) else None
 
-        def evidence(role: str) -> dict[str, Any]:
-            return {
+        evidence = {
+            role: {
                 **self.entries.get(role, record.UNKNOWN),
                 "rounded_before": self.rounded_before(role),
                 "made_codes": None,
             }
-
+            for role in prepared.holdings
+        }
         made = record_of(
             prepared,
             staged,
@@ -265,11 +256,11 @@ def _entries(old: Mapping[str, Any] | None, floats: Checkpoint) -> dict[str, Map
     return entries
 
 
-def _rounded(entry: Mapping[str, Any], beside: bool) -> list[str]:
+def _rounded(entry: Mapping[str, Any], has_codes: bool) -> list[str]:
     steps = list(entry["rounded_before"])
     if entry["made_codes"]:
         steps.append(entry["made_codes"]["rule"])
-    if entry["rounded_to"] and not beside:
+    if entry["rounded_to"] and not has_codes:
         steps.append(entry["rounded_to"] + (SCALES if entry["kept"] == CODES else ""))
     return steps
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,34 +32,22 @@ _ORDERED = ("lm_head", CENTROIDS)
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """What an extraction or a conversion did.
-
-    Attributes:
-        files: name → size in bytes.
-        record: the content of ``extraction.json``.
-        parameters: numbers of the drafter.
-        notes: things worth knowing that are not errors.
-    """
+    """What an extraction or a conversion did."""
 
     directory: Path
     files: dict[str, int]
+    """Name → size in bytes."""
     record: dict[str, Any]
+    """The content of ``extraction.json``."""
     parameters: int
+    """How many numbers the drafter has."""
     notes: tuple[str, ...]
+    """For the user: things worth knowing that are not errors."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a checkpoint is to be written; :meth:`of` checks it.
-
-    Attributes:
-        codes: write the integers beside the floats, too.
-        exact: refuse whatever would be rounded.
-        quantize: the rule by which matrices without codes are rounded; None for none.
-        overwrite: replace the directory if it is a checkpoint of ours.
-        tokenizer: the directory of the base's tokenizer, to be kept inside.
-        card: what to say on the card.
-    """
+    """How a checkpoint is to be written, as :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
 
     format: Format
     dtype: str
@@ -122,7 +111,7 @@ class Choice:
         checkpoint = replace(checkpoint, tokenizer=self.tokenizer)
         holdings = holdings_of(self.format, checkpoint, self.dtype)
         if self.quantize is not None:
-            # An ordered head picks rows of floats.
+            # Of an ordered head, rows of floats are read.
             ordered = Prepared(self, checkpoint, holdings).holds_ordered_head
             checkpoint = self._rounded(checkpoint, self.quantize, _ORDERED if ordered else ())
             holdings = holdings_of(self.format, checkpoint, self.dtype)
@@ -168,15 +157,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be written, and how.
-
-    Attributes:
-        holdings: by role, how the format will hold it.
-    """
+    """What is to be written, and how."""
 
     choice: Choice
     checkpoint: Checkpoint
     holdings: Mapping[str, Holding]
+    """By role."""
 
     @property
     def holds_ordered_head(self) -> bool:
@@ -205,69 +191,72 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Staged:
-    """A directory that is written, but for its card and record.
-
-    Attributes:
-        written: what it holds, read back.
-        weights: the file with the weights, as planned.
-        sums: by tensor of it, XXH3-128 of what was written.
-        files: by name, what the record says of every file.
-    """
+    """A directory that is written, but for its card and record."""
 
     directory: Path
     written: Checkpoint
+    """Read back from it."""
     weights: OutputFile
+    """The planned file with the weights."""
     sums: Mapping[str, str]
+    """By tensor of that file, XXH3-128 of what was written."""
     files: dict[str, dict[str, Any]]
+    """By name, the record's entry of every file."""
 
 
-def write_checkpoint(
+@contextmanager
+def staging(
     prepared: Prepared,
     target: Path,
-    describe: Callable[[Staged], dict[str, Any]],
     *,
     inputs: Inputs,
-    beside: Iterable[Callable[[], object]] = (),
-    check: Callable[[Path], object] | None = None,
-    notes: Iterable[str] = (),
+    jobs: Iterable[Callable[[], object]] = (),
     progress: Progress = lambda done, total: None,
-) -> ExtractionResult:
-    """Write what was prepared to ``target``.
+) -> Iterator[Staged]:
+    """What was prepared, written and read back; it takes the name ``target`` when the block ends well.
+
+    The block checks it and ends with :func:`finish`.
 
     Args:
-        describe: makes the record of what lies there; see :func:`record_of`.
         inputs: what is read, and so is not replaced.
-        beside: jobs for the threads that write the weights.
-        check: is given the directory when all is written, and may refuse it.
-        notes: to be told besides those on how weights are held.
+        jobs: further jobs for the threads that write the weights.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
-        OutputError: it cannot be written, or reads back differently; nothing is left behind.
+        OutputError: it cannot be written, or reads back differently; nothing is left behind, as when the block fails.
     """
     choice = prepared.choice
     weights, *documents = choice.format.plan(prepared.checkpoint, choice.dtype)
     files = [weights, *(plan_codes(weights) if choice.codes else ()), *documents]
+    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as directory:
+        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
+        written = {file.name: write_file(directory, file, tick, jobs if file is weights else ()) for file in files}
+        sums = written[weights.name].pop("tensors")
+        yield Staged(directory, choice.format.read(directory), weights, sums, written)
+
+
+def finish(
+    prepared: Prepared, staged: Staged, record: dict[str, Any], target: Path, notes: Iterable[str] = ()
+) -> ExtractionResult:
+    """Write the card and ``record`` into a staged directory that is to be ``target``.
+
+    Args:
+        notes: for the user, besides those on how weights are held.
+
+    Raises:
+        OutputError: they cannot be written, or read back differently.
+    """
     changed = changed_card(target) is not None
     replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
-    with staged(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(progress, sum(t.length for file in files for t in file.tensors))
-        written: dict[str, dict[str, Any]] = {}
-        for file in files:
-            written[file.name] = write_file(stage, file, tick, tuple(beside) if file is weights else ())
-        sums = written[weights.name].pop("tensors")
-        made = describe(Staged(stage, choice.format.read(stage), weights, sums, written))
-        written[CARD] = write_file(stage, OutputFile(CARD, text=model_card(made)), tick)
-        write_file(stage, OutputFile(RECORD, text=json_text(made)), tick)
-        if check is not None:
-            check(stage)
-        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+    # The card is made of the record, which lists it.
+    record["files"][CARD] = write_file(staged.directory, OutputFile(CARD, text=model_card(record)))
+    write_file(staged.directory, OutputFile(RECORD, text=json_text(record)))
     return ExtractionResult(
         directory=target,
-        files=sizes,
-        record=made,
+        files={name: (staged.directory / name).stat().st_size for name in files_in(staged.directory)},
+        record=record,
         parameters=sum(map(math.prod, shapes_of(prepared.checkpoint.config).values())),
-        notes=(*notes, *prepared.notes(), *weights.notes, *replaced),
+        notes=(*notes, *prepared.notes(), *staged.weights.notes, *replaced),
     )
 
 
@@ -277,7 +266,7 @@ def record_of(
     *,
     source: Mapping[str, Any],
     known_as: str | None,
-    evidence: Callable[[str], Mapping[str, Any]],
+    evidence: Mapping[str, Mapping[str, Any]],
     set_aside: list[dict[str, Any]],
     kv_inputs: Mapping[str, Any],
     converted_from: list[dict[str, Any]],
@@ -286,7 +275,7 @@ def record_of(
     """The record of what was staged.
 
     Args:
-        evidence: role → what is known of it, as :func:`mtp_extract.checkpoint.record.evidence` says it.
+        evidence: by role, what :func:`mtp_extract.checkpoint.record.evidence` says of it.
     """
     choice, made = prepared.choice, prepared.made
     return {
@@ -304,7 +293,7 @@ def record_of(
                 planned,
                 staged.sums[planned.name],
                 prepared.holdings[planned.role],
-                evidence(planned.role),
+                evidence[planned.role],
                 made.get(planned.role),
             )
             if not planned.part
@@ -312,7 +301,7 @@ def record_of(
             for planned in staged.weights.tensors
         },
         "notes": list(staged.weights.notes),
-        **({"card": said} if (said := choice.card.as_json()) else {}),
+        **({"card": words} if (words := choice.card.as_json()) else {}),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,

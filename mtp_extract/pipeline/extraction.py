@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +22,9 @@ from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.litertlm.quantized import Floats, QuantizedTensor
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, record_of, write_checkpoint
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import Floats
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, Rounding, prove
 from mtp_extract.report.card import UNSAID, CardWords
@@ -105,39 +108,23 @@ def extract(
         tokenizer=tokenizer,
         card=card,
     )
-    if isinstance(source, Opened):
-        return _extract(source, out, choice, sliding_window, progress)
-    with open_bundle(source) as opened:
-        return _extract(opened, out, choice, sliding_window, progress)
-
-
-def _extract(
-    opened: Opened,
-    out: str | os.PathLike[str] | None,
-    choice: Choice,
-    sliding_window: int | None,
-    progress: Progress,
-) -> ExtractionResult:
-    target = Path(out) if out is not None else default_directory(opened.source.name)
-    inputs = opened.source.path, *files_of(choice.tokenizer)
-    check_place(target, overwrite=choice.overwrite, inputs=inputs, listed=recorded)
-    opened.prefetch()
-    drafter = opened.drafter(sliding_window)
-    checkpoint = checkpoint_of(drafter)
-    hashes = Hashes(drafter, checkpoint)
-    if EVERY[choice.format.name].provenance_inside:
-        hashes.hash_section()
-        checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
-    prepared = choice.prepare(checkpoint)
-    return write_checkpoint(
-        prepared,
-        target,
-        lambda staged: record_of_drafter(drafter, checkpoint, prepared, staged, hashes),
-        inputs=inputs,
-        beside=hashes.jobs(),
-        notes=_notes(drafter, checkpoint, choice.format),
-        progress=progress,
-    )
+    with nullcontext(source) if isinstance(source, Opened) else open_bundle(source) as opened:
+        target = Path(out) if out is not None else default_directory(opened.source.name)
+        inputs = opened.source.path, *files_of(tokenizer)
+        check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+        opened.prefetch()
+        drafter = opened.drafter(sliding_window)
+        checkpoint = checkpoint_of(drafter)
+        hashes = Hashes(drafter, checkpoint)
+        if EVERY[choice.format.name].provenance_inside:
+            hashes.hash_section()
+            checkpoint = replace(checkpoint, provenance=record.provenance(hashes.source()))
+        prepared = choice.prepare(checkpoint)
+        with staging(prepared, target, inputs=inputs, jobs=hashes.jobs(), progress=progress) as staged:
+            proof = prove_written(drafter, checkpoint, prepared, staged.written)
+            opened.source.confirm()
+            made = record_of_drafter(drafter, prepared, staged, hashes, proof)
+            return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
 
 
 def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
@@ -214,7 +201,7 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
 
 
 class Hashes:
-    """SHA-256 of the section and of every role's stored bytes, computed beside the writing; and what rests on them."""
+    """SHA-256 of the section and of every role's stored bytes, computed while weights are written."""
 
     def __init__(self, drafter: Drafter, checkpoint: Checkpoint) -> None:
         self._drafter, self._checkpoint = drafter, checkpoint
@@ -225,8 +212,10 @@ class Hashes:
         self.roles: dict[str, str] = {}
 
     def jobs(self) -> list[Callable[[], object]]:
-        """What there is to compute."""
-        jobs = [self._hashing(role, source) for role, source in self._tensors.items()]
+        """The hashes that are still to be computed."""
+        jobs: list[Callable[[], object]] = [
+            partial(self._hash_role, role, source) for role, source in self._tensors.items()
+        ]
         return jobs if self.section else [self.hash_section, *jobs]
 
     def hash_section(self) -> None:
@@ -235,11 +224,8 @@ class Hashes:
         if self._drafter.found_by != "scan":
             self.section = record.sha256_of_region(self._drafter.model.region)
 
-    def _hashing(self, role: str, source: QuantizedTensor) -> Callable[[], object]:
-        def job() -> None:
-            self.roles[role] = record.sha256_of_location(source.location)
-
-        return job
+    def _hash_role(self, role: str, source: QuantizedTensor) -> None:
+        self.roles[role] = record.sha256_of_location(source.location)
 
     def source(self) -> dict[str, Any]:
         """What a record says of the file."""
@@ -254,25 +240,20 @@ class Hashes:
 
 
 def record_of_drafter(
-    drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, staged: Staged, hashes: Hashes
+    drafter: Drafter, prepared: Prepared, staged: Staged, hashes: Hashes, proof: Proof
 ) -> dict[str, Any]:
-    """The record of what was extracted, with its proof.
+    """The record of what was extracted.
 
     Args:
-        checkpoint: the drafter's own.
         hashes: whose jobs are done.
-
-    Raises:
-        ProofError, CheckpointError: as :func:`prove_written`.
+        proof: of what was written.
     """
-    proof = prove_written(drafter, checkpoint, prepared, staged.written)
-    drafter.opened.source.confirm()
     return record_of(
         prepared,
         staged,
         source=hashes.source(),
         known_as=drafter.known["name"] if drafter.known else None,
-        evidence=hashes.evidence,
+        evidence={role: hashes.evidence(role) for role in prepared.holdings},
         set_aside=record.set_aside(drafter),
         kv_inputs=record.caches(drafter),
         converted_from=[],

@@ -223,12 +223,12 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
     except DrafterError as error:
         if not findings:
             raise
-        told_of = "\n  ".join(map(str, findings))
-        raise DrafterError(f"{error}\nWhat engines make of it:\n  {told_of}") from error
+        lines = "\n  ".join(map(str, findings))
+        raise DrafterError(f"{error}\nWhat engines make of it:\n  {lines}") from error
     known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
     shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
     types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "format": format_.name,
         "known_as": known["name"] if known else None,
         "geometry": found.config.as_json(),
@@ -237,21 +237,21 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         "stored_types": dict(sorted(Counter(types.values()).items())),
     }
     if found.architecture == EAGLE3:
-        told["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
+        described["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
     if tensors:
-        told["tensors"] = [
+        described["tensors"] = [
             {
                 "role": role.name,
                 "name": role.names.get(format_.name, role.name),
                 "type": types[role.name],
                 "shape": list(shape),
-                "block_size": scheme.block_size or None
-                if (scheme := found.tensors[role.name].scheme) is not None
+                "block_size": steps.block
+                if (steps := found.tensors[role.name].steps) is not None and steps.block != shape[-1]
                 else None,
             }
             for role, shape in shapes.items()
         ]
-    return told
+    return described
 
 
 def _stored_type(tensor: LazyTensor) -> str:

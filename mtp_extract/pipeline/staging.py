@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ RECORD = "extraction.json"
 CARD = "README.md"
 """The model card. It is for people, who may change it."""
 
-_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE, "codes.safetensors")
-"""What is written besides weights and configuration; the last before version 0.2."""
+_WRITTEN = (CARD, CODES_FILE, GENERATION_FILE)
+"""What is written besides weights and configuration."""
 
 
 def recorded(place: Path) -> frozenset[str]:
@@ -48,20 +48,23 @@ def recorded(place: Path) -> frozenset[str]:
 
 
 def write_file(
-    stage: Path, file: OutputFile, tick: Callable[[int], None], beside: Sequence[Callable[[], object]] = ()
+    stage: Path,
+    file: OutputFile,
+    tick: Callable[[int], None] = lambda done: None,
+    jobs: Iterable[Callable[[], object]] = (),
 ) -> dict[str, Any]:
     """Write ``file`` into the directory ``stage`` and read it back; what a record says of it.
 
     Args:
         tick: called with the number of bytes of tensors written since the last call.
-        beside: as for :func:`~mtp_extract.checkpoint.tensor_file.write_tensors`.
+        jobs: further ones for the threads that write its tensors.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
     """
     path = stage / file.name
     if file.tensors:
-        sums = write_tensors(stage, file, tick, beside)
+        sums = write_tensors(stage, file, tick, jobs)
         return {"size": path.stat().st_size, "header": header_sum(path, read_header(path)), "tensors": sums}
     # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
     data = file.text.encode("utf-8", "backslashreplace")

@@ -22,7 +22,14 @@ from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import format_named
 from mtp_extract.pipeline.check import Verification, as_recorded, read_record, verify_against
 from mtp_extract.pipeline.directory import Choice, Prepared, Staged, record_of
-from mtp_extract.pipeline.extraction import Hashes, checkpoint_of, prove_checkpoint, prove_converted, record_of_drafter
+from mtp_extract.pipeline.extraction import (
+    Hashes,
+    checkpoint_of,
+    prove_checkpoint,
+    prove_converted,
+    prove_written,
+    record_of_drafter,
+)
 from mtp_extract.pipeline.staging import CARD, RECORD
 
 UNTOLD: Mapping[str, str] = {
@@ -105,15 +112,17 @@ def _made_anew(drafter: Drafter, original: Checkpoint, own: Verification) -> dic
     sums = files[weights.name].pop("tensors")
     staged = Staged(own.directory, choice.format.read(own.directory), weights, sums, files)
     if not converted:
-        return record_of_drafter(drafter, original, prepared, staged, hashes)
+        proof = prove_written(drafter, original, prepared, staged.written)
+        return record_of_drafter(drafter, prepared, staged, hashes, proof)
     unknown = record["source"]["kind"] == records.CHECKPOINT
     known = known_drafter(original.mtp) if unknown else drafter.known
+    evidence = _Evidence(original, hashes, record, unknown)
     return record_of(
         prepared,
         staged,
         source=record["source"] if unknown else hashes.source(),
         known_as=known["name"] if known else None,
-        evidence=_Evidence(original, hashes, record, unknown).of,
+        evidence={role: evidence.of(role) for role in prepared.holdings},
         set_aside=[] if unknown else records.set_aside(drafter),
         kv_inputs={} if unknown else records.caches(drafter),
         converted_from=record["converted_from"],

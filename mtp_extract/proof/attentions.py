@@ -16,7 +16,7 @@ from mtp_extract.graph.drafter import Layer
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import strip
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 LINEAR = frozenset({"ADD", "SUB", "NEG", "MEAN", "SUM", "CUMSUM", "PAD", "CAST", "QUANTIZE", "DEQUANTIZE"})
 PRODUCTS = frozenset({"MUL", "FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})

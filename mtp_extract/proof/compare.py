@@ -14,7 +14,7 @@ from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.evaluate import Samples, evaluate
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.proof.forward import Written, forward, logits
 from mtp_extract.proof.samples import Sample
 

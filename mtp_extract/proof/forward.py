@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mtp_extract.errors import CheckpointError
 from mtp_extract.graph.arrays import Array, Bools, gelu, row_blocks
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.litertlm.storage import Floats
 
 if TYPE_CHECKING:
     from mtp_extract.architecture.config import DrafterConfig, LayerConfig

@@ -23,7 +23,7 @@ from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples, Stacked
 from mtp_extract.graph.fill import fill_mask
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache
 

@@ -25,7 +25,8 @@ from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
 from mtp_extract.graph.ledger import FoundRole
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import PASSES, strip
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, read_floats
+from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.attentions import AttentionOps, attention_of, check_linear, refused
 

@@ -25,7 +25,7 @@ from mtp_extract.graph.call import ends_of, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.compare import TOLERANCE, differences, first_difference
 from mtp_extract.proof.forward import Read, Step, Written, forward, logits

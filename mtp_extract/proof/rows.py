@@ -22,7 +22,7 @@ from mtp_extract.graph.flat import MASK_LOCAL, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.litertlm.quantized import Floats
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.proof.attentions import AttentionOps, Side
 from mtp_extract.proof.forward import Cache, rotate
 from mtp_extract.proof.inputs import Interface, Layouts

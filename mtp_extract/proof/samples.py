@@ -13,7 +13,7 @@ from mtp_extract.errors import ProofError
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.evaluate import Samples
 from mtp_extract.graph.flat import MASK, MASK_LOCAL
-from mtp_extract.litertlm.quantized import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.proof.forward import Cache, Step, Written
 from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, reach_of
 from mtp_extract.proof.tables import feed

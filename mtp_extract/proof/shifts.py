@@ -16,7 +16,7 @@ from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.kernels import ELEMENTWISE
 from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.litertlm.quantized import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.proof.attentions import AttentionOps, Side
 from mtp_extract.proof.tables import feed
 

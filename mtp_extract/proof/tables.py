@@ -23,7 +23,7 @@ from mtp_extract.graph.fill import fill_param, fill_position
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, FlatGraph, Value, ancestors
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.rope import frequencies
-from mtp_extract.litertlm.quantized import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES, Floats
+from mtp_extract.litertlm.storage import CODE_TYPES, FLOAT_TYPES, NUMBER_TYPES, Floats
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.attentions import AttentionOps, Side
 

@@ -187,7 +187,7 @@ class _Grid:
         # A symmetric quantizer leaves the least code out, and what reads its files may count on that.
         if (
             scheme.signed
-            and scheme.symmetric
+            and not steps.zero_point.any()
             and all(int(chunk.min()) > low for chunk in tensor.integers() if chunk.size)
         ):
             low += 1

@@ -185,4 +185,4 @@ def write_head(checkpoint: Checkpoint, directory: Path) -> None:
     listed = listing(WEIGHTS_FILE, [file.name for file in files])
     with staged(directory, overwrite=True, listed=listed) as stage:
         for file in files:
-            write_file(stage, file, lambda done: None)
+            write_file(stage, file)

@@ -21,7 +21,7 @@ from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
 from mtp_extract.pipeline.conversion import ReadDirectory
-from mtp_extract.pipeline.directory import Choice, ExtractionResult, Staged, write_checkpoint
+from mtp_extract.pipeline.directory import Choice, ExtractionResult, finish, staging
 from mtp_extract.report.card import UNSAID, CardWords
 
 _MADE = "made here, from what the drafter's states look for"
@@ -86,15 +86,13 @@ def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
 
 def _dtype(origin: ReadDirectory) -> str:
     """What ``origin`` is written in: integers where they are not beside floats but in their place."""
-    coded = (
-        tensor.scheme is not None and role not in origin.beside for role, tensor in origin.checkpoint.tensors.items()
-    )
-    dtypes = EVERY[origin.layout].dtypes
-    return CODES if CODES in dtypes and any(coded) else origin.checkpoint.dtype
+    tensors, dtypes = origin.checkpoint.tensors, EVERY[origin.layout].dtypes
+    coded = any(tensor.scheme is not None and role not in origin.extra_codes for role, tensor in tensors.items())
+    return CODES if CODES in dtypes and coded else origin.checkpoint.dtype
 
 
 def _choice(origin: ReadDirectory, *, overwrite: bool = False, card: CardWords = UNSAID) -> Choice:
-    format_, codes = format_named(origin.layout), bool(origin.beside)
+    format_, codes = format_named(origin.layout), bool(origin.extra_codes)
     return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite, card=card.over(origin.old))
 
 
@@ -166,16 +164,14 @@ def _write(
     card: CardWords,
 ) -> ExtractionResult:
     prepared = _choice(origin, overwrite=overwrite, card=card).prepare(checkpoint)
-
-    def checked(staged: Staged) -> dict[str, Any]:
+    with staging(prepared, target, inputs=inputs) as staged:
         check_codes(staged.written, checkpoint, prepared.holdings)
         check_floats(staged.written, checkpoint, prepared.holdings)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
         # What was proven was proven of other weights, or another head.
-        return describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
-
-    return write_checkpoint(prepared, target, checked, inputs=inputs)
+        record = describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
+        return finish(prepared, staged, record, target)
 
 
 def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:

@@ -150,7 +150,7 @@ def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Pat
     for path, data in published.items():
         (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / path).write_bytes(data)
-    verify(tmp_path / "copy", beside=REPORT_FILES)
+    verify(tmp_path / "copy", allowed=REPORT_FILES)
     assert upload(directory, NAME).sent == ()
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.quantized import CODE_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import CODE_TYPES
 from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType
 
 
@@ -143,7 +144,7 @@ def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.Monk
     source = stored(type_, (rows, columns), raw, "per_channel", 0, scale)
     expected = decode(type_, raw, rows * columns).reshape(rows, columns).astype(np.float32) * scale[:, None]
     np.testing.assert_array_equal(source.dequantize(), expected)
-    step = source.grid.step
+    step = source.step
     parts = [np.concatenate([c.copy() for c in source.chunks(f, min(f + step, rows))]) for f in range(0, rows, step)]
     np.testing.assert_array_equal(np.concatenate(parts).reshape(rows, columns), expected)
     codes = np.concatenate([c.copy() for c in source.code_chunks(0, rows)])

@@ -23,7 +23,7 @@ from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
-from mtp_extract.pipeline.strays import strays
+from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.pipeline.verification import UNTOLD, verify_against_drafter
 from mtp_extract.report.tables import REPORT_FILES
 from mtp_extract.validate.identity import NEEDED, check_identity
@@ -58,7 +58,7 @@ def copied(directory: Path, place: Path) -> Path:
 def proven(directory: Path, source: Drafter) -> bool:
     """Whether validation would say so. What reading refuses, or what is no part of the drafter, needs no execution."""
     try:
-        if strays(directory, REPORT_FILES):
+        if unexpected_in(directory, REPORT_FILES):
             return False
         checks = check_identity(directory, source)[0]
     except MtpExtractError as error:
@@ -105,7 +105,7 @@ def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path
         intruders.add_file(directory, file, content, weights)
         if kept:
             intruders.resum(directory)
-        named = strays(directory, REPORT_FILES)
+        named = unexpected_in(directory, REPORT_FILES)
         assert named and file.rpartition("/")[2] in " ".join(named), file
         assert not proven(directory, source), file
         # A file of a report is let through where there is one; nothing else is.
@@ -113,7 +113,7 @@ def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path
         (directory / file).unlink()
         if kept:
             (directory / "extraction.json").write_bytes(kept)
-    assert not strays(directory, REPORT_FILES)
+    assert not unexpected_in(directory, REPORT_FILES)
 
 
 def test_what_is_no_file(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:

@@ -23,5 +23,5 @@ def known_good() -> Iterator[tuple[Path, MtpDrafter, SourceDrafter]]:
     with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
         place, source = Path(folder), opened.drafter()
         for file in format_named("transformers").plan(checkpoint_of(source), "f32"):
-            write_file(place, file, lambda count: None)
+            write_file(place, file)
         yield place, load_drafter(place), source

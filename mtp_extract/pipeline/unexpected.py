@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's directory, is read by engines, and is no part of the drafter that is read there."""
+"""What engines would read of a checkpoint's directory that is no part of the drafter that is read there."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def is_harmless(name: str) -> bool:
     return name in _TOKENIZER or any(fnmatchcase(base, pattern) for pattern in _HARMLESS)
 
 
-def require_manifest(place: Path, beside: Container[str] = ()) -> None:
+def require_manifest(place: Path, allowed: Container[str] = ()) -> None:
     """Check that ``place`` holds a drafter and nothing else that an engine may read.
 
     Args:
         place: a directory, or a file that is a checkpoint.
-        beside: names of files that may be there: those of a report.
+        allowed: names of other files that may be there: those of a report.
 
     Raises:
         CheckpointError: there is more, which is named.
         DrafterError: it holds no drafter, or a damaged one.
     """
-    if found := strays(place, beside):
+    if found := unexpected_in(place, allowed):
         raise CheckpointError(
             f"{escape(place)}: expected a drafter and nothing else that an engine may read, found that "
             f"{few(found, separator='; ')}. Move aside or undo what does not belong there, or extract the drafter "
@@ -58,35 +58,36 @@ def require_manifest(place: Path, beside: Container[str] = ()) -> None:
         )
 
 
-def strays(place: Path, beside: Container[str] = ()) -> list[str]:
-    """What :func:`require_manifest` refuses, in words, each with its file.
+def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
+    """Files, keys and values that :func:`require_manifest` refuses, each as a clause that names its file.
 
     Raises:
         DrafterError, CheckpointError: as there.
     """
     manifest = format_of(place).manifest(place)
-    files = [] if place.is_file() else sorted(_strange(place, manifest, beside))
-    said = [*manifest.said, said_of_codes(place / CODES_FILE)]
-    found = [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
+    files = [] if place.is_file() else sorted(_unexpected_files(place, manifest, allowed))
+    expected = [*manifest.said, said_of_codes(place / CODES_FILE)]
+    there = [one for one in expected if one.path.is_file()]
+    keys = [f"{escape(one.path.name)} {what}" for one in there for what in _unexpected_keys(one)]
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    return files + found + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
+    return files + keys + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
 
 
-def _beyond(said: Said) -> Iterator[str]:
-    read = read_metadata if holds_tensors(said.path) else reading.read_json
-    return beyond(read(said.path), said)
+def _unexpected_keys(expected: Said) -> Iterator[str]:
+    read = read_metadata if holds_tensors(expected.path) else reading.read_json
+    return beyond(read(expected.path), expected)
 
 
-def _strange(folder: Path, manifest: Manifest, beside: Container[str]) -> Iterator[str]:
+def _unexpected_files(folder: Path, manifest: Manifest, allowed: Container[str]) -> Iterator[str]:
     for root, folders, names in os.walk(folder):
         # No engine looks into hidden directories: they are git's, the Hub's and editors'.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        # What a link leads to is not looked through here, and is by engines.
+        # Engines follow links to directories; os.walk does not.
         links = [name for name in folders if Path(root, name).is_symlink()]
         for name in (*links, *names):
             path = Path(root, name).relative_to(folder).as_posix()
-            if path in manifest.files or path in (RECORD, CODES_FILE) or path in beside or is_harmless(path):
+            if path in (*manifest.files, RECORD, CODES_FILE) or path in allowed or is_harmless(path):
                 if not Path(root, name).is_file():
                     yield f"{escape(path)} is no file"
-                continue
-            yield f"{escape(path)} belongs neither to the checkpoint nor to a report"
+            else:
+                yield f"{escape(path)} belongs neither to the checkpoint nor to a report"

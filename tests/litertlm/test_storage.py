@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.quantized import CODE_TYPES
-from mtp_extract.litertlm.requantize import Storage, float_bytes, pack, rechunked
+from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes, pack, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
 GOLDEN = np.load(Path(__file__).parent / "requantized.npz")
