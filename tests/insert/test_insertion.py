@@ -22,7 +22,8 @@ from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, PairError, TruncatedError, UnsupportedError
 from mtp_extract.formats import FORMATS
-from mtp_extract.insert.drafter import InsertionPlan, InsertionResult, planned_insertion
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.litertlm.writer import bundle_with, write_laid
 from mtp_extract.pipeline.extraction import checkpoint_of
 
@@ -44,7 +45,7 @@ def floats_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def hows(plan: InsertionPlan) -> set[str]:
-    return {decision.how for decision in plan.decisions.values()}
+    return {decision.how for (decision,) in plan.decisions.values()}
 
 
 @pytest.mark.parametrize("options", [EXACT, {"dtype": "bf16"}, {"dtype": "f16"}], ids=["f32+codes", "bf16", "f16"])
@@ -53,7 +54,7 @@ def test_an_untouched_checkpoint_gives_the_same_bundle(sample: Path, tmp_path: P
     plan, result = insert(source, sample, tmp_path / "new.litertlm")
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
     assert hows(plan) == {"kept"}
-    assert result.proof.positions
+    assert result.proof is not None and result.proof.positions
 
 
 @pytest.mark.parametrize("layout", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
@@ -77,8 +78,8 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
         save_file(tensors, codes, opened.metadata())
     safetensors.torch.save_file(weights, floats, {"format": "pt"})
     plan, _ = insert(source, sample, tmp_path / "new.litertlm")
-    assert plan.decisions["lm_head"].how == "codes"
-    assert {role for role, decision in plan.decisions.items() if decision.how != "kept"} == {"lm_head"}
+    assert plan.decisions["lm_head"][0].how == "codes"
+    assert {role for role, (decision,) in plan.decisions.items() if decision.how != "kept"} == {"lm_head"}
     with open_bundle(sample) as old, open_bundle(tmp_path / "new.litertlm") as new:
         before, after = (
             np.concatenate([c.copy() for c in checkpoint_of(o.drafter()).tensors["lm_head"].integers()])
@@ -120,7 +121,7 @@ def test_a_changed_variant(name: str, tmp_path: Path) -> None:
     assert plan.rebuilt == (4 if name == "jax_norm_static_plain" else 0)
     assert plan.rebuilt or (tmp_path / "new.tflite").stat().st_size == variant(name).stat().st_size
     worst = {"INT8": 0.02, "INT4": 0.2, "INT2": 0.9, "UINT8": 0.02, "FLOAT32": 0.0, "FLOAT16": 1e-3}
-    for role, decision in plan.decisions.items():
+    for role, (decision,) in plan.decisions.items():
         assert decision.error <= worst[decision.storage.type.name], role
     again = extract(tmp_path / "new.tflite", tmp_path / "again", dtype="f32")
     written = load_file(again.directory / "model.safetensors")
@@ -165,7 +166,7 @@ def test_requantized_floats_are_the_quantizers_file(
 
     plan, _ = insert(changed({HEAD: moved}), sample, tmp_path / "new.litertlm")
     full = (np.abs(truth[HEAD]["q"]).max(axis=1) == 7).all()
-    assert plan.decisions["lm_head"].how == "requantized"
+    assert plan.decisions["lm_head"][0].how == "requantized"
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False) == bool(full)
 
 
@@ -173,8 +174,8 @@ def test_requantized_floats_are_the_quantizers_file(
 def test_another_type(type_: str, sample: Path, noisy: Path, tmp_path: Path) -> None:
     out = tmp_path / "new.litertlm"
     plan, result = insert(noisy, sample, out, types={"*": type_})
-    assert {d.storage.type.name for r, d in plan.decisions.items() if r.endswith("proj")} == {type_.upper()}
-    assert result.proof.positions
+    assert {d.storage.type.name for r, (d,) in plan.decisions.items() if r.endswith("proj")} == {type_.upper()}
+    assert result.proof is not None and result.proof.positions
     weights, written = load_file(noisy / "model.safetensors"), floats_of(out)
     worst = {"int8": 0.02, "int4": 0.2, "int2": 0.9, "float32": 0.0}[type_]
     head = weights[HEAD]
@@ -186,7 +187,7 @@ def test_another_type(type_: str, sample: Path, noisy: Path, tmp_path: Path) -> 
 def test_one_role_another_type(sample: Path, exact: Path, tmp_path: Path) -> None:
     types = {"layers.*.gate_proj": "int8", "layers.0.gate_proj": "float32"}
     plan, _ = insert(exact, sample, tmp_path / "new.litertlm", types=types)
-    stored = {role: d.storage.type.name for role, d in plan.decisions.items()}
+    stored = {role: d.storage.type.name for role, (d,) in plan.decisions.items()}
     assert (stored["layers.0.gate_proj"], stored["layers.1.gate_proj"]) == ("FLOAT32", "INT8")
     assert stored["layers.1.up_proj"] == "INT4"
     mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
@@ -198,7 +199,7 @@ def test_back_to_the_first_type(sample: Path, exact: Path, tmp_path: Path) -> No
     wide, narrow = tmp_path / "wide.litertlm", tmp_path / "narrow.litertlm"
     insert(exact, sample, wide, types={"*": "int8"})
     source = extract(sample, tmp_path / "codes", **EXACT).directory
-    four = {role: "int4" for role, d in _plan_of(source, sample).decisions.items() if d.before.name == "INT4"}
+    four = {role: "int4" for role, (d,) in _plan_of(source, sample).decisions.items() if d.before.name == "INT4"}
     insert(source, wide, narrow, types=four)
     assert narrow.stat().st_size < wide.stat().st_size
     mine, theirs = floats_of(narrow), floats_of(sample)
@@ -462,7 +463,7 @@ def test_errors_of_very_small_and_large_weights(sample: Path, noisy: Path, chang
     def error(size: float) -> float:
         source = changed({HEAD: lambda head: head * size}, name=f"{size}", source=noisy)
         with planned_insertion(source, sample) as plan:
-            return plan.decisions["lm_head"].error
+            return plan.decisions["lm_head"][0].error
 
     assert error(1e30) == pytest.approx(error(1.0), rel=1e-3)
     assert error(1e-30) == pytest.approx(1.0)
