@@ -38,7 +38,7 @@ _MOST_GUESSES = 8
 
 @dataclass(frozen=True)
 class RoleVerdict:
-    """What is to be said of one role."""
+    """How a role's weights in the bundle compare with the checkpoint's."""
 
     role: str
     tensor: str | None

@@ -199,8 +199,8 @@ def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
     for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
         # Squares of floats overflow and vanish in F32.
         exact = expected.astype(np.float64)
-        apart = found - exact
-        difference += float(np.dot(apart, apart))
+        error = found - exact
+        difference += float(np.dot(error, error))
         size += float(np.dot(exact, exact))
     if not size:
         return math.inf if difference else 0.0
@@ -318,9 +318,8 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
 
 
 def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:
-    """What is said ``[rows, columns / block]`` of a matrix, said of each group of ``target``; None where it cannot be.
-
-    A group is one only where all of it has one value.
+    """``by_place``, one value for each block of a row, ``[rows, columns / block]``, as one value for each group of
+    ``target``; None where a group has several.
     """
     if target.kind == "blockwise":
         if transposed or block % target.block_size:

@@ -8,7 +8,7 @@ byte is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -21,7 +21,7 @@ from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor
-from mtp_extract.checkpoint.tensor_file import run_all, workers
+from mtp_extract.checkpoint.tensor_file import workers
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -165,7 +165,7 @@ def _plan(
     checkpoint = checkpoint.whole()
     window = checkpoint.mtp.sliding_window
     decisions = _decide(checkpoint, drafter, types)
-    layout, moved = _layout(opened, drafter, decisions)
+    layout, moved = _layout(opened, drafter, _sites(drafter, decisions))
     if moved:
         virtual = LaidSource(layout, opened.source.name)
         section = drafter.section.index if drafter.section else None
@@ -195,15 +195,14 @@ def _plan(
 
 
 def _sites(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[Site]:
-    return [
-        Site(drafter.model, found, decisions[found.role]) for found in drafter.walk.roles if found.role in decisions
-    ]
+    roles = (found for found in drafter.walk.roles if found.role in decisions)
+    return [Site(drafter.model, found, decisions[found.role]) for found in roles]
 
 
 def _activations(
     drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
 ) -> tuple[list[Piece], list[str]]:
-    """New scales of static activations, and what is to be said of them."""
+    """New scales of static activations, and notes on them."""
     static = [role.role for role in drafter.walk.roles if role.input is not None]
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
@@ -220,25 +219,18 @@ def _activations(
 
 
 def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) -> dict[str, Decision]:
-    wanted = _wanted(drafter, types)
-    stored = checkpoint_of(drafter).tensors
-    decisions: dict[str, Decision] = {}
-
-    def deciding(role: str, constant: ConstantTensor) -> None:
-        decisions[role] = decide(role, constant, checkpoint.tensors[role], checkpoint.dtype, wanted.get(role))
-
-    jobs = []
+    wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
+    jobs: dict[str, Callable[[], Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
         constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if isinstance(constant, ConstantTensor):
-            jobs.append(partial(deciding, role.name, constant))
+            jobs[role.name] = partial(decide, role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
         else:
             require_ones(role.name, shape, new, checkpoint.dtype)
     with ThreadPoolExecutor(workers()) as pool:
-        run_all(pool, jobs)
-    return {role.name: decisions[role.name] for role in roles_of(drafter.config.num_layers) if role.name in decisions}
+        return dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
 
 
 def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]:
@@ -260,9 +252,9 @@ def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]
     return found
 
 
-def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision]) -> tuple[Laid, frozenset[str]]:
+def _layout(opened: Opened, drafter: Drafter, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
     """The file that is written over, and the roles that have a new and empty place in it."""
-    changes = [change for change, _ in new_tensors(drafter.model, _sites(drafter, decisions))]
+    changes = [change for change, _ in new_tensors(drafter.model, sites)]
     source = opened.source
     if not changes:
         whole = source.laid if isinstance(source, LaidSource) else _whole(source, 0, source.size)
@@ -272,12 +264,8 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
             f"{source.name}: its header does not say where the drafter is, so its types and layout cannot change."
         )
     section = rebuilt(drafter.model, changes)
-    moved = {(change.subgraph, change.tensor) for change in changes}
-    roles = frozenset(
-        role.role
-        for role in drafter.walk.roles
-        if role.tensor is not None and (role.tensor.subgraph, role.tensor.index) in moved
-    )
+    keys = {(change.subgraph, change.tensor) for change in changes}
+    roles = frozenset(site.found.role for site in sites if (site.tensor.subgraph, site.tensor.index) in keys)
     if opened.bundle is None:
         return section, roles
     if drafter.section is None:

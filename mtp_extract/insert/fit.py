@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a drafter's graph, and a drafter the base beside it: said before a byte is written."""
+"""Whether a checkpoint fits a drafter's graph, and a drafter the base of its bundle: asked before a byte is written."""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ Key = tuple[int, int]
 """A tensor of a model: subgraph and index."""
 Span = tuple[int, int]
 """Bytes of the file, ``[begin, end)``."""
+Change = tuple[NewTensor, str]
+"""A tensor that has to be made, and why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class _Stored:
         return len({decision.fingerprint for decision in self.decisions}) == 1
 
 
-def new_tensors(model: TfliteModel, sites: Iterable[Site]) -> list[tuple[NewTensor, str]]:
+def new_tensors(model: TfliteModel, sites: Iterable[Site]) -> list[Change]:
     """The tensors of ``model`` that have to be made for ``sites``, each with the reason; none where all of it can be
     written in place.
 
@@ -81,15 +83,24 @@ def new_tensors(model: TfliteModel, sites: Iterable[Site]) -> list[tuple[NewTens
     found: dict[tuple[Key, int | None], list[Site]] = defaultdict(list)
     for site in sites:
         found[(site.tensor.subgraph, site.tensor.index), site.found.first].append(site)
-    stored = []
-    for (_, first), group in found.items():
-        # Signatures may run one graph, and have one decision.
-        entry = _Stored(group[0].tensor, tuple({id(site.decision): site.decision for site in group}.values()))
-        if first is None:
-            stored.append(entry)
-        elif any(decision.how != KEPT for decision in entry.decisions):
+    # Signatures may run one graph, and have one decision.
+    stored = {
+        place: _Stored(group[0].tensor, tuple({id(site.decision): site.decision for site in group}.values()))
+        for place, group in found.items()
+    }
+    whole = {key: entry for (key, first), entry in stored.items() if first is None}
+    split, retyped, unshared = list[Change](), list[Change](), list[Change]()
+    for (_, first), entry in stored.items():
+        decision = entry.decisions[0]
+        if first is not None:
             _check_part(model, entry, owners)
-    return [*_split(model, stored), *_retyped(model, stored), *_unshared(model, stored, owners)]
+        elif not entry.agreed:
+            split += _split(model, entry)
+        elif not _fits(decision.storage, entry.tensor):
+            retyped.append((NewTensor(*entry.key, decision.storage), _why_retyped(model, entry)))
+        elif decision.how != KEPT and (why := _why_unshared(model, entry, whole, owners)):
+            unshared.append((NewTensor(*entry.key, decision.storage), why))
+    return [*split, *retyped, *unshared]
 
 
 def _owners(model: TfliteModel) -> Mapping[Span, list[Key]]:
@@ -133,10 +144,12 @@ def _check_part(model: TfliteModel, entry: _Stored, owners: Mapping[Span, list[K
     """Check that rows of a tensor can be written over, without the rows of other weights in it.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: they are to change, and cannot.
     """
     tensor, storage, quantization = entry.tensor, entry.decisions[0].storage, entry.tensor.quantization
     why = None
+    if all(decision.how == KEPT for decision in entry.decisions):
+        return
     if not entry.agreed or any(len(owners[span]) > 1 for span in _spans(model, tensor)):
         why = "its bytes are another tensor's, too"
     elif storage.type is not tensor.type:
@@ -151,24 +164,21 @@ def _check_part(model: TfliteModel, entry: _Stored, owners: Mapping[Span, list[K
         )
 
 
-def _split(model: TfliteModel, stored: Iterable[_Stored]) -> Iterator[tuple[NewTensor, str]]:
+def _split(model: TfliteModel, entry: _Stored) -> Iterator[Change]:
     """One tensor plays several roles, which now differ: every reader but the first gets its own."""
-    for entry in stored:
-        if entry.agreed:
-            continue
-        storages = {d.storage for d in entry.decisions}
-        readers = readers_of(model, *entry.key)
-        if len(readers) != len(entry.decisions) or len(storages) > 1:
-            raise UnsupportedError(
-                f"{entry.roles}: {entry.tensor.label} holds all of them, and they are to differ; it is read by "
-                f"{len(readers)} operators for {len(entry.decisions)} roles, so it cannot be split. Let them be equal."
-            )
-        why = f"{entry.roles}: {entry.tensor.label} holds all of them, and they are to differ"
-        # The first reader keeps the tensor there is, in its new type if it has one.
-        storage = storages.pop()
-        if not _fits(storage, entry.tensor):
-            yield NewTensor(*entry.key, storage), why
-        yield from ((NewTensor(*entry.key, storage, (reader,)), why) for reader in readers[1:])
+    storages = {d.storage for d in entry.decisions}
+    readers = readers_of(model, *entry.key)
+    why = f"{entry.roles}: {entry.tensor.label} holds all of them, and they are to differ"
+    if len(readers) != len(entry.decisions) or len(storages) > 1:
+        raise UnsupportedError(
+            f"{why}; it is read by {len(readers)} operators for {len(entry.decisions)} roles, so it cannot be split. "
+            "Let them be equal."
+        )
+    # The first reader keeps the tensor there is, in its new type if it has one.
+    storage = storages.pop()
+    if not _fits(storage, entry.tensor):
+        yield NewTensor(*entry.key, storage), why
+    yield from ((NewTensor(*entry.key, storage, (reader,)), why) for reader in readers[1:])
 
 
 def _fits(storage: Storage, tensor: Tensor) -> bool:
@@ -176,48 +186,38 @@ def _fits(storage: Storage, tensor: Tensor) -> bool:
     return (storage.type, storage.shape) == (tensor.type, tensor.shape)
 
 
-def _retyped(model: TfliteModel, stored: Iterable[_Stored]) -> Iterator[tuple[NewTensor, str]]:
-    """A tensor of another type or shape than it has."""
-    for entry in stored:
-        decision = entry.decisions[0]
-        if not entry.agreed or _fits(decision.storage, entry.tensor):
-            continue
-        operators = model.subgraphs[entry.tensor.subgraph].operators
-        expected = _MATRIX_READER if decision.storage.type is not entry.tensor.type else _VECTOR_READER
-        for operator, position in readers_of(model, *entry.key):
-            if operators[operator].kind != expected or position != 1:
-                raise UnsupportedError(
-                    f"{decision.role}: {entry.tensor.label} is read by {operators[operator].label}; its type can be "
-                    f"changed only where a {expected} reads it directly. Keep its type."
-                )
-        storage = decision.storage
-        why = f"{entry.roles}: {entry.tensor.label} would have to become {storage.type.name} {list(storage.shape)}"
-        yield NewTensor(*entry.key, storage), why
+def _why_retyped(model: TfliteModel, entry: _Stored) -> str:
+    """That a tensor has another type or shape than its role is to have.
+
+    Raises:
+        UnsupportedError: an operator reads it that would not take it so.
+    """
+    tensor, storage = entry.tensor, entry.decisions[0].storage
+    operators = model.subgraphs[tensor.subgraph].operators
+    expected = _MATRIX_READER if storage.type is not tensor.type else _VECTOR_READER
+    for operator, position in readers_of(model, *entry.key):
+        if operators[operator].kind != expected or position != 1:
+            raise UnsupportedError(
+                f"{entry.roles}: {tensor.label} is read by {operators[operator].label}; its type can be changed only "
+                f"where a {expected} reads it directly. Keep its type."
+            )
+    return f"{entry.roles}: {tensor.label} would have to become {storage.type.name} {list(storage.shape)}"
 
 
-def _unshared(
-    model: TfliteModel, stored: list[_Stored], owners: Mapping[Span, list[Key]]
-) -> Iterator[tuple[NewTensor, str]]:
-    """Several tensors have one buffer, and are to differ: those that change get buffers of their own."""
-    by_key = {entry.key: entry for entry in stored}
-    for entry in stored:
-        decision = entry.decisions[0]
-        if decision.how == KEPT or not entry.agreed or not _fits(decision.storage, entry.tensor):
-            continue
-        # Scales of floats mean nothing, and are not written.
-        written = list(_spans(model, entry.tensor))[: None if entry.tensor.type in CODE_TYPES else 1]
-        sharing = {key: by_key.get(key) for span in written for key in owners[span]}
-        for key, other in sharing.items():
-            if other is None:
-                roles, why = entry.roles, "which plays no role"
-            elif other.decisions[0] is decision or other.decisions[0].fingerprint == decision.fingerprint:
-                continue
-            else:
-                roles = " and ".join(dict.fromkeys((entry.roles, other.roles)))
-                why = "and the two are to differ"
-            where = f"{entry.tensor.label} has the bytes of {model.tensor(*key).label}"
-            yield NewTensor(*entry.key, decision.storage), f"{roles}: {where}, {why}"
-            break
+def _why_unshared(
+    model: TfliteModel, entry: _Stored, stored: Mapping[Key, _Stored], owners: Mapping[Span, list[Key]]
+) -> str:
+    """That another tensor has bytes of this one, and is not to change alike; empty where none has."""
+    decision, tensor = entry.decisions[0], entry.tensor
+    # Scales of floats mean nothing, and are not written.
+    written = list(_spans(model, tensor))[: None if tensor.type in CODE_TYPES else 1]
+    for key in (key for span in written for key in owners[span]):
+        where = f"{tensor.label} has the bytes of {model.tensor(*key).label}"
+        if (other := stored.get(key)) is None:
+            return f"{entry.roles}: {where}, which plays no role"
+        if other.decisions[0] is not decision and other.decisions[0].fingerprint != decision.fingerprint:
+            return f"{' and '.join(dict.fromkeys((entry.roles, other.roles)))}: {where}, and the two are to differ"
+    return ""
 
 
 def pieces_of(sites: Iterable[Site], moved: frozenset[str] = frozenset()) -> list[Piece]:
