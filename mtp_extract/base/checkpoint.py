@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
-from mtp_extract.checkpoint.dtypes import Dtype
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header
@@ -27,6 +26,8 @@ _INDEX = "model.safetensors.index.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
+# Under the prefix of a text model alone.
+_TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
 _HEAD = "lm_head.weight"
 _ASSISTANT = "_assistant"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
@@ -36,24 +37,21 @@ _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_pr
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """The text model of a base.
-
-    Attributes:
-        text: its configuration, ``text_config``.
-        weights: role → weight, for every role the directory has a tensor for.
-        names: role → name of that tensor.
-        unknown: tensors of the text model that play no role.
-        unused: tensors that transformers does not load: K and V of layers that share another layer's.
-        others: tensors of other parts of the model, counted by the part's name.
-    """
+    """The text model of a base."""
 
     directory: Path
     text: Mapping[str, Any]
+    """Its configuration, ``text_config``."""
     weights: Mapping[str, StoredWeight]
+    """Role → weight, for every role that the directory has a tensor for."""
     names: Mapping[str, str]
+    """Role → name of that tensor."""
     unknown: tuple[str, ...]
+    """Tensors of the text model that play no role."""
     unused: tuple[str, ...]
+    """Tensors that transformers does not load: K and V of layers that share another layer's."""
     others: Mapping[str, int]
+    """Tensors of other parts of the model, counted by the part's name."""
 
     @property
     def tied(self) -> bool:
@@ -62,7 +60,7 @@ class BaseCheckpoint:
 
 
 def holds_drafter(directory: Path) -> bool:
-    """Whether the checkpoint in ``directory`` is a drafter's: one of ours, or an assistant in transformers' form.
+    """Whether the checkpoint in ``directory`` is a drafter's: one with a record, or an assistant in transformers' form.
 
     Raises:
         CheckpointError: its configuration cannot be read.
@@ -80,6 +78,37 @@ def read_base(directory: Path) -> BaseCheckpoint:
         CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself.
         UnsupportedError: it stores integers, or has parts that no bundle is known to have.
     """
+    text = _text_config(directory)
+    layers = text["num_hidden_layers"]
+    stored = dict(_stored(directory))
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
+    if prefix is None:
+        expected = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
+        raise CheckpointError(f"{escape(directory)}: expected a tensor {expected}, found none.")
+    unused = {f"{prefix}layers.{i}.{part}" for i in _shared_layers(text, layers) for part in _SHARED} & stored.keys()
+    named = {
+        role.name: _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]
+        for role in roles_of(layers, architecture=GEMMA4)
+    }
+    names = {role: name for role, name in named.items() if name in stored.keys() - unused}
+    weights = {role: StoredWeight(*stored[name]) for role, name in names.items()}
+    for role, weight in weights.items():
+        _require_floats(weight, names[role])
+    rest = [name for name in stored if name not in unused.union(names.values())]
+    own = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
+    return BaseCheckpoint(
+        directory,
+        MappingProxyType(text),
+        MappingProxyType(weights),
+        MappingProxyType(names),
+        tuple(own),
+        tuple(name for name in stored if name in unused),
+        Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own),
+    )
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    """The configuration of the text model, whose weights are floats and whose number of layers is one."""
     config = read_object(directory / _CONFIG, _AS_WRITTEN)
     model_type = config.get("model_type")
     if model_type not in _MODEL_TYPES:
@@ -90,47 +119,17 @@ def read_base(directory: Path) -> BaseCheckpoint:
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
-    for place in (config, text):
-        if place.get("quantization_config") is not None:
-            raise UnsupportedError(
-                f"{escape(directory)}: expected weights in floats, found a quantization_config. Give the checkpoint "
-                "in BF16, F16 or F32."
-            )
+    if any(part.get("quantization_config") is not None for part in (config, text)):
+        raise UnsupportedError(
+            f"{escape(directory)}: expected weights in floats, found a quantization_config. Give the checkpoint in "
+            "BF16, F16 or F32."
+        )
     if text.get("enable_moe_block"):
         raise UnsupportedError(f"{escape(directory)}: a mixture of experts, which no bundle is known to hold.")
     layers = text.get("num_hidden_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
         raise CheckpointError(f"{escape(directory / _CONFIG)}: num_hidden_layers is {escape(layers)}.")
-    stored = dict(_stored(directory))
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
-    if prefix is None:
-        wanted = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
-        raise CheckpointError(f"{escape(directory)}: expected a tensor {wanted}, found none.")
-    layer = f"{prefix}layers."
-    skipped = {f"{layer}{i}.{part}" for i in _shared_layers(text, layers) for part in _SHARED}
-    names = {
-        role.name: name
-        for role in roles_of(layers, architecture=GEMMA4)
-        if (name := _HEAD if role.name == "lm_head" else prefix + role.names["transformers"]) in stored.keys() - skipped
-    }
-    weights = {role: StoredWeight(*stored[name]) for role, name in names.items()}
-    for role, weight in weights.items():
-        _require_floats(weight, names[role])
-    rest = [name for name in stored if name not in set(names.values()) | skipped]
-    own = [name for name in rest if name.startswith(prefix) and (prefix != "model." or not _is_tower(name))]
-    return BaseCheckpoint(
-        directory,
-        MappingProxyType(text),
-        MappingProxyType(weights),
-        MappingProxyType(names),
-        tuple(own),
-        tuple(name for name in stored if name in skipped),
-        Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in own),
-    )
-
-
-def _is_tower(name: str) -> bool:
-    return name.startswith(("model.vision", "model.audio", "model.embed_vision", "model.embed_audio"))
+    return text
 
 
 def _shared_layers(text: Mapping[str, Any], layers: int) -> range:
@@ -140,9 +139,9 @@ def _shared_layers(text: Mapping[str, Any], layers: int) -> range:
     return range(layers - count, layers)
 
 
-def _require_floats(weight: StoredWeight, name: str) -> Dtype:
+def _require_floats(weight: StoredWeight, name: str) -> None:
     try:
-        return weight.dtype
+        _ = weight.dtype
     except CheckpointError as error:
         raise UnsupportedError(f"{escape(name)}: {error} Give the checkpoint in BF16, F16 or F32.") from error
 

@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
-from mtp_extract.base.places import BundledBase, Place, find_base
+from mtp_extract.base.places import BundledBase, Place, find_base, grouped
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP, Distance, measure_distance
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import PairError, escape, few
+from mtp_extract.insert.fit import differences
+from mtp_extract.io.source import Progress
 
 NOT_FOUND = "not found"
 _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)
-
-Progress = Callable[[int, int], None]
+_LAYER_SCALAR = ".layer_scalar"
+# What exporters compute constants in, and configurations round them to.
+_NUMBERS_ALIKE = 1e-5
 
 # Of a role that differs: how much is read, and how many others are tried, to say what it holds instead.
 _LARGEST_GUESS = 1 << 24
@@ -35,51 +38,52 @@ _MOST_GUESSES = 8
 
 @dataclass(frozen=True)
 class RoleVerdict:
-    """What is to be said of one role.
-
-    Attributes:
-        tensor: its name in the checkpoint; None where the checkpoint has none.
-        verdict: :data:`EQUAL` … :data:`NOT_FOUND`.
-        types: how the bundle stores it; empty where nothing does.
-        signatures: where the graphs read it.
-        steps: largest distance in steps of the stored codes; None for floats.
-        error: root mean square of the difference, as a share of the checkpoint's.
-        codes_apart: codes that quantizing the checkpoint gives otherwise; None for floats.
-        why: of a verdict that needs one.
-    """
+    """How a role's weights in the bundle compare with the checkpoint's."""
 
     role: str
     tensor: str | None
+    """Its name in the checkpoint; None where the checkpoint has none."""
     shape: tuple[int, ...]
     verdict: str
-    types: tuple[str, ...] = ()
+    """:data:`EQUAL` … :data:`NOT_FOUND`."""
+    stored: tuple[str, ...] = ()
+    """The types in which the bundle stores it; empty where nothing does."""
     signatures: tuple[str, ...] = ()
+    """Those whose graphs read it."""
     steps: float | None = None
+    """The largest distance in steps of the stored codes; None for floats."""
     error: float | None = None
+    """Root mean square of the difference, as a share of the checkpoint's."""
     codes_apart: int | None = None
+    """How many codes quantizing the checkpoint gives otherwise; None for floats."""
     why: str = ""
+    """Of a verdict that needs a reason."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields; None for what JSON cannot say, numbers that are not finite."""
+        return asdict(self) | {"steps": _finite(self.steps), "error": _finite(self.error), "why": self.why or None}
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
 class BaseComparison:
-    """A bundle's base beside a checkpoint.
-
-    Attributes:
-        roles: one verdict a role.
-        tensors: how many tensors of the checkpoint were looked for.
-        tensors_found: how many of them the bundle holds, whether equal or not.
-        layers: of the base.
-        unused, others: as in :class:`BaseCheckpoint`.
-    """
+    """A bundle's base beside a checkpoint."""
 
     bundle: str
     checkpoint: Path
     layers: int
+    """Of the base."""
     roles: tuple[RoleVerdict, ...]
     tensors: int
+    """How many tensors of the checkpoint were looked for."""
     tensors_found: int
+    """How many of them the bundle holds, whether equal or not."""
     unused: tuple[str, ...]
-    others: dict[str, int]
+    others: Mapping[str, int]
+    """``unused`` and ``others`` as in :class:`BaseCheckpoint`."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -110,28 +114,9 @@ class BaseComparison:
             "tensors_found": self.tensors_found,
             "verdicts": self.counts,
             "not_loaded": list(self.unused),
-            "not_compared": self.others,
-            "roles": [
-                {
-                    "role": r.role,
-                    "tensor": r.tensor,
-                    "shape": list(r.shape),
-                    "verdict": r.verdict,
-                    "stored": list(r.types),
-                    "signatures": list(r.signatures),
-                    "steps": _finite(r.steps),
-                    "error": _finite(r.error),
-                    "codes_apart": r.codes_apart,
-                    "why": r.why or None,
-                }
-                for r in self.roles
-            ],
+            "not_compared": dict(self.others),
+            "roles": [role.as_json() for role in self.roles],
         }
-
-
-def _finite(number: float | None) -> float | None:
-    """``number``, as far as JSON can say it."""
-    return number if number is not None and math.isfinite(number) else None
 
 
 def compare_base(opened: Opened, directory: Path, progress: Progress = lambda done, total: None) -> BaseComparison:
@@ -148,9 +133,9 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     total = sum(weight.stored.length for weight in checkpoint.weights.values())
     done = 0
     verdicts = []
-    for role, tensor, weight in wanted(base, checkpoint):
-        verdicts.append(_verdict(role, tensor, weight, base.places.get(role, ())))
-        done += weight.stored.length if isinstance(weight, StoredWeight) else 0
+    for match in matches(base, checkpoint):
+        verdicts.append(_verdict(match))
+        done += match.weight.stored.length if isinstance(match.weight, StoredWeight) else 0
         progress(min(done, total), total)
     verdicts += [
         RoleVerdict(name, name, (), NOT_FOUND, why="the bundle has no place for this tensor")
@@ -161,12 +146,12 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     return BaseComparison(
         opened.source.name,
         directory,
-        base.layers,
+        base.walk.layers,
         tuple(_explained(verdicts, base, checkpoint)),
         len(checkpoint.names) + len(checkpoint.unknown),
         sum(verdict.verdict != NOT_FOUND for verdict in own),
         checkpoint.unused,
-        dict(checkpoint.others),
+        checkpoint.others,
     )
 
 
@@ -176,15 +161,15 @@ def check_geometry(base: BundledBase, checkpoint: BaseCheckpoint) -> None:
     Raises:
         PairError: they are not; the message lists what differs.
     """
+    expected = {
+        "num_hidden_layers": base.walk.layers,
+        "hidden_size": base.walk.width,
+        "vocab_size": base.places["embed_tokens"][0].found.shape[0],
+        "rms_norm_eps": base.walk.rms_norm_eps,
+        "final_logit_softcapping": base.walk.soft_cap,
+    }
     text = checkpoint.text
-    pairs = (
-        ("num_hidden_layers", base.layers),
-        ("hidden_size", base.width),
-        ("vocab_size", base.vocab_size),
-        ("rms_norm_eps", base.rms_norm_eps),
-        ("final_logit_softcapping", base.soft_cap),
-    )
-    wrong = [f"{key} {escape(text[key])} instead of {mine}" for key, mine in pairs if not _alike(text, key, mine)]
+    wrong = differences([(key, value, text.get(key, value)) for key, value in expected.items()], _NUMBERS_ALIKE)
     if wrong:
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
@@ -192,109 +177,83 @@ def check_geometry(base: BundledBase, checkpoint: BaseCheckpoint) -> None:
         )
 
 
-def _alike(text: Any, key: str, mine: float | None) -> bool:
-    if key not in text:
-        return True
-    theirs = text[key]
-    if not isinstance(theirs, int | float) or mine is None:
-        return bool(theirs == mine)
-    return math.isclose(theirs, mine, rel_tol=1e-5)
+@dataclass(frozen=True)
+class Match:
+    """A role of a base: its weight in the checkpoint, and where the bundle holds it."""
+
+    role: str
+    name: str | None
+    """Of its tensor in the checkpoint; None where the checkpoint has none."""
+    weight: LazyTensor | None
+    """None where the checkpoint does not say what it is."""
+    places: tuple[Place, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that the bundle holds, whose columns may lie in several places; ``[1]`` of a layer scalar that
+        no graph multiplies by.
+        """
+        if not self.places:
+            return (1,)
+        ends = [place.columns[1] for place in self.places if place.columns is not None]
+        shape = self.places[0].found.shape
+        return (shape[0], max(ends)) if ends else shape
+
+    @property
+    def problem(self) -> str:
+        """Why the two cannot be compared; empty where they can."""
+        if self.weight is None:
+            return "the checkpoint has no such tensor"
+        if not self.places and not self.role.endswith(_LAYER_SCALAR):
+            return "no graph of the bundle reads it"
+        if self.shape != self.weight.shape:
+            return f"the checkpoint's is {list(self.weight.shape)}, the bundle's {list(self.shape)}"
+        return ""
 
 
-def wanted(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[tuple[str, str | None, LazyTensor | None]]:
-    """Every role of either, the name of its tensor, and what it is to hold; None where the checkpoint says nothing.
-
-    A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1.
-    """
-    roles = [*checkpoint.weights, *(role for role in base.places if role not in checkpoint.weights)]
-    for role in roles:
-        weight: LazyTensor | None = checkpoint.weights.get(role)
-        name = checkpoint.names.get(role)
-        if weight is None and role == "lm_head":
-            weight, name = checkpoint.weights["embed_tokens"], checkpoint.names["embed_tokens"]
-        elif weight is None and role.endswith(".layer_scalar"):
+def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
+    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1."""
+    for role in dict.fromkeys((*checkpoint.weights, *base.places)):
+        tied = role == "lm_head" and checkpoint.tied
+        name = checkpoint.names.get("embed_tokens" if tied else role)
+        weight: LazyTensor | None = checkpoint.weights.get("embed_tokens" if tied else role)
+        if weight is None and role.endswith(_LAYER_SCALAR):
             weight = FilledTensor((1,))
-        yield role, name, weight
+        yield Match(role, name, weight, base.places.get(role, ()))
 
 
-def whole_shape(places: Sequence[Place]) -> tuple[int, ...]:
-    """The shape of the weight whose parts ``places`` hold, each perhaps in several signatures."""
-    ends = [place.columns[1] for place in places if place.columns is not None]
-    return (places[0].found.shape[0], max(ends)) if ends else places[0].found.shape
-
-
-def stored_as(place: Place) -> LazyTensor:
-    """What ``place`` holds, as a weight."""
-    found = place.found
-    if found.tensor is None:
-        return FilledTensor(found.shape)
-    return ConstantTensor.of(place.model, found)
-
-
-def of_place(weight: LazyTensor, place: Place) -> LazyTensor:
-    """The part of ``weight`` that ``place`` holds."""
-    if place.columns is None or not isinstance(weight, StoredWeight):
-        return weight
-    return StoredColumns(weight, *place.columns)
-
-
-def _verdict(role: str, name: str | None, weight: LazyTensor | None, places: Sequence[Place]) -> RoleVerdict:
+def _verdict(match: Match) -> RoleVerdict:
+    role, name, weight, places = match.role, match.name, match.weight, match.places
     if weight is None:
-        return RoleVerdict(role, None, places[0].found.shape, NOT_FOUND, why="the checkpoint has no such tensor")
-    shape = weight.shape
-    if not places:
-        if not role.endswith(".layer_scalar"):
-            return RoleVerdict(role, name, shape, NOT_FOUND, why="no graph of the bundle reads it")
-        compared = measure_distance(FilledTensor((1,)), weight)
-        why = "" if compared.verdict == EQUAL else "the graphs have no layer scalar, which is one of 1"
-        return RoleVerdict(role, name, shape, compared.verdict, error=compared.error, why=why)
+        return RoleVerdict(role, None, places[0].found.shape, NOT_FOUND, why=match.problem)
     types = tuple(sorted({p.found.tensor.type_name for p in places if p.found.tensor is not None}))
-    signatures = tuple(dict.fromkeys(p.signature for p in places))
-    whole = whole_shape(places)
-    if whole != shape:
-        why = f"the checkpoint's is {list(shape)}, the bundle's {list(whole)}"
-        return RoleVerdict(role, name, shape, DIFFERENT, types, signatures, why=why)
-    worst: Distance | None = None
-    for place, *_ in grouped(places):
-        compared = measure_distance(stored_as(place), of_place(weight, place))
-        worst = compared if worst is None else worst.worse(compared)
-    assert worst is not None
-    return RoleVerdict(
-        role, name, shape, worst.verdict, types, signatures, worst.steps, worst.error, worst.codes_apart, worst.why
-    )
-
-
-def grouped(places: Sequence[Place]) -> list[tuple[Place, ...]]:
-    """``places``, those together that hold the same bytes, scales and factors: signatures share most of them."""
-    found: dict[object, list[Place]] = {}
-    for place in places:
-        stored = stored_as(place)
-        key: object = None
-        if isinstance(stored, ConstantTensor):
-            where = stored.source.location.file_offset
-            # Summed, since a vocabulary has a scale a row and a table a layer.
-            sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
-            key = where, *sums, stored.factor, stored.transposed, stored.offset
-        found.setdefault((key, place.columns), []).append(place)
-    return [tuple(group) for group in found.values()]
+    made = RoleVerdict(role, name, weight.shape, DIFFERENT, types, tuple(dict.fromkeys(p.signature for p in places)))
+    if match.problem:
+        return replace(made, verdict=DIFFERENT if places else NOT_FOUND, why=match.problem)
+    if not places:
+        found = measure_distance(FilledTensor((1,)), weight)
+        why = "" if found.verdict == EQUAL else "the graphs have no layer scalar, which is one of 1"
+        return replace(made, verdict=found.verdict, error=found.error, why=why)
+    found = reduce(Distance.worse, (measure_distance(p.stored, p.part_of(weight)) for p, *_ in grouped(places)))
+    return replace(made, **vars(found))
 
 
 def _explained(verdicts: Sequence[RoleVerdict], base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[RoleVerdict]:
     """``verdicts``, and of those that differ what the bundle holds instead, where that is known."""
-    apart = [v.role for v in verdicts if v.verdict == DIFFERENT and v.role in checkpoint.weights]
+    differing = [v.role for v in verdicts if v.verdict == DIFFERENT and v.role in checkpoint.weights]
     for verdict in verdicts:
         guess = None
-        if verdict.role in apart and math.prod(verdict.shape) <= _LARGEST_GUESS and base.places.get(verdict.role):
-            guess = _guess(verdict.role, stored_as(base.places[verdict.role][0]), apart, checkpoint)
+        if verdict.role in differing and math.prod(verdict.shape) <= _LARGEST_GUESS and base.places.get(verdict.role):
+            guess = _guess(verdict.role, base.places[verdict.role][0].stored, differing, checkpoint)
         yield replace(verdict, why=f"{verdict.why}; {guess}") if guess else verdict
 
 
-def _guess(role: str, stored: LazyTensor, apart: Sequence[str], checkpoint: BaseCheckpoint) -> str | None:
+def _guess(role: str, stored: LazyTensor, differing: Sequence[str], checkpoint: BaseCheckpoint) -> str | None:
     """What ``stored`` is instead of the weight of ``role``: another role's, or the same written otherwise."""
     own = checkpoint.weights[role]
     if stored.shape != own.shape:
         return None
-    alike = [r for r in apart if r != role and checkpoint.weights[r].shape == own.shape][:_MOST_GUESSES]
+    alike = [r for r in differing if r != role and checkpoint.weights[r].shape == own.shape][:_MOST_GUESSES]
     for other in alike:
         if measure_distance(stored, checkpoint.weights[other]).verdict != DIFFERENT:
             return f"it holds the checkpoint's {checkpoint.names[other]}"

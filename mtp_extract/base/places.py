@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
 from mtp_extract.bundle import Opened
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, walk_base, walk_table
 from mtp_extract.graph.flat import flatten
@@ -25,39 +30,57 @@ _MOST_NODES = 100_000
 
 @dataclass(frozen=True)
 class Place:
-    """A constant that plays a role in one signature.
-
-    Attributes:
-        section, signature: where.
-        columns: which columns of the role's weight it holds; None for all.
-    """
+    """A constant that plays a role in one signature."""
 
     section: Section
     signature: str
     model: TfliteModel
     found: FoundRole
     columns: tuple[int, int] | None = None
+    """Which columns ``[begin, end)`` of the role's weight it holds; None for all."""
+
+    @property
+    def stored(self) -> LazyTensor:
+        """What it holds; ones where the converter folded them away."""
+        if self.found.tensor is None:
+            return FilledTensor(self.found.shape)
+        return ConstantTensor.of(self.model, self.found)
+
+    @property
+    def key(self) -> object:
+        """Equal for places that hold the same columns in the same bytes, with the same scales and factors."""
+        stored = self.stored
+        if not isinstance(stored, ConstantTensor):
+            return self.columns
+        # Summed, since a vocabulary has a scale a row and a table a layer.
+        sums = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (stored.scale, stored.zero_point))
+        where = stored.source.location.file_offset
+        return self.columns, where, *sums, stored.factor, stored.transposed, stored.offset
+
+    def part_of(self, weight: LazyTensor) -> LazyTensor:
+        """The columns of ``weight`` that it holds."""
+        if self.columns is None or not isinstance(weight, StoredWeight):
+            return weight
+        return StoredColumns(weight, *self.columns)
+
+
+def grouped(places: Iterable[Place]) -> list[tuple[Place, ...]]:
+    """``places``, those together that hold the same: signatures share most of what they read."""
+    found: dict[object, list[Place]] = defaultdict(list)
+    for place in places:
+        found[place.key].append(place)
+    return [tuple(group) for group in found.values()]
 
 
 @dataclass(frozen=True)
 class BundledBase:
-    """A bundle's base.
-
-    Attributes:
-        layers, width, soft_cap, rms_norm_eps: as its decoder computes.
-        vocab_size: rows of its embedding table.
-        places: role → wherever it is stored, one entry a signature (and a table).
-        signatures: every signature that was walked, by section.
-    """
+    """A bundle's base."""
 
     opened: Opened
-    layers: int
-    width: int
-    vocab_size: int
-    soft_cap: float | None
-    rms_norm_eps: float | None
+    walk: BaseWalk
+    """Of the signature with most layers: what the decoder computes with."""
     places: Mapping[str, tuple[Place, ...]]
-    signatures: Mapping[str, tuple[str, ...]]
+    """Role → wherever it is stored, one entry a signature (and a table)."""
 
 
 def find_base(opened: Opened) -> BundledBase:
@@ -76,7 +99,6 @@ def find_base(opened: Opened) -> BundledBase:
                 f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
             )
     places: dict[str, list[Place]] = defaultdict(list)
-    signatures: dict[str, tuple[str, ...]] = {}
     walks: list[BaseWalk] = []
     budget = Budget(_BUDGET)
     for kind in (_DECODER, *_TABLES):
@@ -84,7 +106,6 @@ def find_base(opened: Opened) -> BundledBase:
             continue
         section = sections[kind]
         model = opened.model(section, budget)
-        signatures[kind] = tuple(s.key for s in model.signatures)
         for signature in model.signatures:
             walked = _walk(section, model, signature, kind)
             walks.append(walked)
@@ -94,16 +115,7 @@ def find_base(opened: Opened) -> BundledBase:
         if role not in places:
             raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")
     full = max(walks, key=lambda walked: walked.layers)
-    return BundledBase(
-        opened,
-        full.layers,
-        full.width,
-        places["embed_tokens"][0].found.shape[0],
-        full.soft_cap,
-        full.rms_norm_eps,
-        MappingProxyType({role: tuple(found) for role, found in places.items()}),
-        MappingProxyType(signatures),
-    )
+    return BundledBase(opened, full, MappingProxyType({role: tuple(found) for role, found in places.items()}))
 
 
 def _walk(section: Section, model: TfliteModel, signature: Signature, kind: str) -> BaseWalk:

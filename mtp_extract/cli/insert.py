@@ -13,7 +13,7 @@ from mtp_extract.errors import escape
 from mtp_extract.proof.words import in_words
 
 if TYPE_CHECKING:
-    from mtp_extract.insert.drafter import InsertionPlan, InsertionResult
+    from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 
 app = new_app()
 
@@ -188,7 +188,7 @@ def _wanted(types: str | None, each: list[str]) -> dict[str, str]:
 
 def _show_plan(plan: InsertionPlan) -> None:
     rows = []
-    for role, decision in plan.decisions.items():
+    for role, (decision,) in plan.decisions.items():
         before, after = decision.before.name, decision.storage.type.name
         rows.append([role, before if before == after else f"{before} → {after}", decision.how, f"{decision.error:.2g}"])
     table(rows, ["role", "stored", "what", "error"])
@@ -200,6 +200,7 @@ def _show_plan(plan: InsertionPlan) -> None:
 
 def _show_result(result: InsertionResult) -> None:
     say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
+    assert result.proof is not None
     first, *others = in_words(result.proof.as_json())
     say(f"Proven, its graph and its weights: {first}")
     for line in others:
@@ -222,10 +223,10 @@ def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, 
                 "stored": d.storage.type.name,
                 "relative_rms_error": d.error,
             }
-            for role, d in plan.decisions.items()
+            for role, (d,) in plan.decisions.items()
         },
         "notes": result.notes if result else plan.notes,
-        "proof": result.proof.as_json() if result else None,
+        "proof": result.proof.as_json() if result and result.proof else None,
     }
 
 

@@ -124,7 +124,7 @@ def _show_comparison(found: BaseComparison) -> None:
         [
             r.role,
             r.verdict,
-            ",".join(r.types) or "-",
+            ",".join(r.stored) or "-",
             list(r.shape),
             "-" if r.steps is None else f"{r.steps:.3f}",
             "-" if r.error is None else f"{r.error:.2g}",

@@ -13,7 +13,7 @@ from mtp_extract.litertlm.tflite import Tensor, TensorType
 from mtp_extract.litertlm.writer import Piece, made
 
 _LIMITS = {TensorType.INT8: (-128, 127), TensorType.INT16: (-32768, 32767)}
-# What a boundary may touch: then its scale is its own, and nobody else's.
+# The operators between floats and a quantized matrix product.
 _ENTERS, _LEAVES = "QUANTIZE", "DEQUANTIZE"
 
 
@@ -65,7 +65,7 @@ def _pieces(drafter: Drafter, tensor: Tensor, bounds: Range) -> Iterator[Piece]:
     low, high = min(bounds.low, 0.0), max(bounds.high, 0.0)
     begin = drafter.model.region.begin
     symmetric = not quantization.zero_point.any()
-    # The rule by which weights get theirs; a range of nothing keeps its scale.
+    # As weights are quantized; a range of nothing keeps its scale.
     span, steps = (max(-low, high), highest) if symmetric else (high - low, highest - lowest)
     scale = np.float32(span) / np.float32(steps)
     if not 0 < scale < np.inf:

@@ -15,7 +15,7 @@ from mtp_extract.io.source import LocalSource, Source
 _ENDING = "xnnpack_cache"
 
 
-def _beside(target: Path) -> list[str]:
+def _caches_of(target: Path) -> list[str]:
     """Names of caches that are of a file called as ``target`` is."""
     with os.scandir(target.absolute().parent) as entries:
         return sorted(e.name for e in entries if e.name.startswith(target.name) and e.name.endswith(_ENDING))
@@ -27,7 +27,7 @@ def freshen(stage: Path, target: Path, source: Source) -> None:
     taken = {os.fstat(source.fileno).st_mtime_ns // 10**9} if isinstance(source, LocalSource) else set()
     if target.exists():
         taken.add(target.stat().st_mtime_ns // 10**9)
-    second, names = status.st_mtime_ns // 10**9, _beside(target)
+    second, names = status.st_mtime_ns // 10**9, _caches_of(target)
     while second in taken or any(f"_{second}_" in name for name in names):
         second += 1
     if second != status.st_mtime_ns // 10**9:
@@ -36,7 +36,7 @@ def freshen(stage: Path, target: Path, source: Source) -> None:
 
 def stale_caches(target: Path) -> list[str]:
     """A note on caches beside ``target`` that were made from what had its name before."""
-    names = _beside(target)
+    names = _caches_of(target)
     if not names:
         return []
     return [f"Delete {few(names)}: the runtime packed them from an older file of this name."]

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
-from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
+from mtp_extract.checkpoint.rounding import SCALES, rounded_again
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.litertlm.quantized import LARGEST_SCALE, QuantizedTensor
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
-_COMPARED = 1 << 16
+_CHUNK = 1 << 16
+
+# Summing in chunks of another size changes an error by this much, and so do scales that are alike.
+_ERRORS_ALIKE = 1e-6
+# Dividing by a folded factor, and multiplying again, changes a scale by less.
+_SCALES_ALIKE = 1e-6
 
 _FLOAT_NAMES = {TensorType.FLOAT32: "f32", TensorType.FLOAT16: "f16", TensorType.BFLOAT16: "bf16"}
 
@@ -28,32 +36,82 @@ Integers64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Content:
-    """What a constant is to hold: bytes in stored order, and the scales and zero points that they are read with."""
+    """What a constant holds: bytes in stored order, and the scales and zero points that they are read with."""
 
     scale: Floats
+    """``[groups]``; empty for floats."""
     zero_point: Integers64
+    """``[groups]``; empty for floats."""
     produce: Callable[[], Iterator[bytes]]
+
+    @classmethod
+    def of(cls, source: QuantizedTensor) -> Content:
+        """What ``source`` holds."""
+
+        def produce() -> Iterator[bytes]:
+            for at in range(0, source.location.length, _CHUNK):
+                yield source.location.read(at, min(_CHUNK, source.location.length - at))
+
+        return cls(source.scale.reshape(-1), source.zero_point.reshape(-1), produce)
+
+    def like(self, other: Content) -> bool:
+        """Whether both hold the same codes, with scales that differ by rounding at most."""
+        return (
+            np.array_equal(self.zero_point, other.zero_point)
+            and np.allclose(self.scale, other.scale, rtol=_SCALES_ALIKE, atol=0)
+            and digest(self.produce()) == digest(other.produce())
+        )
+
+
+def digest(*parts: Iterable[bytes]) -> str:
+    """XXH3-128 of all the bytes of ``parts``."""
+    found = xxh3_128()
+    for part in parts:
+        for chunk in part:
+            found.update(chunk)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one role.
-
-    Attributes:
-        how: :data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they
-            are), :data:`FLOATS` or :data:`REQUANTIZED`.
-        before: the type it is stored in now.
-        storage: how it is to lie.
-        error: root mean square of what the file will hold less what the checkpoint holds, as a share of the latter's.
-        content: what is to be written; for what is kept, too, for where it has to move.
-    """
+    """What becomes of one role."""
 
     role: str
-    how: str
+    new: LazyTensor = field(repr=False)
+    """The weight of the checkpoint that it is to hold."""
+    dtype: str
+    """What the checkpoint's floats were rounded to, a name in :data:`~mtp_extract.checkpoint.dtypes.DTYPES`."""
     before: TensorType
+    """The type it is stored in now."""
+    how: str
+    """:data:`KEPT` (the checkpoint holds what the file holds), :data:`CODES` (its integers are taken as they are),
+    :data:`FLOATS` or :data:`REQUANTIZED`."""
     storage: Storage
     error: float
+    """Root mean square of what the file will hold less ``new``, as a share of that of ``new``."""
     content: Content
+    """What is to be written; of what is kept too, in case it has to move."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for decisions that write the same."""
+        named = f"{self.storage.type} {self.storage.shape}".encode()
+        content = self.content
+        return digest([named, content.scale.tobytes(), content.zero_point.tobytes()], content.produce())
+
+    def check_written(self, path: Path, written: LazyTensor) -> None:
+        """Check that ``written``, read from the new file at ``path``, is as far from the weight as was planned.
+
+        Raises:
+            OutputError: it is not.
+        """
+        if self.how != REQUANTIZED and self.error == 0.0:
+            same = holds(written, self.new, self.dtype)
+        else:
+            tolerance = _ERRORS_ALIKE + (_SCALES_ALIKE if self.how == KEPT else 0.0)
+            same = abs(_relative_error(written.floats(), self.new.floats()) - self.error) <= tolerance
+        if not same:
+            raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
 
 
 def decide(
@@ -72,56 +130,81 @@ def decide(
     source = stored.source
     here = source.storage
     target = here if wanted in (None, here.type) else here.as_type(wanted)
+    decided = partial(Decision, role, new, dtype, here.type)
     same = holds(stored, new, dtype)
     # What was rounded on its way out is taken from where it is exact.
     exact: LazyTensor = stored if same else new
     if same and target is here:
-        return Decision(role, KEPT, here.type, here, 0.0, as_stored(source))
+        return decided(KEPT, here, 0.0, Content.of(source))
     if target.elements != math.prod(new.shape):
         target, exact = _unfolded(role, target, exact)
-    oriented = _Oriented(role, exact, stored.transposed, stored.factor, stored.offset)
+    weight = _AsStored(role, exact, stored)
     if target.kind == "none" and target.type in FLOAT_TYPES:
-        return Decision(role, FLOATS, here.type, target, *_floats(role, oriented, target))
-    taken = _codes(oriented, target, dtype)
+        return decided(FLOATS, target, *_floats(weight, target))
+    taken = _codes(weight, target, dtype)
     if taken is not None:
-        return Decision(role, CODES, here.type, target, 0.0, taken)
-    return Decision(role, REQUANTIZED, here.type, target, *_requantized(role, oriented, target, source))
+        return decided(CODES, target, 0.0, taken)
+    return decided(REQUANTIZED, target, *_requantized(weight, target))
 
 
-def _rounds_to(stored: LazyTensor, new: LazyTensor) -> bool:
-    """Whether ``new`` has the codes of ``stored``, and its scales less what was folded into them, in F32 or in FP16:
-    what a format that keeps integers makes of it.
+def require_ones(role: str, shape: tuple[int, ...], new: LazyTensor, dtype: str) -> None:
+    """Check that ``new`` is of ones, as a weight has to be that no constant of the graph holds.
+
+    Raises:
+        UnsupportedError: it is not.
     """
-    try:
-        mine, theirs = row_codes(stored), row_codes(new)
-    except NoCodesError:
-        return False
-    if mine.block % theirs.block:
-        return False
-    steps = np.repeat(mine.steps, mine.block // theirs.block, axis=1)
-    with np.errstate(over="ignore", under="ignore"):
-        narrow = steps.astype(np.float16).astype(np.float32)
-    return any(np.array_equal(scales, theirs.steps) for scales in (steps, narrow)) and same_codes(mine, theirs)
+    if not holds(FilledTensor(shape), new, dtype):
+        raise UnsupportedError(
+            f"{role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and was "
+            "folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+        )
 
 
 def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> bool:
-    """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or with scales in FP16."""
-    return _same(stored.floats(), new.floats(), dtype) or _rounds_to(stored, new)
+    """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or, where both have codes, with
+    what was folded into the scales divided out and the scales in F32 or FP16, as formats keep them.
+    """
+    if _same(stored.floats(), new.floats(), dtype):
+        return True
+    if new.scheme is None:
+        return False
+    try:
+        coded = [rounded_again(stored, (f"{scales}{SCALES}",)) for scales in ("F32", "FP16")]
+    except (CheckpointError, UnsupportedError):
+        # It has no codes, or scales that run across the rows: no format keeps such codes.
+        return False
+    with np.errstate(over="ignore"):
+        return any(_same(tensor.floats(), new.floats(), "f32") for tensor in coded)
 
 
-def apart(stored: LazyTensor, new: LazyTensor) -> float:
-    """Root mean square of ``stored`` less ``new``, as a share of that of ``new``."""
-    return _error(stored.floats(), new.floats())
+def _same(stored: Iterable[Floats], new: Iterable[Floats], dtype: str) -> bool:
+    rounding = DTYPES[dtype]
+    for held, wanted in zip(rechunked(stored, _CHUNK), rechunked(new, _CHUNK), strict=False):
+        if held.size != wanted.size:
+            return False
+        if _equal(held, wanted):
+            continue
+        if not _equal(rounding.widen(rounding.narrow(held, "a weight").tobytes()), wanted):
+            return False
+    return True
 
 
-def as_stored(source: QuantizedTensor) -> Content:
-    """What ``source`` holds."""
+def _equal(a: Floats, b: Floats) -> bool:
+    return bool((a.view(np.uint32) == b.view(np.uint32)).all())
 
-    def produce() -> Iterator[bytes]:
-        for at in range(0, source.location.length, _COMPARED):
-            yield source.location.read(at, min(_COMPARED, source.location.length - at))
 
-    return Content(source.scale.reshape(-1), source.zero_point.reshape(-1), produce)
+def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
+    """Root mean square of the difference, as a share of that of ``wanted``."""
+    difference, size = 0.0, 0.0
+    for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
+        # Squares of floats overflow and vanish in F32.
+        exact = expected.astype(np.float64)
+        error = found - exact
+        difference += float(np.dot(error, error))
+        size += float(np.dot(exact, exact))
+    if not size:
+        return math.inf if difference else 0.0
+    return math.sqrt(difference / size)
 
 
 def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, LazyTensor]:
@@ -135,138 +218,108 @@ def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, Laz
 
 
 @dataclass(frozen=True)
-class _Oriented:
-    """A weight as the constant has it: less the offset, times the factor, turned where it is stored ``[in, out]``."""
+class _AsStored:
+    """A weight as ``constant`` holds it: ``factor · (weight − offset)``, transposed where that is ``[in, out]``."""
 
     role: str
-    tensor: LazyTensor
-    transposed: bool
-    factor: float
-    offset: float
+    weight: LazyTensor
+    constant: ConstantTensor
 
-    def _stored(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-        if self.transposed:
+    def _in_order(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+        if self.constant.transposed:
             whole = np.concatenate([chunk.copy() for chunk in chunks])
-            yield np.ascontiguousarray(whole.reshape(self.tensor.shape).T).reshape(-1)
+            yield np.ascontiguousarray(whole.reshape(self.weight.shape).T).reshape(-1)
         else:
             yield from chunks
 
     def weights(self) -> Iterator[Floats]:
-        """Its numbers, as they are."""
-        return self._stored(self.tensor.floats())
+        """The numbers of the weight, in stored order."""
+        return self._in_order(self.weight.floats())
 
     def floats(self) -> Iterator[Floats]:
-        """Its numbers, as they are stored.
+        """The numbers that are stored for them.
 
         Raises:
             CheckpointError: one is not finite.
         """
+        factor, offset = self.constant.factor, self.constant.offset
         for chunk in self.weights():
             if not np.isfinite(chunk).all():
                 raise CheckpointError(f"{self.role}: holds values that are not finite. Train it again.")
-            plain = self.factor == 1.0 and not self.offset
-            yield chunk if plain else ((chunk.astype(np.float64) - self.offset) * self.factor).astype(np.float32)
+            plain = factor == 1.0 and not offset
+            yield chunk if plain else ((chunk.astype(np.float64) - offset) * factor).astype(np.float32)
 
     def read(self, stored: Iterable[Floats]) -> Iterator[Floats]:
-        """What the graph makes of stored numbers."""
+        """The numbers of the weight that the graph makes of ``stored`` ones."""
+        offset = self.constant.offset
         for chunk in stored:
-            values = divided(chunk, self.factor)
-            yield values + np.float32(self.offset) if self.offset else values
+            values = divided(chunk, self.constant.factor)
+            yield values + np.float32(offset) if offset else values
 
     def integers(self) -> Iterator[npt.NDArray[Any]]:
-        """Its codes."""
-        return self._stored(self.tensor.integers())
+        """The codes of the weight, in stored order."""
+        return self._in_order(self.weight.integers())
 
 
-def _same(stored: Iterable[Floats], new: Iterable[Floats], dtype: str) -> bool:
-    rounding = DTYPES.get(dtype)
-    for mine, theirs in zip(rechunked(stored, _COMPARED), rechunked(new, _COMPARED), strict=False):
-        if mine.size != theirs.size:
-            return False
-        if _equal(mine, theirs):
-            continue
-        if rounding is None or not _equal(rounding.widen(rounding.narrow(mine, "a weight").tobytes()), theirs):
-            return False
-    return True
-
-
-def _equal(a: Floats, b: Floats) -> bool:
-    return bool((a.view(np.uint32) == b.view(np.uint32)).all())
-
-
-def _floats(role: str, new: _Oriented, target: Storage) -> tuple[float, Content]:
+def _floats(weight: _AsStored, target: Storage) -> tuple[float, Content]:
     def produce() -> Iterator[bytes]:
-        for chunk in new.floats():
-            yield float_bytes(np.ascontiguousarray(chunk), target.type, role)
+        for chunk in weight.floats():
+            yield float_bytes(np.ascontiguousarray(chunk), target.type, weight.role)
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     widen = DTYPES[_FLOAT_NAMES[target.type]].widen
-    error = _error(new.read(map(widen, produce())), new.weights())
+    error = _relative_error(weight.read(map(widen, produce())), weight.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
-def _requantized(role: str, new: _Oriented, target: Storage, source: QuantizedTensor) -> tuple[float, Content]:
-    if not target.symmetric and source.tensor.quantization is not None:
-        held = source.tensor.quantization.zero_point_count
+def _requantized(weight: _AsStored, target: Storage) -> tuple[float, Content]:
+    tensor = weight.constant.source.tensor
+    if not target.symmetric and tensor.quantization is not None:
+        held = tensor.quantization.zero_point_count
         if held != target.groups:
             raise UnsupportedError(
-                f"{role}: {source.tensor.label} has {target.groups} scales and {held} zero points, so new ones have no "
+                f"{weight.role}: {tensor.label} has {target.groups} scales and {held} zero points, so new ones have no "
                 "place. Give its codes with the checkpoint."
             )
-    scale, zero_point = target.measure(new.floats())
+    scale, zero_point = target.measure(weight.floats())
     if scale.size and scale.max() > LARGEST_SCALE:
-        raise CheckpointError(f"{role}: holds values too large for integers and scales. Train it again.")
+        raise CheckpointError(f"{weight.role}: holds values too large for integers and scales. Train it again.")
 
     def codes() -> Iterator[npt.NDArray[Any]]:
-        return target.encode(new.floats(), scale, zero_point)
+        return target.encode(weight.floats(), scale, zero_point)
 
-    error = _error(target.decode(codes(), scale, zero_point), new.floats())
+    error = _relative_error(target.decode(codes(), scale, zero_point), weight.floats())
     return error, Content(scale, zero_point, lambda: target.stored_codes(codes()))
 
 
-def _error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
-    apart, size = 0.0, 0.0
-    for mine, theirs in zip(rechunked(held, _COMPARED), rechunked(wanted, _COMPARED), strict=True):
-        # Squares of floats overflow and vanish in F32.
-        exact = theirs.astype(np.float64)
-        difference = mine - exact
-        apart += float(np.dot(difference, difference))
-        size += float(np.dot(exact, exact))
-    if not size:
-        return math.inf if apart else 0.0
-    return math.sqrt(apart / size)
-
-
-def _codes(new: _Oriented, target: Storage, dtype: str) -> Content | None:
-    """The codes of ``new``, where it has some that say in ``target`` what its floats say; else None."""
-    packing, steps = target.packing, new.tensor.steps
-    if packing is None or steps is None or new.offset:
+def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
+    """The codes of ``weight``, where it has some that say in ``target`` what its floats say; else None."""
+    packing, steps, constant = target.packing, weight.weight.steps, weight.constant
+    if packing is None or steps is None or constant.offset:
         return None
-    size = _by_group(steps.size, steps.block, target, new.transposed)
-    zero_point = _by_group(steps.zero_point, steps.block, target, new.transposed)
+    size = _by_group(steps.size, steps.block, target, constant.transposed)
+    zero_point = _by_group(steps.zero_point, steps.block, target, constant.transposed)
     lowest, highest = int(packing.codes.min()), int(packing.codes.max())
     if size is None or zero_point is None or (target.symmetric and zero_point.any()):
         return None
     if zero_point.min() < lowest or zero_point.max() > highest:
         return None
-    if any(chunk.min() < lowest or chunk.max() > highest for chunk in new.integers() if chunk.size):
+    if any(chunk.min() < lowest or chunk.max() > highest for chunk in weight.integers() if chunk.size):
         return None
     # The same factor is folded in already, where the codes are this file's; another is not.
-    factor = 1.0 if steps.factor == new.factor else new.factor / steps.factor
+    factor = 1.0 if steps.factor == constant.factor else constant.factor / steps.factor
     scale = size if factor == 1.0 else (size.astype(np.float64) * factor).astype(np.float32)
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    decoded = target.decode(new.integers(), scale, zero_point)
-    if not _same(new.read(decoded), new.weights(), dtype):
+    if not _same(weight.read(target.decode(weight.integers(), scale, zero_point)), weight.weights(), dtype):
         return None
-    return Content(scale, zero_point, lambda: target.stored_codes(new.integers()))
+    return Content(scale, zero_point, lambda: target.stored_codes(weight.integers()))
 
 
 def _by_group(by_place: npt.NDArray[Any], block: int, target: Storage, transposed: bool) -> npt.NDArray[Any] | None:
-    """What is said ``[rows, columns / block]`` of a matrix, said of each group of ``target``; None where it cannot be.
-
-    A group is one only where all of it has one value.
+    """``by_place``, one value for each block of a row, ``[rows, columns / block]``, as one value for each group of
+    ``target``; None where a group has several.
     """
     if target.kind == "blockwise":
         if transposed or block % target.block_size:

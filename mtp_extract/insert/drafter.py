@@ -8,10 +8,9 @@ byte is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -21,29 +20,27 @@ from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor
-from mtp_extract.checkpoint.tensor_file import run_all, workers
+from mtp_extract.checkpoint.lazy import ConstantTensor
+from mtp_extract.checkpoint.tensor_file import workers
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
     NoDrafterError,
-    OutputError,
     PairError,
     UnsupportedError,
     escape,
 )
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.insert.activations import Ranges, recalibrated
-from mtp_extract.insert.caches import freshen, stale_caches
-from mtp_extract.insert.decision import KEPT, REQUANTIZED, Decision, apart, decide, holds
+from mtp_extract.insert.decision import KEPT, Decision, decide, require_ones
 from mtp_extract.insert.fit import base_misfits, check_geometry
-from mtp_extract.insert.placing import new_tensors, patches
-from mtp_extract.io.place import PathLike, staged
-from mtp_extract.io.source import Progress, counter
+from mtp_extract.insert.placing import Site, new_tensors, pieces_of
+from mtp_extract.insert.plan import InsertionPlan, check_written
+from mtp_extract.io.place import PathLike
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, write_laid
+from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.proof.proof import Proof
@@ -56,88 +53,6 @@ TYPES = {
     "float32": TensorType.FLOAT32,
 }
 """What a matrix can be stored in, by name; codes have a scale for each row."""
-
-# A calculation in another order of chunks leaves this much.
-_SAME_ERROR = 1e-6
-
-
-@dataclass(frozen=True)
-class InsertionResult:
-    """What was written.
-
-    Attributes:
-        proof: graph and weights of the new file, executed side by side.
-        notes: things worth knowing that are not errors.
-    """
-
-    path: Path
-    size: int
-    proof: Proof
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class InsertionPlan:
-    """What is to be done; nothing is written yet.
-
-    Attributes:
-        decisions: role → what becomes of it, in the order of the roles.
-        added: whether the bundle has no drafter yet.
-        rebuilt: how many roles get a new place; 0 where all is written in place.
-        size: of the new file.
-    """
-
-    name: str
-    decisions: Mapping[str, Decision]
-    added: bool
-    rebuilt: int
-    size: int
-    notes: tuple[str, ...]
-    _laid: Laid = field(repr=False)
-    _checkpoint: Checkpoint = field(repr=False)
-    _opened: Opened = field(repr=False)
-    _inputs: tuple[PathLike | None, ...] = field(repr=False)
-
-    def write(
-        self,
-        out: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        progress: Progress = lambda done, total: None,
-    ) -> InsertionResult:
-        """Write it to the new file ``out``: beside its place first, where it is read, proven and compared.
-
-        Raises:
-            OutputError: it cannot be written there; nothing is left behind.
-            ProofError: what was written does not compute what it holds.
-        """
-        target = Path(out)
-        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
-            write_laid(stage, self._laid, counter(progress, self.size))
-            proof = self._read_again(stage)
-            freshen(stage, target, self._opened.source)
-        notes = [*self.notes, *stale_caches(target)]
-        return InsertionResult(target, self.size, proof, tuple(notes))
-
-    def _read_again(self, path: Path) -> Proof:
-        """Extract what was written, compare it with what was put in, and prove it."""
-        section, signature = self._opened.section, self._opened.signature
-        with open_bundle(path, section=section, signature=signature) as opened:
-            drafter = opened.drafter(self._checkpoint.mtp.sliding_window)
-            written = checkpoint_of(drafter)
-
-            def comparing(role: str, decision: Decision) -> None:
-                mine, new = written.tensors[role], self._checkpoint.tensors[role]
-                if decision.how != REQUANTIZED and decision.error == 0.0:
-                    same = holds(mine, new, self._checkpoint.dtype)
-                else:
-                    same = abs(apart(mine, new) - decision.error) <= _SAME_ERROR
-                if not same:
-                    raise OutputError(f"{path}: {role} reads back differently. Nothing was kept.")
-
-            with ThreadPoolExecutor(workers()) as pool:
-                run_all(pool, [partial(comparing, *item) for item in self.decisions.items()])
-            return prove_checkpoint(drafter, written)
 
 
 @contextmanager
@@ -248,33 +163,46 @@ def _plan(
         problems = base_misfits(opened, drafter)
         notes += [f"In this bundle the drafter could not run before: {'; '.join(problems)}."] if problems else []
     checkpoint = checkpoint.whole()
+    window = checkpoint.mtp.sliding_window
     decisions = _decide(checkpoint, drafter, types)
-    laid, moved = _layout(opened, drafter, decisions)
+    layout, moved = _layout(opened, drafter, _sites(drafter, decisions))
     if moved:
-        virtual = LaidSource(laid, opened.source.name)
+        virtual = LaidSource(layout, opened.source.name)
         section = drafter.section.index if drafter.section else None
         relaid = Opened(virtual, read_bundle(virtual) if opened.bundle else None, section, drafter.signature.key)
-        drafter = relaid.drafter(checkpoint.mtp.sliding_window)
+        drafter = relaid.drafter(window)
     calibrated, remarks = _activations(drafter, decisions, ranges)
-    pieces = (*laid.pieces, *patches(drafter, decisions, moved), *calibrated)
+
+    def verify(path: Path) -> Proof:
+        with open_bundle(path, section=opened.section, signature=opened.signature) as new:
+            found = new.drafter(window)
+            written = checkpoint_of(found)
+            check_written(path, ((written.tensors[role], decision) for role, decision in decisions.items()))
+            return prove_checkpoint(found, written)
+
     return InsertionPlan(
         name=opened.source.name,
-        decisions=decisions,
+        decisions={role: (decision,) for role, decision in decisions.items()},
+        layout=layout,
+        pieces=(*pieces_of(_sites(drafter, decisions), moved), *calibrated),
+        notes=(*notes, *remarks),
         added=added,
         rebuilt=len(moved),
-        size=laid.size,
-        notes=(*notes, *remarks),
-        _laid=Laid(laid.size, pieces),
-        _checkpoint=checkpoint,
-        _opened=opened,
+        _source=opened.source,
         _inputs=inputs,
+        _verify=verify,
     )
+
+
+def _sites(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[Site]:
+    roles = (found for found in drafter.walk.roles if found.role in decisions)
+    return [Site(drafter.model, found, decisions[found.role]) for found in roles]
 
 
 def _activations(
     drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
 ) -> tuple[list[Piece], list[str]]:
-    """New scales of static activations, and what is to be said of them."""
+    """New scales of static activations, and notes on them."""
     static = [role.role for role in drafter.walk.roles if role.input is not None]
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."] if ranges is not None else []
@@ -291,28 +219,18 @@ def _activations(
 
 
 def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) -> dict[str, Decision]:
-    wanted = _wanted(drafter, types)
-    stored = checkpoint_of(drafter).tensors
-    decisions: dict[str, Decision] = {}
-
-    def deciding(role: str, constant: ConstantTensor) -> None:
-        decisions[role] = decide(role, constant, checkpoint.tensors[role], checkpoint.dtype, wanted.get(role))
-
-    jobs = []
+    wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
+    jobs: dict[str, Callable[[], Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
         constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if isinstance(constant, ConstantTensor):
-            jobs.append(partial(deciding, role.name, constant))
-        elif not holds(FilledTensor(shape), new, checkpoint.dtype):
-            raise UnsupportedError(
-                f"{role.name}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
-                "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
-            )
+            jobs[role.name] = partial(decide, role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
+        else:
+            require_ones(role.name, shape, new, checkpoint.dtype)
     with ThreadPoolExecutor(workers()) as pool:
-        run_all(pool, jobs)
-    return {role.name: decisions[role.name] for role in roles_of(drafter.config.num_layers) if role.name in decisions}
+        return dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
 
 
 def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]:
@@ -334,9 +252,9 @@ def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]
     return found
 
 
-def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision]) -> tuple[Laid, frozenset[str]]:
+def _layout(opened: Opened, drafter: Drafter, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
     """The file that is written over, and the roles that have a new and empty place in it."""
-    changes = new_tensors(drafter, decisions)
+    changes = [change for change, _ in new_tensors(drafter.model, sites)]
     source = opened.source
     if not changes:
         whole = source.laid if isinstance(source, LaidSource) else _whole(source, 0, source.size)
@@ -346,12 +264,8 @@ def _layout(opened: Opened, drafter: Drafter, decisions: Mapping[str, Decision])
             f"{source.name}: its header does not say where the drafter is, so its types and layout cannot change."
         )
     section = rebuilt(drafter.model, changes)
-    moved = {(change.subgraph, change.tensor) for change in changes}
-    roles = frozenset(
-        role.role
-        for role in drafter.walk.roles
-        if role.tensor is not None and (role.tensor.subgraph, role.tensor.index) in moved
-    )
+    keys = {(change.subgraph, change.tensor) for change in changes}
+    roles = frozenset(site.found.role for site in sites if (site.tensor.subgraph, site.tensor.index) in keys)
     if opened.bundle is None:
         return section, roles
     if drafter.section is None:

@@ -1,9 +1,8 @@
-"""Whether a checkpoint fits a drafter's graph, and a drafter the base beside it: said before a byte is written."""
+"""Whether a checkpoint fits a drafter's graph, and a drafter the base of its bundle: asked before a byte is written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Drafter, Opened
@@ -15,7 +14,6 @@ from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 _BASE = "prefill_decode"
 _DECODE, _VERIFY = "decode", "verify"
 _CLOSE = 1e-6
-_MOST_SHOWN = 4
 
 
 def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig) -> list[str]:
@@ -27,57 +25,60 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig) -> list[str]
     Raises:
         PairError: they are not of one shape, or compute differently; the message lists how.
     """
-    wrong = [
-        f"{what} {escape(theirs)} instead of {escape(mine)}"
-        for what, mine, theirs in _compared(checkpoint, graph)
-        if not _alike(mine, theirs)
-    ]
-    if wrong:
+    if wrong := differences(_compared(checkpoint, graph)):
         raise PairError(
             f"the checkpoint does not fit the bundle's drafter, which has {'; '.join(wrong)}. Give a checkpoint of the "
             "same geometry."
         )
     notes = []
+    own, cap = (f"of {c.final_logit_softcap:g}" if c.final_logit_softcap else "none" for c in (checkpoint, graph))
     if checkpoint.final_logit_softcap != graph.final_logit_softcap:
-        mine, theirs = (f"of {cap:g}" if cap else "none" for cap in _caps(checkpoint, graph))
-        notes.append(f"The graph's soft cap ({theirs}) stays; the checkpoint's is {mine}. The best token is the same.")
+        notes.append(f"The graph's soft cap ({cap}) stays; the checkpoint's is {own}. The best token is the same.")
     if checkpoint.ordered_head is not None:
         notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
     return notes
 
 
-def _caps(*configs: DrafterConfig) -> Iterator[float | None]:
-    return (config.final_logit_softcap for config in configs)
+_COMPARED = {
+    "backbone_hidden_size": "a base's width of",
+    "hidden_size": "a width of",
+    "intermediate_size": "a feed-forward width of",
+    "vocab_size": "a vocabulary of",
+    "num_heads": "a number of heads of",
+    "num_layers": "a number of layers of",
+    "layer_types": "layers of type",
+    "head_dims": "heads of width",
+    "num_kv_heads": "KV heads",
+    "sliding_window": "a window of",
+    "rms_norm_eps": "an epsilon of",
+    "attention_scale": "an attention scale of",
+    "hidden_activation": "the activation",
+}
 
 
 def _compared(checkpoint: DrafterConfig, graph: DrafterConfig) -> Iterator[tuple[str, object, object]]:
-    names = (
-        ("backbone_hidden_size", "a base's width of"),
-        ("hidden_size", "a width of"),
-        ("intermediate_size", "a feed-forward width of"),
-        ("vocab_size", "a vocabulary of"),
-        ("num_heads", "a number of heads of"),
-        ("num_layers", "a number of layers of"),
-        ("layer_types", "layers of type"),
-        ("head_dims", "heads of width"),
-        ("num_kv_heads", "KV heads"),
-        ("sliding_window", "a window of"),
-        ("rms_norm_eps", "an epsilon of"),
-        ("attention_scale", "an attention scale of"),
-        ("hidden_activation", "the activation"),
-    )
-    for name, what in names:
+    for name, what in _COMPARED.items():
         yield what, getattr(checkpoint, name), getattr(graph, name)
     for layer_type, rope in graph.rope.items():
-        mine = checkpoint.rope.get(layer_type)
+        own = checkpoint.rope.get(layer_type)
         for name in ("theta", "partial_rotary_factor", "factor"):
-            yield f"RoPE's {name} in {layer_type}", getattr(mine, name, None), getattr(rope, name)
+            yield f"RoPE's {name} in {layer_type}", getattr(own, name, None), getattr(rope, name)
 
 
-def _alike(mine: object, theirs: object) -> bool:
-    if isinstance(mine, float) and isinstance(theirs, float):
-        return math.isclose(mine, theirs, rel_tol=_CLOSE)
-    return mine == theirs
+def differences(compared: Iterable[tuple[str, object, object]], close: float = _CLOSE) -> list[str]:
+    """What differs of ``compared``: (what it is, expected, found), floats by more than the share ``close``."""
+    return [
+        f"{what} {escape(found)} instead of {escape(expected)}"
+        for what, expected, found in compared
+        if not (expected == found or _is_close(expected, found, close))
+    ]
+
+
+def _is_close(expected: object, found: object, close: float) -> bool:
+    if not isinstance(expected, float) or not isinstance(found, int | float):
+        return False
+    # Not a difference: an integer of a configuration may be too large for a float.
+    return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
 def base_misfits(opened: Opened, drafter: Drafter) -> list[str]:
@@ -120,18 +121,14 @@ def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> I
 
 
 def _width_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> Iterator[str]:
-    graph = drafter.graph
-
     def last(tensor: Tensor) -> int:
         return tensor.shape[-1] if tensor.shape else 0
 
-    pairs = (
-        (ACTIVATIONS, last(graph.outputs[PROJECTED].tensor), "projected activations"),
-        (LOGITS, last(graph.outputs[LOGITS].tensor), "logits"),
-    )
-    for name, width, what in pairs:
+    pairs = ((ACTIVATIONS, PROJECTED, "projected activations"), (LOGITS, LOGITS, "logits"))
+    for name, output, what in pairs:
         if name not in decode.outputs:
             continue
         own = last(model.tensor(decode.subgraph, decode.outputs[name]))
+        width = last(drafter.graph.outputs[output].tensor)
         if own != width:
             yield f"the base's {name} are {own} wide, the drafter's {what} {width}"

@@ -181,6 +181,8 @@ def _wider(weights: Weights) -> None:
         ({"num_hidden_layers": 7}, PairError, "num_hidden_layers 7 instead of 6"),
         ({"num_hidden_layers": "six"}, CheckpointError, "num_hidden_layers is six"),
         ({"rms_norm_eps": 1e-5}, PairError, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, PairError, "rms_norm_eps"),
+        ({"final_logit_softcapping": "30"}, PairError, "final_logit_softcapping 30 instead of 30.0"),
         ({"final_logit_softcapping": None}, PairError, "final_logit_softcapping"),
         ({"enable_moe_block": True}, UnsupportedError, "mixture of experts"),
         ({"quantization_config": {"quant_method": "gemma"}}, UnsupportedError, "expected weights in floats"),

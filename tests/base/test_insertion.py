@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from helpers.bases import PREFIX, Weights, base_with, edited_section, places_of
+from helpers.bases import PREFIX, Weights, base_with, edited_section, patched, places_of
 from helpers.make_bundle import kind, set_buffer
 
-from mtp_extract.base.comparison import compare_base, grouped
-from mtp_extract.base.insertion import BaseInsertionResult, planned_base_insertion
-from mtp_extract.base.places import find_base
+from mtp_extract.base.comparison import compare_base
+from mtp_extract.base.insertion import planned_base_insertion
+from mtp_extract.base.places import find_base, grouped
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.distance import EQUAL, EQUAL_CODES
 from mtp_extract.cli import insert as insert_command
@@ -24,12 +24,14 @@ from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.cli._run import run_lean
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insert.decision import FLOATS, KEPT, REQUANTIZED
+from mtp_extract.insert.plan import InsertionResult
+from mtp_extract.litertlm.writer import Laid, write_laid
 from mtp_extract.pipeline.extraction import extract
 
 LAYER = f"{PREFIX}layers.0."
 
 
-def put(base: Path, bundle: Path, out: Path) -> BaseInsertionResult:
+def put(base: Path, bundle: Path, out: Path) -> InsertionResult:
     with planned_base_insertion(base, bundle) as plan:
         return plan.write(out)
 
@@ -77,6 +79,41 @@ def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) 
     assert changed.any() and not changed[~inside].any()
 
 
+def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: Path) -> None:
+    """Two decisions are planned of the role, and what was written is one constant."""
+    place = next(p for p in places_of(sample, "layers.1.down_proj") if p.signature == "decode")
+    assert place.found.tensor is not None and place.found.tensor.quantization is not None
+    quantization = place.found.tensor.quantization
+    scale = np.float32(quantization.scale[5] * np.float32(1.5))
+    at = place.model.region.begin + quantization.scale_at + 4 * 5
+    bundle, out = patched(tmp_path / "scale.litertlm", {at: scale.tobytes()}), tmp_path / "new.litertlm"
+    base = base_with(tmp_path / "base", tuned)
+    with planned_base_insertion(base, bundle) as plan:
+        assert [d.how for d in plan.decisions["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
+        plan.write(out)
+    with open_bundle(out) as opened:
+        assert compare_base(opened, base).problem is None
+
+
+def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One scale of one signature is another in the new file, as a faulty disk or program leaves it."""
+    base = base_with(tmp_path / "base", tuned)
+
+    def spoiled(path: Path, laid: Laid, progress: Any) -> None:
+        write_laid(path, laid, progress)
+        place = places_of(path, "layers.1.down_proj")[-1]
+        assert place.found.tensor is not None and place.found.tensor.quantization is not None
+        quantization = place.found.tensor.quantization
+        with open(path, "r+b") as file:
+            file.seek(place.model.region.begin + quantization.scale_at)
+            file.write((quantization.scale[:1] * np.float32(1.5)).tobytes())
+
+    monkeypatch.setattr("mtp_extract.insert.plan.write_laid", spoiled)
+    with pytest.raises(OutputError, match=r"layers\.1\.down_proj reads back differently"):
+        put(base, sample, tmp_path / "new.litertlm")
+    assert not list(tmp_path.glob("*.litertlm"))
+
+
 def _scalar(weights: Weights) -> None:
     weights[f"{LAYER}layer_scalar"] = np.array([2], np.float32)
 
@@ -100,9 +137,14 @@ def _broken(weights: Weights) -> None:
 @pytest.mark.parametrize(
     ("change", "config", "error", "words"),
     [
-        (_scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the weight was 1"),
+        (_scalar, {}, UnsupportedError, r"layers\.0\.layer_scalar: the graph multiplies by nothing"),
         (_more, {}, CheckpointError, "1 tensors play no role"),
-        (_fewer, {}, CheckpointError, r"layers\.0\.v_proj: the bundle's base has this weight"),
+        (
+            _fewer,
+            {},
+            CheckpointError,
+            r"layers\.0\.v_proj: .* the checkpoint has no such tensor",
+        ),
         (_wider, {}, UnsupportedError, r"layers\.0\.up_proj: the checkpoint's is \[256, 64\]"),
         (_broken, {}, CheckpointError, r"layers\.0\.up_proj: holds values that are not finite"),
         (tuned, {"hidden_size": 128}, PairError, "another model"),
@@ -156,13 +198,13 @@ def _data(model: Any, tensor: Any) -> bytes:
 
 def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
     bundle, new = _share(sample, tmp_path / "shared.litertlm", None), tmp_path / "new.litertlm"
-    with pytest.raises(UnsupportedError, match="plays no role, and shares its bytes"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm: .* has the bytes of .*, which plays no role"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
 
 
 def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) -> None:
     bundle, new = _share(sample, tmp_path / "shared.litertlm", "layers.0.q_norm"), tmp_path / "new.litertlm"
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm and layers\.0\.q_norm: all that lies at byte"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.q_norm and layers\.0\.k_norm: .* are to differ"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
 
     def agreeing(weights: Weights) -> None:

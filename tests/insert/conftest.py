@@ -1,16 +1,19 @@
-"""Checkpoints of the sample to put back into it."""
+"""Checkpoints of the sample, and of the variants, to put back into them."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.variant_files import variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
+from mtp_extract.checkpoint.codes import CODES_FILE
 
 Changes = Mapping[str, np.ndarray | Callable[[np.ndarray], np.ndarray]]
 
@@ -21,13 +24,25 @@ def exact(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return extract(sample, tmp_path_factory.mktemp("exact") / "out", dtype="f32").directory
 
 
+@pytest.fixture(scope="session")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a variant, in F32 and with codes; made once, and not to be changed."""
+
+    @cache
+    def extracted(name: str) -> Path:
+        return extract(variant(name), tmp_path_factory.mktemp(name) / "own", dtype="f32", codes=True).directory
+
+    return extracted
+
+
 @pytest.fixture
 def changed(exact: Path, tmp_path: Path) -> Callable[[Changes], Path]:
     """A copy of it with some tensors changed, by name."""
 
     def change(changes: Changes, name: str = "changed", source: Path = exact) -> Path:
         out = tmp_path / name
-        shutil.copytree(source, out)
+        # The floats alone: codes beside them would be others.
+        shutil.copytree(source, out, ignore=shutil.ignore_patterns(Path(CODES_FILE).parent.name))
         tensors = load_file(out / "model.safetensors")
         for key, new in changes.items():
             assert key in tensors

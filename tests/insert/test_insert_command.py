@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import io
 import json
 import os
 import resource
@@ -10,30 +11,36 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from mtp_extract.cli.insert import main
 
 CODE = "from mtp_extract.cli.insert import main; main()"
 NEW = "new.litertlm"
 
 
-def start(*arguments: str | Path, code: str = CODE, cwd: Path | None = None) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, code: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=cwd,
         env=environment,
     )
 
 
-def run(*arguments: str | Path, code: str = CODE, cwd: Path | None = None) -> tuple[int, str, str]:
-    process = start(*arguments, code=code, cwd=cwd)
-    out, error = process.communicate()
-    return process.returncode, out, error
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """The command in this process: status, what it printed, and its errors."""
+    out, error = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(error):
+        patch.setattr(sys, "argv", ["mtp-insert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    return int(stopped.value.code or 0), out.getvalue(), error.getvalue()
 
 
 def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tmp_path: Path) -> None:
@@ -107,8 +114,9 @@ def test_errors_name_the_option(sample: Path, exact: Path, tmp_path: Path) -> No
 def test_a_disk_without_space(sample: Path, exact: Path, tmp_path: Path) -> None:
     size = sample.stat().st_size // 2
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); {CODE}"
-    status, _, error = run(exact, sample, "-o", tmp_path / NEW, code=limited)
-    assert status == 1
+    process = start(exact, sample, "-o", tmp_path / NEW, code=limited)
+    _, error = process.communicate()
+    assert process.returncode == 1
     assert "cannot be written" in error
     assert list(tmp_path.iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != size

@@ -1,0 +1,98 @@
+"""What is to be put into a bundle, and writing it: beside its place, read back and compared, then given its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.tensor_file import run_all, workers
+from mtp_extract.insert.caches import freshen, stale_caches
+from mtp_extract.insert.decision import Decision
+from mtp_extract.io.place import PathLike, staged
+from mtp_extract.io.source import Progress, Source, counter
+from mtp_extract.litertlm.writer import Laid, Piece, write_laid
+from mtp_extract.proof.proof import Proof
+
+
+@dataclass(frozen=True)
+class InsertionResult:
+    """What was written."""
+
+    path: Path
+    size: int
+    """In bytes."""
+    notes: tuple[str, ...]
+    """Things worth knowing that are not errors."""
+    proof: Proof | None
+    """Graph and weights of the new file's drafter, executed side by side; None of a base, whose graphs are not."""
+
+
+@dataclass(frozen=True)
+class InsertionPlan:
+    """What is to be done; nothing is written yet."""
+
+    name: str
+    """Of the bundle."""
+    decisions: Mapping[str, tuple[Decision, ...]]
+    """Role → what becomes of it, in the order of the roles: one decision, several where tables or signatures of a base
+    differ in it, none where no constant holds it."""
+    layout: Laid = field(repr=False)
+    """The file that is written over: the bundle, with new places where some are needed."""
+    pieces: tuple[Piece, ...] = field(repr=False)
+    """What is written over it."""
+    notes: tuple[str, ...]
+    _source: Source = field(repr=False)
+    _inputs: tuple[PathLike | None, ...] = field(repr=False)
+    _verify: Callable[[Path], Proof | None] = field(repr=False)
+    """Compare the new file with what was put in; raises OutputError where it reads back differently."""
+    added: bool = False
+    """Whether the bundle has no drafter yet."""
+    rebuilt: int = 0
+    """How many roles get a new place; 0 where all is written in place."""
+
+    @property
+    def size(self) -> int:
+        """Of the new file, in bytes."""
+        return self.layout.size
+
+    @property
+    def written(self) -> int:
+        """How many codes, floats, scales and zero points are written, each as a whole."""
+        return len(self.pieces)
+
+    @property
+    def changed(self) -> int:
+        """Bytes that are written over the layout."""
+        return sum(piece.length for piece in self.pieces)
+
+    def write(
+        self, out: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress = lambda done, total: None
+    ) -> InsertionResult:
+        """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
+
+        Raises:
+            OutputError: it cannot be written there, or reads back differently; nothing is left behind.
+            ProofError: what was written does not compute what it holds.
+        """
+        target = Path(out)
+        laid = Laid(self.size, (*self.layout.pieces, *self.pieces))
+        with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
+            write_laid(stage, laid, counter(progress, self.size))
+            proof = self._verify(stage)
+            freshen(stage, target, self._source)
+        return InsertionResult(target, self.size, (*self.notes, *stale_caches(target)), proof)
+
+
+def check_written(path: Path, written: Iterable[tuple[LazyTensor, Decision]]) -> None:
+    """Check that every weight read from the new file at ``path`` is as it was decided.
+
+    Raises:
+        OutputError: one is not.
+    """
+    with ThreadPoolExecutor(workers()) as pool:
+        run_all(pool, [partial(decision.check_written, path, tensor) for tensor, decision in written])
