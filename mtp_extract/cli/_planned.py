@@ -20,14 +20,16 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
 
     A parameter that is annotated with an :class:`~mtp_extract.options.About` becomes an option, or an argument where
     it has neither default nor names. One that is a dataclass becomes an option for each of its fields that says so,
-    those of dataclasses inside it among them; fields of one name are one option. What is annotated as typer has it
-    stays as it is.
+    those of dataclasses that are defaults in it among them; fields of one name are one option, which stands where the
+    last of them does. ``Annotated[dict, Plan]`` is the same for a plan that the command has something to add to: it is
+    given the values by name. What is annotated as typer has it stays as it is.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     shown: dict[str, inspect.Parameter] = {}
     for name, parameter in parameters.items():
         for option in _options(name, parameter.annotation, parameter.default):
-            shown.setdefault(option.name, option)
+            shown.pop(option.name, None)
+            shown[option.name] = option
 
     def run(**given: Any) -> None:
         try:
@@ -47,8 +49,8 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
 def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
     if (told := about(hint)) is not None:
         yield _option(name, get_args(hint)[0], default, told)
-    elif is_dataclass(hint):
-        for field in _described(hint):
+    elif (plan := _plan(hint)) is not None:
+        for field in _described(plan):
             yield from _options(*field)
     else:
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -57,7 +59,9 @@ def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
 def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Parameter:
     """As typer reads it."""
     item, several = _item(kind), _several(kind)
-    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar, "min": told.least, "max": told.most}
+    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
+    if told.parse is None:
+        more |= {"min": told.least, "max": told.most}
     if default is _REQUIRED and not told.names:
         made = typer.Argument(**more)
         default = _REQUIRED if item is kind else None
@@ -81,8 +85,9 @@ def _value(name: str, hint: Any, given: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: it cannot be that.
     """
-    if is_dataclass(hint):
-        return hint(**{field: _value(field, kind, given) for field, kind, _ in _described(hint)})  # type: ignore[operator]
+    if (plan := _plan(hint)) is not None:
+        values = {field: _value(field, kind, given) for field, kind, _ in _described(plan)}
+        return plan(**values) if plan is hint else values
     value = given[name]
     if (told := about(hint)) is None:
         return value
@@ -98,8 +103,25 @@ def _described(plan: Any) -> Iterator[tuple[str, Any, Any]]:
     hints = get_type_hints(plan, include_extras=True)
     for field in fields(plan):
         hint = hints[field.name]
-        if about(hint) is not None or is_dataclass(hint):
-            yield field.name, hint, _REQUIRED if field.default is MISSING else field.default
+        default = _REQUIRED if field.default is MISSING else field.default
+        if about(hint) is not None or is_dataclass(default):
+            yield field.name, hint, default
+
+
+def _plan(hint: Any) -> Any:
+    """The dataclass that an annotation is, or has beside a dict; None where there is none."""
+    return next(
+        (kind for kind in (hint, *getattr(hint, "__metadata__", ())) if isinstance(kind, type) and is_dataclass(kind)),
+        None,
+    )
+
+
+def given(context: typer.Context, *names: str) -> list[str]:
+    """Those of the options with these names that the user gave, as they are spelled."""
+    flags = {option.name: max(option.opts, key=len) for option in context.command.params}
+    # typer 0.29 has a click of its own, and no public name for where a value came from.
+    sources = {name: getattr(context.get_parameter_source(name), "name", None) for name in names}
+    return [flags[name] for name, source in sources.items() if source == "COMMANDLINE"]
 
 
 def _flag(name: str) -> str:

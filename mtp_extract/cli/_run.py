@@ -13,25 +13,21 @@ import signal
 import sys
 import traceback
 from types import FrameType
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.options import About
 
 SlidingWindow = Annotated[
-    Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-    typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
+    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
 ]
-
-Download = Annotated[
-    bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
-]
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
-
+Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
+OverwriteReport = Annotated[bool, About("Replace an older report.")]
+AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtp_extract.cli._planned import planned
+from mtp_extract.cli import convert, extract, insert, upload
+from mtp_extract.cli._planned import given, planned
 from mtp_extract.cli._run import AsJson, new_app
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.options import About, check_values, whole_numbers
+from mtp_extract.hub.upload import upload as hub_upload
+from mtp_extract.insert.drafter import TYPES, planned_insertion
+from mtp_extract.options import About, about, check_values, whole_numbers
+from mtp_extract.pipeline.conversion import convert as convert_function
+from mtp_extract.pipeline.extraction import extract as extract_function
+from mtp_extract.tune.run import Plan as TunePlan
 
 MODES = ("fast", "good")
 
@@ -135,6 +143,65 @@ def test_fields_of_one_name_are_one_option() -> None:
 
     assert CliRunner().invoke(app, ["--title", "both"]).exit_code == 0
     assert got == [("both", "both")]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    work: Path
+    words: Words
+    steps: Annotated[int, About("Steps.", least=1)] = 3
+    batch: Annotated[int | None, About("At a time.")] = None
+
+
+def test_a_plan_that_the_command_completes() -> None:
+    app, got = typer.Typer(), list[Any]()
+
+    @app.command()
+    @planned
+    def command(
+        context: typer.Context,
+        plan: Annotated[dict[str, Any], Unfinished],
+        again: Annotated[bool, About("Once more.")] = False,
+    ) -> None:
+        got.append((plan, given(context, "steps", "batch", "again")))
+
+    for options in ([], ["--steps", "3", "--again"]):
+        assert CliRunner().invoke(app, options).exit_code == 0
+    values = {"steps": 3, "batch": None}
+    # What is given is told from a default of the same value.
+    assert got == [(values, []), (values, ["--steps", "--again"])]
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "named"),
+    [
+        (extract, extract_function, {"format", "codes", "exact", "overwrite", "sliding_window", "dtype"}),
+        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "tokenizer", "engine"}),
+        (upload, hub_upload, {"private", "force", "dry_run"}),
+        (insert, planned_insertion, {"graph_from", "section", "signature"}),
+    ],
+)
+def test_a_command_has_the_defaults_of_its_function(
+    command: ModuleType, function: Callable[..., Any], named: set[str]
+) -> None:
+    options = inspect.signature(command.app.registered_commands[0].callback).parameters
+    arguments = inspect.signature(function).parameters
+    assert named <= options.keys() & arguments.keys()
+    for name in options.keys() & arguments.keys():
+        default = arguments[name].default
+        if default is not inspect.Parameter.empty:
+            assert options[name].default == default, name
+
+
+@pytest.mark.torch
+def test_choices_are_those_of_the_library() -> None:
+    from mtp_extract.tune.loss import OBJECTIVES
+    from mtp_extract.tune.modes import MODES
+
+    hints = get_type_hints(TunePlan, include_extras=True)
+    assert about(hints["mode"]).choices == tuple(MODES)
+    assert set(about(hints["objective"]).choices) == set(OBJECTIVES)
+    assert set(insert._TYPES) == set(TYPES)
 
 
 @pytest.mark.parametrize(
