@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -19,6 +20,7 @@ import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
+from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.options import About
 
@@ -33,9 +35,11 @@ _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
 
 
-def new_app() -> typer.Typer:
-    """A program of one command."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+def new_app(command: Callable[..., None], epilog: str | None = None) -> typer.Typer:
+    """A program of one command, whose parameters are as :func:`~mtp_extract.cli._planned.planned` reads them."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=epilog)(planned(command))
+    return app
 
 
 class _Stopped(BaseException):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.bench.plan import BenchPlan
-from mtp_extract.cli._planned import planned
 from mtp_extract.cli._run import AsJson, OverwriteReport, new_app, run
 from mtp_extract.cli.terminal import doing_unless, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 
-app = new_app()
 
-
-@app.command()
-@planned
 def command(
     plan: BenchPlan,
     out: Annotated[
@@ -53,6 +49,5 @@ def command(
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 
 
-def main() -> None:
-    """Entry point."""
-    run(app)
+app = new_app(command)
+main = partial(run, app)

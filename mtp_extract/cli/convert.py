@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.cli._planned import planned
 from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, Overwrite, Writing, show_written
 from mtp_extract.cli.terminal import progress
@@ -17,11 +17,7 @@ from mtp_extract.formats import EVERY, HEADS
 from mtp_extract.options import About
 from mtp_extract.report.card import CardWords
 
-app = new_app()
 
-
-@app.command()
-@planned
 def command(
     *,
     directory: Annotated[
@@ -83,6 +79,5 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     return [f"{name} of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command)
+main = partial(run_lean, app)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mtp_extract.cli._drafter import found_in
-from mtp_extract.cli._planned import planned
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, Overwrite, Writing, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 from mtp_extract.report.card import CardWords
-
-app = new_app()
 
 # \b: typer leaves the lines as they are.
 _USE = """\b
@@ -33,8 +31,6 @@ What was written, in an engine (the README.md in DIR says more):
 """
 
 
-@app.command(epilog=_USE)
-@planned
 def command(
     *,
     source: Annotated[
@@ -104,6 +100,5 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command, epilog=_USE)
+main = partial(run_lean, app)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtp_extract.cli._drafter import say_proof
-from mtp_extract.cli._planned import given, planned
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -20,14 +21,10 @@ if TYPE_CHECKING:
     from mtp_extract.insert.decision import Decision
     from mtp_extract.insert.drafter import InsertionPlan, InsertionResult
 
-app = new_app()
-
 _TYPES = ("int8", "int4", "int2", "float32")
 _OF_DRAFTER = ("types", "each", "graph_from", "section", "signature", "base", "prompts")
 
 
-@app.command()
-@planned
 def command(
     *,
     context: typer.Context,
@@ -208,6 +205,5 @@ def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, 
     }
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command)
+main = partial(run_lean, app)

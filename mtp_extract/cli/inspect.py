@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
-from mtp_extract.cli._planned import given, planned
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
 from mtp_extract.cli._writing import is_rounded
 from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
@@ -21,14 +22,10 @@ if TYPE_CHECKING:
     from mtp_extract.base.comparison import BaseComparison
     from mtp_extract.pipeline.check import Verification
 
-app = new_app()
-
 _SINGLE = ".gguf"
 """Ends the name of a checkpoint that is one file."""
 
 
-@app.command()
-@planned
 def command(
     *,
     context: typer.Context,
@@ -309,6 +306,5 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command)
+main = partial(run_lean, app)

@@ -7,13 +7,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._planned import given, planned
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, new_app, run
 from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
@@ -28,14 +29,10 @@ if TYPE_CHECKING:
     from mtp_extract.tune.run import Tuned
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
-app = new_app()
-
 _OF_MODE = ("mode", "objective", "anchors", "learning_rate")
 _OF_HEAD = ("centroids", "top_k", "states")
 
 
-@app.command()
-@planned
 def command(
     *,
     context: typer.Context,
@@ -244,6 +241,5 @@ def _row(name: str, comparison: Comparison) -> list[Any]:
     ]
 
 
-def main() -> None:
-    """Entry point."""
-    run(app, kept="no drafter was written; the same command goes on where this one stopped")
+app = new_app(command)
+main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")

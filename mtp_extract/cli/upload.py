@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mtp_extract.cli._planned import planned
 from mtp_extract.cli._run import AsJson, new_app, run
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -15,11 +15,7 @@ from mtp_extract.report.card import CardWords
 if TYPE_CHECKING:
     from mtp_extract.hub.upload import UploadResult
 
-app = new_app()
 
-
-@app.command()
-@planned
 def command(
     *,
     directory: Annotated[Path, About("What mtp-extract wrote.", metavar="DIR")],
@@ -83,6 +79,5 @@ def _show(result: UploadResult) -> None:
         say(result.url)
 
 
-def main() -> None:
-    """Entry point."""
-    run(app)
+app = new_app(command)
+main = partial(run, app)

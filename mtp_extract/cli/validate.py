@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtp_extract.cli._planned import planned
 from mtp_extract.cli._run import AsJson, OverwriteReport, new_app, run
 from mtp_extract.cli.terminal import doing_unless, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.options import About
 from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
-app = new_app()
-
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
 
 
-@app.command()
-@planned
 def command(
     plan: Plan,
     out: Annotated[
@@ -93,6 +89,5 @@ def _show(report: Mapping[str, Any]) -> None:
         say("With --base MODEL it is run beside the model it drafts for.")
 
 
-def main() -> None:
-    """Entry point."""
-    run(app)
+app = new_app(command)
+main = partial(run, app)

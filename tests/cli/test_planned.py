@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from mtp_extract.cli import convert, extract, insert, upload
-from mtp_extract.cli._planned import given, planned
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, new_app
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import upload as hub_upload
@@ -63,15 +63,13 @@ class Plan:
 
 def call(*given: str) -> tuple[int, Any, str]:
     """Exit status, what the command was given, and what was printed."""
-    app, got = new_app(), list[Any]()
+    got = list[Any]()
 
-    @app.command()
-    @planned
     def command(plan: Plan, *, again: Annotated[bool, About("Once more.")] = False, print_json: AsJson = False) -> None:
         """Do it."""
         got.append((plan, again, print_json))
 
-    result = CliRunner().invoke(app, list(given))
+    result = CliRunner().invoke(new_app(command), list(given))
     return result.exit_code, (got or [None])[0], " ".join(result.output.split())
 
 
@@ -134,14 +132,12 @@ def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
 
 
 def test_fields_of_one_name_are_one_option() -> None:
-    app, got = typer.Typer(), list[Any]()
+    got = list[Any]()
 
-    @app.command()
-    @planned
     def command(first: Words, second: Other) -> None:
         got.append((first.title, second.title))
 
-    assert CliRunner().invoke(app, ["--title", "both"]).exit_code == 0
+    assert CliRunner().invoke(new_app(command), ["--title", "both"]).exit_code == 0
     assert got == [("both", "both")]
 
 
@@ -154,10 +150,8 @@ class Unfinished:
 
 
 def test_a_plan_that_the_command_completes() -> None:
-    app, got = typer.Typer(), list[Any]()
+    got = list[Any]()
 
-    @app.command()
-    @planned
     def command(
         context: typer.Context,
         plan: Annotated[dict[str, Any], Unfinished],
@@ -166,7 +160,7 @@ def test_a_plan_that_the_command_completes() -> None:
         got.append((plan, given(context, "steps", "batch", "again")))
 
     for options in ([], ["--steps", "3", "--again"]):
-        assert CliRunner().invoke(app, options).exit_code == 0
+        assert CliRunner().invoke(new_app(command), options).exit_code == 0
     values = {"steps": 3, "batch": None}
     # What is given is told from a default of the same value.
     assert got == [(values, []), (values, ["--steps", "--again"])]
