@@ -19,27 +19,19 @@ _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
 _SHORTEST = 1e-3  # milliseconds, of what was computed
 _MOST_A_ROUND = 1 << 10  # drafts, of the widest trees
 _MOST_CUT = 64  # drafts that the last round accepts beyond the last token that was asked for
+_USAGE = {"include_usage": True}
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What a server counted; None for what it does not tell.
+    """What a server counted; None for what it does not tell."""
 
-    Attributes:
-        requests: answered.
-        tokens: generated.
-        rounds: verifications of drafts by the base.
-        drafted: drafts it judged.
-        accepted: of these.
-        ms: its own time of generation, in milliseconds.
-    """
-
-    requests: int | None = None
-    tokens: int | None = None
-    rounds: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    ms: float | None = None
+    requests: int | None = None  # answered
+    tokens: int | None = None  # generated
+    rounds: int | None = None  # verifications of drafts by the base
+    drafted: int | None = None  # drafts it judged
+    accepted: int | None = None  # of these
+    ms: float | None = None  # its own time of generation, in milliseconds
 
     def __sub__(self, other: Counters) -> Counters:
         return self._with(other, lambda a, b: a - b)
@@ -54,31 +46,18 @@ class Counters:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of server.
-
-    Attributes:
-        name: as users call it.
-        owner: ``owned_by`` of its models.
-        header: how its ``Server`` header begins.
-        version: where it says its version: path of the page, and the keys that lead to it.
-        request: what a request asks for beyond OpenAI's fields.
-        answer: keys that lead to the counters of one answer, in an event of its stream.
-        counts: our names of these counters → the server's.
-        none_is_zero: the counters of an answer lack those of drafts where nothing was drafted.
-        page: our names of the counters since its start → the server's, on its page ``/metrics``.
-        exact_below: what the page writes of larger counts is rounded, and not taken.
-    """
+    """One kind of server, by the name that users call it."""
 
     name: str
-    owner: str = ""
-    header: str = ""
-    version: tuple[str, ...] = ()
-    request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": {"include_usage": True}})
-    answer: tuple[str, ...] = ()
-    counts: Mapping[str, str] = field(default_factory=dict)
-    none_is_zero: bool = False
-    page: Mapping[str, str] = field(default_factory=dict)
-    exact_below: int = _LARGEST
+    owner: str = ""  # ``owned_by`` of its models
+    header: str = ""  # how its ``Server`` header begins
+    version: tuple[str, ...] = ()  # where it says its version: path of the page, and the keys that lead to it
+    request: Mapping[str, Any] = field(default_factory=lambda: {"stream_options": _USAGE})  # beyond OpenAI's fields
+    answer: tuple[str, ...] = ()  # keys that lead to the counters of one answer, in an event of its stream
+    counts: Mapping[str, str] = field(default_factory=dict)  # our names of these counters → the server's
+    none_is_zero: bool = False  # the counters of an answer lack those of drafts where nothing was drafted
+    page: Mapping[str, str] = field(default_factory=dict)  # the same of its counters since its start, on ``/metrics``
+    exact_below: int = _LARGEST  # what the page writes of larger counts is rounded, and not taken
 
     def of_answer(self, event: Mapping[str, Any]) -> Counters | None:
         """The counters in one event of a stream; None where it has none.
@@ -86,14 +65,14 @@ class Kind:
         Raises:
             ServerError: one is not a count.
         """
-        told = at(event, *self.answer) if self.answer else None
-        if not isinstance(told, Mapping) or not any(name in told for name in self.counts.values()):
+        sent = at(event, *self.answer) if self.answer else None
+        if not isinstance(sent, Mapping) or not any(key in sent for key in self.counts.values()):
             return None
-        found = {name: _count(theirs, told.get(theirs)) for name, theirs in self.counts.items() if name != "ms"}
+        found = {name: _count(key, sent.get(key)) for name, key in self.counts.items() if name != "ms"}
         drafts = [name for name in ("rounds", "drafted", "accepted") if name in found]
         if self.none_is_zero and all(found[name] is None for name in drafts):
             found |= dict.fromkeys(drafts, 0)
-        time = told.get(self.counts.get("ms", ""))
+        time = sent.get(self.counts.get("ms", ""))
         if isinstance(time, bool) or not isinstance(time, (int, float)) or not _SHORTEST <= time < _LARGEST:
             time = None
         return Counters(ms=time, **found)
@@ -104,11 +83,11 @@ class Kind:
         Raises:
             ServerError: one is not a count.
         """
-        ours = {theirs: name for name, theirs in self.page.items()}
+        names = {metric: name for name, metric in self.page.items()}
         found: dict[str, int] = {}
         for line in text.splitlines():
             named = _METRIC.match(line)
-            if named is None or named[0] not in ours:
+            if named is None or named[0] not in names:
                 continue
             value: list[str] = line[named.end() :].rpartition("}")[2].split()
             try:
@@ -117,7 +96,7 @@ class Kind:
             except (ValueError, OverflowError, IndexError):
                 whole = value[0] if value else "nothing"
             count = _count(named[0], whole) or 0
-            found[ours[named[0]]] = found.get(ours[named[0]], 0) + count
+            found[names[named[0]]] = found.get(names[named[0]], 0) + count
         return Counters(**{name: count for name, count in found.items() if count < self.exact_below})
 
 
@@ -132,8 +111,8 @@ def _count(name: str, value: Any) -> int | None:
     return value
 
 
-def impossible(told: Counters, asked: int, answers: int = 1, seconds: float | None = None) -> tuple[str, ...]:
-    """What in ``told`` cannot be of ``answers`` answers of at most ``asked`` tokens each; empty where all can.
+def impossible(counted: Counters, asked: int, answers: int = 1, seconds: float | None = None) -> tuple[str, ...]:
+    """What in ``counted`` cannot be of ``answers`` answers of at most ``asked`` tokens each; empty where all can.
 
     Every round writes at least one token; the last one's drafts may reach beyond the end.
 
@@ -142,13 +121,13 @@ def impossible(told: Counters, asked: int, answers: int = 1, seconds: float | No
     """
     most = asked * answers
     bounds = (
-        ("tokens", told.tokens, most),
-        ("rounds", told.rounds, most + answers),
-        ("drafts", told.drafted, most * _MOST_A_ROUND),
-        ("accepted drafts", told.accepted, most + _MOST_CUT * answers),
-        ("accepted drafts", told.accepted, told.drafted),
-        ("accepted drafts", told.accepted, 0 if told.rounds == 0 else None),
-        ("ms", told.ms, None if seconds is None else 1e3 * seconds * answers),
+        ("tokens", counted.tokens, most),
+        ("rounds", counted.rounds, most + answers),
+        ("drafts", counted.drafted, most * _MOST_A_ROUND),
+        ("accepted drafts", counted.accepted, most + _MOST_CUT * answers),
+        ("accepted drafts", counted.accepted, counted.drafted),
+        ("accepted drafts", counted.accepted, 0 if counted.rounds == 0 else None),
+        ("ms", counted.ms, None if seconds is None else 1e3 * seconds * answers),
     )
     found = (
         f"{escape(value, 24)} {name} where at most {bound} can be"
@@ -165,7 +144,6 @@ def at(value: Any, *keys: str) -> Any:
     return value
 
 
-_USAGE = {"include_usage": True}
 # Usage in every event says how many tokens came with the first.
 _ALL_USAGE = {"stream_options": {**_USAGE, "continuous_usage_stats": True}}
 

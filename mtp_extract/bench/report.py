@@ -102,7 +102,9 @@ def _findings(found: Benchmark) -> list[str]:
         if said:
             listed.append(f"{asked.name} tells what cannot be, {len(said)} times, left out of all figures: {said[0]}")
     for name in found.workloads:
-        places = dict.fromkeys(f"{index + 1} at character {at + 1}" for of, index, at in found.parted if of == name)
+        places = dict.fromkeys(
+            f"{index + 1} at character {at + 1}" for of, index, at in found.differences if of == name
+        )
         if places:
             listed.append(f"{name}: the text leaves the baseline's in prompt {', '.join(places)}")
     return listed

@@ -18,80 +18,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mtp_extract.bench.kinds import Counters, impossible
+from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.bench.server import Answer, Server
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.options import check_values
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-_SETTLED, _LOOK = 2.0, 0.05  # seconds: how long counters may trail behind answers, and between looks
-
-
-@dataclass(frozen=True)
-class BenchPlan:
-    """What to measure.
-
-    Attributes:
-        url: the server.
-        baseline: the same server without a drafter.
-        prompts: file of prompts; None for the shipped ones.
-        model: as the server calls it; None for the one it serves.
-        key: sent to both.
-        max_tokens: most of an answer.
-        temperature: 0 is greedy; then texts are compared.
-        concurrency: requests at a time.
-        repeat: how often each prompt is asked.
-        warm_up: requests to each server that are not measured.
-        timeout: seconds an answer may take.
-        chat_template: send prompts as chats; else they are continued.
-    """
-
-    url: str
-    baseline: str | None = None
-    prompts: Path | None = None
-    model: str | None = None
-    key: str | None = field(default=None, repr=False)
-    max_tokens: int = 128
-    temperature: float = 0.0
-    concurrency: int = 1
-    repeat: int = 1
-    warm_up: int = 1
-    timeout: float = 300.0
-    chat_template: bool = True
+_SETTLING_TIME = 2.0  # seconds that counters may trail behind answers
+_POLL_INTERVAL = 0.05  # seconds between looks at them
+_SETTINGS = ("max_tokens", "temperature", "concurrency", "repeat", "warm_up", "chat_template")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that were sent together.
-
-    Attributes:
-        workload: of all of them.
-        prompts: their numbers.
-        turn: 0 is the first time they were asked.
-        answers: one each.
-        wall: seconds in which they were under way.
-        page: by how much the server's counters moved; None if it has none, or if others moved them.
-        disturbed: whether others did.
-        impossible: by how much the counters moved, where that cannot be of what was asked.
-    """
+    """Requests of one workload that were sent together."""
 
     workload: str
-    prompts: tuple[int, ...]
-    turn: int
-    answers: tuple[Answer, ...]
-    wall: float
-    page: Counters | None
-    disturbed: bool
-    impossible: tuple[str, ...] = ()
+    prompts: tuple[int, ...]  # their numbers
+    turn: int  # 0 is the first time they were asked
+    answers: tuple[Answer, ...]  # one a prompt
+    wall: float  # seconds in which they were under way
+    page: Counters | None  # by how much the server's counters moved; None if it has none, or if others moved them
+    disturbed: bool  # whether others did
+    impossible: tuple[str, ...] = ()  # by how much the counters moved, where that cannot be of what was asked
 
     def by_text(self, name: str) -> list[tuple[int, Counters]]:
         """Counters of what is independent here: each text, or the group, if only its page tells ``name``."""
@@ -112,101 +70,62 @@ class Group:
 
 @dataclass(frozen=True)
 class Side:
-    """What one server did with some prompts. None is what it does not tell.
+    """What one server did with some prompts; None is what it does not tell. The intervals are over texts."""
 
-    Attributes:
-        tokens: of all answers.
-        seconds: from first text to last event, over all answers.
-        tokens_per_s: see the module.
-        tokens_per_s_ci95: over texts.
-        throughput: tokens over the time in which requests were under way.
-        first_token_ms: mean time from request to first text.
-        first_token_ms_ci95: over texts.
-        inter_token_ms: mean time of a token after the first.
-        server_tokens_per_s: tokens after the first over the server's own time of generation.
-        counted: answers whose drafts were counted.
-        drafted: drafts judged.
-        accepted: of these.
-        acceptance: accepted / drafted.
-        acceptance_ci95: over texts, or over groups where only these are told apart.
-        rounds: of drafting and judging.
-        mean_accepted_length: 1 + accepted / rounds.
-        mean_accepted_length_ci95: as of acceptance.
-    """
-
-    tokens: int | None
-    seconds: float
-    tokens_per_s: float | None
+    tokens: int | None  # of all answers
+    seconds: float  # from first text to last event, over all answers
+    tokens_per_s: float | None  # see the module
     tokens_per_s_ci95: Interval | None
-    throughput: float | None
-    first_token_ms: float | None
+    throughput: float | None  # tokens over the seconds in which requests were under way
+    first_token_ms: float | None  # mean time from request to first text
     first_token_ms_ci95: Interval | None
-    inter_token_ms: float | None
-    server_tokens_per_s: float | None
-    counted: int
-    drafted: int | None
-    accepted: int | None
-    acceptance: float | None
-    acceptance_ci95: Interval | None
-    rounds: int | None
-    mean_accepted_length: float | None
+    inter_token_ms: float | None  # mean time of a token after the first
+    server_tokens_per_s: float | None  # tokens after the first over the server's own time of generation
+    counted: int  # answers whose drafts were counted
+    drafted: int | None  # drafts judged
+    accepted: int | None  # of these
+    acceptance: float | None  # accepted / drafted
+    acceptance_ci95: Interval | None  # of groups, where the counters do not tell the texts of one apart; so the last
+    rounds: int | None  # of drafting and judging
+    mean_accepted_length: float | None  # 1 + accepted / rounds
     mean_accepted_length_ci95: Interval | None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Both servers on some prompts.
+    """Both servers on some prompts."""
 
-    Attributes:
-        texts: prompts.
-        server: measured.
-        baseline: None without one.
-        speedup: time the baseline takes for the server's tokens, over the server's time for them.
-        speedup_ci95: over texts.
-        identical: answers that are the baseline's, character for character; None unless greedy, with a baseline.
-        compared: of so many.
-    """
-
-    texts: int
+    texts: int  # prompts
     server: Side
     baseline: Side | None
-    speedup: float | None
-    speedup_ci95: Interval | None
+    speedup: float | None  # time the baseline takes for the server's tokens, over the server's time for them
+    speedup_ci95: Interval | None  # over texts
     identical: int | None
-    compared: int
+    """Answers that are the baseline's, character for character; None unless greedy, with a baseline."""
+    compared: int  # of so many
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The result.
+    """The result."""
 
-    Attributes:
-        servers: by side, ``server`` and ``baseline``.
-        settings: what a second run needs.
-        groups: by side: all that was asked, in order.
-        workloads: figures of each.
-        total: of all.
-        parted: workload, number of the prompt and first character of each answer that is not the baseline's.
-        repeats: prompts that repeat one before them, and were not asked.
-    """
-
-    servers: Mapping[str, Server]
-    settings: Mapping[str, Any]
-    groups: Mapping[str, tuple[Group, ...]]
+    servers: Mapping[str, Server]  # by side: ``server``, and ``baseline`` where there is one
+    settings: Mapping[str, Any]  # what a second run needs
+    groups: Mapping[str, tuple[Group, ...]]  # by side, all that was asked, in order
     workloads: Mapping[str, Figures]
     total: Figures
-    parted: tuple[tuple[str, int, int], ...]
-    repeats: int = 0
+    differences: tuple[tuple[str, int, int], ...]
+    """Workload, number of the prompt and first other character of each answer that is not the baseline's."""
+    repeats: int = 0  # prompts that repeat one before them, and were not asked
 
 
 def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
     """Measure what ``plan`` asks for.
 
     Raises:
-        MtpExtractError: prompts cannot be read, or a server does not answer as it should.
+        MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
-    if min(plan.max_tokens, plan.concurrency, plan.repeat) < 1 or plan.warm_up < 0 or not plan.timeout > 0:
-        raise MtpExtractError("expected at least 1 token, 1 request at a time, 1 repeat and some time to answer")
+    check_values(plan)
     given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
     # A prompt that repeats another says nothing new, however often it is asked.
     firsts: dict[str, Prompt] = {}
@@ -245,17 +164,12 @@ def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitSt
         servers=servers,
         settings={
             "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-            "max_tokens": plan.max_tokens,
-            "temperature": plan.temperature,
-            "concurrency": plan.concurrency,
-            "repeat": plan.repeat,
-            "warm_up": plan.warm_up,
-            "chat_template": plan.chat_template,
+            **{name: getattr(plan, name) for name in _SETTINGS},
         },
         groups=groups,
         workloads={name: _figures(groups, pairs, {name}) for name in names},
         total=_figures(groups, pairs, set(names)),
-        parted=tuple((name, index, _parts(a, b)) for name, index, a, b in pairs if a != b),
+        differences=tuple((name, index, _first_difference(a, b)) for name, index, a, b in pairs if a != b),
     )
 
 
@@ -268,8 +182,9 @@ def _group(server: Server, prompts: Sequence[Prompt], chosen: tuple[int, ...], t
     begun = time.perf_counter()
     answers = together([lambda index=index: _ask(server, prompts[index], plan) for index in chosen])  # type: ignore[misc]
     wall = time.perf_counter() - begun
-    page = _moved(server, before, ours := _counted(answers)) if before is not None else None
-    same = page is not None and _equal(page, ours)
+    asked = Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
+    page = _counters_since(before, server, asked) if before is not None else None
+    same = page is not None and _is_of(page, asked)
     wrong = impossible(page, plan.max_tokens, len(answers)) if page is not None and same else ()
     # Answers whose tokens cannot be cannot be told apart from others' either.
     disturbed = page is not None and not same and not any(answer.impossible for answer in answers)
@@ -301,25 +216,21 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
     return [results[number] for number in range(len(tasks))]
 
 
-def _counted(answers: Sequence[Answer]) -> Counters:
-    return Counters(requests=len(answers), tokens=_total(answer.tokens for answer in answers))
-
-
-def _moved(server: Server, before: Counters, ours: Counters) -> Counters | None:
-    """By how much the counters moved; they may trail behind the answers."""
-    deadline = time.monotonic() + _SETTLED
+def _counters_since(before: Counters, server: Server, asked: Counters) -> Counters | None:
+    """By how much the counters of ``server`` moved; they may trail behind the answers."""
+    deadline = time.monotonic() + _SETTLING_TIME
     while (after := server.counters()) is not None:
         moved = after - before
-        if _equal(moved, ours) or time.monotonic() > deadline:
+        if _is_of(moved, asked) or time.monotonic() > deadline:
             return moved
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     return None
 
 
-def _equal(moved: Counters, ours: Counters) -> bool:
-    """Whether counters moved by what was asked here, in requests, or in tokens where these are not counted; and up."""
+def _is_of(moved: Counters, asked: Counters) -> bool:
+    """Whether counters moved by what was asked, in requests, or in tokens where these are not counted; and up."""
     name = "tokens" if moved.requests is None else "requests"
-    same = getattr(moved, name) is not None and getattr(moved, name) == getattr(ours, name)
+    same = getattr(moved, name) is not None and getattr(moved, name) == getattr(asked, name)
     return same and 0 <= (moved.accepted or 0) <= (moved.drafted or 0) and (moved.rounds or 0) >= 0
 
 
@@ -338,7 +249,7 @@ def _pairs(groups: Mapping[str, Sequence[Group]]) -> list[tuple[str, int, str, s
     ]
 
 
-def _parts(a: str, b: str) -> int:
+def _first_difference(a: str, b: str) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

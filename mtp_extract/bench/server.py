@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as an engine: vLLM, SGLang, llama-server, mlx-vlm's, and what speaks as they do.
+"""An OpenAI-compatible server: vLLM, SGLang, llama-server, mlx-vlm's, and what speaks as they do.
 
 Answers are streamed, and each piece is timed as it arrives. What a server sends is untrusted: bounded in size and
 time, checked in type. The client of io/http.py is not used, as it may be offline, or hold what an application put
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from mtp_extract.bench.kinds import Counters, at, impossible, recognise
@@ -22,21 +21,16 @@ from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
 from mtp_extract.io.http import FaultError, Faults, hide_queries, http_library
 from mtp_extract.io.watchdog import watched
-from mtp_extract.speculate.result import Generation
 
-if TYPE_CHECKING:
-    from mtp_extract.speculate.codec import Prompt
-    from mtp_extract.speculate.generate import Options
-
-_CONNECT_TIMEOUT = 10.0
+_CONNECT_TIMEOUT = 10.0  # seconds
 _PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
-_KEPT = 4.0  # seconds a connection is kept; servers close theirs after 5
+_KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
 _LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
 _MOST_NAMED = 8
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
-    401: ("wants a key, or does not accept this one", ("api_key_env",)),
-    403: ("refuses access", ("api_key_env",)),
+    401: ("wants a key, or does not accept this one", ("key",)),
+    403: ("refuses access", ("key",)),
     429: ("limits the rate of requests. Send fewer at a time, or try later", ("concurrency",)),
     503: ("is not available: it may still be loading its model, or have too much to do. Try later", ()),
 }
@@ -45,44 +39,19 @@ _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
+    """One answer. None is what the server does not tell."""
 
-    Attributes:
-        text: all that was written, reasoning included, in order.
-        tokens: generated, as the server counts; None if it does not tell.
-        first_tokens: of these, those that came with the first text: 1 unless the server tells otherwise.
-        first_s: seconds from sending the request to the first text; None if there was none.
-        seconds: from the first text to the last event of the text, the one that says why it ended among them; 0 where
-            all of the text came at once.
-        finish_reason: as the server says.
-        told: counters of this answer; None if the server tells none.
-        impossible: what it told that cannot be of this answer, and so stands in none of the above.
-    """
-
-    text: str
-    tokens: int | None
-    first_tokens: int
-    first_s: float | None
+    text: str  # all that was written, reasoning included, in order
+    tokens: int | None  # generated, as the server counts
+    first_tokens: int  # of these, those that came with the first text: 1 unless the server tells otherwise
+    first_s: float | None  # seconds from sending the request to the first text; None if there was none
     seconds: float
+    """From the first text to the last event of the text, the one that says why it ended among them; 0 where all of the
+    text came at once."""
     finish_reason: str | None
     told: Counters | None
     impossible: tuple[str, ...] = ()
-
-
-def key_from(variable: str) -> str:
-    """The key that the environment variable holds.
-
-    Raises:
-        MtpExtractError: it holds none.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something else" if key else "none"
-        raise MtpExtractError(
-            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {found}. Set it.",
-            remedies=("api_key_env",),
-        )
-    return key
+    """What the server told that cannot be of this answer, and so stands in none of the above."""
 
 
 class Server:
@@ -96,9 +65,7 @@ class Server:
 
     Attributes:
         name: the URL, safe to show.
-        kind: what it was recognised as.
         version: as it says; None if it does not.
-        model: asked for.
 
     Its connections are closed at the end of a ``with`` block.
 
@@ -123,7 +90,7 @@ class Server:
         self._client = library.Client(
             headers=headers,
             timeout=_limits(timeout),
-            limits=library.Limits(max_connections=None, keepalive_expiry=_KEPT),
+            limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE),
         )
         try:
             self._recognise(model)
@@ -187,28 +154,26 @@ class Server:
         # Without these nobody can say whose the others are.
         return None if found.requests is None and found.tokens is None else found
 
-    def ask(self, prompt: Prompt, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
+    def ask(self, prompt: str, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
         """Send one prompt and read the answer as it comes.
 
         Args:
-            prompt: text, or messages, or token ids.
             max_tokens: most of the answer.
-            chat: take text as what a user says in a chat; else it is continued.
+            chat: take the prompt as what a user says in a chat; else it is continued.
             more: further fields of the request, such as ``temperature``.
 
         Raises:
             MtpExtractError: there is no answer, or none that ends.
         """
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens, **self.kind.request}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and chat else prompt
-        if isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
-            path, body["messages"] = "/v1/chat/completions", messages
+        if chat:
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
         else:
-            path, body["prompt"] = "/v1/completions", getattr(prompt, "tokens", prompt)
+            path, body["prompt"] = "/v1/completions", prompt
         content = json.dumps(body | more).encode()
         headers = {"Content-Type": "application/json"}
         post = self._client.stream("POST", self._root + path, content=content, headers=headers)
-        with self._said(self._timeout) as sent, post as response:
+        with self._request(self._timeout) as sent, post as response:
             if response.status_code == 404:
                 remedies = ("chat_template", "model")
                 raise ServerError(
@@ -225,7 +190,7 @@ class Server:
         pieces: list[str] = []
         tokens: int | None = None
         first = last = 0.0
-        first_tokens, reason, told, done = 1, None, None, False
+        first_tokens, reason, counters, done = 1, None, None, False
         for now, data in self._events(response, _LARGEST_EVENT + _LARGEST_TOKEN * asked):
             if data == b"[DONE]":
                 done = True
@@ -236,7 +201,7 @@ class Server:
             count = at(event, "usage", "completion_tokens")
             if isinstance(count, int) and not isinstance(count, bool):
                 tokens = count
-            told = self.kind.of_answer(event) or told
+            counters = self.kind.of_answer(event) or counters
             for choice in _list(event.get("choices")):
                 text = _text(choice)
                 if text and not pieces:
@@ -248,11 +213,11 @@ class Server:
                 reason = escape(given) if isinstance(given, str) else reason
         if not done and reason is None:
             raise ServerError("the answer ended before its end")
-        wrong = impossible(told, asked, seconds=self._timeout) if told is not None else ()
+        wrong = impossible(counters, asked, seconds=self._timeout) if counters is not None else ()
         if wrong:
-            told = None
-        if tokens is None and told is not None:
-            tokens = told.tokens
+            counters = None
+        if tokens is None and counters is not None:
+            tokens = counters.tokens
         # A text is at least one token, and no more than asked for.
         if tokens is not None and not (first_tokens if pieces else 0) <= tokens <= asked:
             wrong += (f"{escape(tokens, 24)} tokens of an answer of {len(pieces)} pieces and at most {asked} tokens",)
@@ -265,7 +230,7 @@ class Server:
             # All of the text at once says when it was sent, not how long it took.
             seconds=last - first if len(pieces) > 1 else 0.0,
             finish_reason=reason,
-            told=told,
+            told=counters,
             impossible=wrong,
         )
 
@@ -281,33 +246,6 @@ class Server:
             for line in lines:
                 if line.startswith(b"data:"):
                     yield now, line[5:].strip()
-
-    def generate(self, prompts: Sequence[Prompt], options: Options) -> list[Generation]:
-        """Continue every prompt, one after the other: the protocol of an engine.
-
-        A server drafts as it was started, tells no rounds, and no ids of tokens.
-
-        Raises:
-            ServerError: there is no answer.
-            MtpExtractError: ``options`` ask for what no request can.
-        """
-        if options.drafts == 0:
-            raise MtpExtractError(f"{self.name}: a request cannot ask for no drafts. Name a server without a drafter.")
-        if options.stop_token_ids is not None:
-            raise MtpExtractError(f"{self.name}: a request cannot name tokens that end the text. Name texts.")
-        chosen = {
-            "temperature": options.sampling.temperature,
-            "top_k": options.sampling.top_k,
-            "top_p": options.sampling.top_p,
-            "stop": list(options.stop_strings) or None,
-        }
-        fields = {"seed": options.seed, **{name: value for name, value in chosen.items() if value is not None}}
-        most, chat = options.max_new_tokens, options.chat_template
-        answers = [self.ask(prompt, max_tokens=most, chat=chat, **fields) for prompt in prompts]
-        return [
-            Generation((), None, (), answer.text, answer.finish_reason or "", (), 1e3 * (answer.first_s or 0.0))
-            for answer in answers
-        ]
 
     def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
         """The ``Server`` header and the JSON of a page."""
@@ -348,14 +286,14 @@ class Server:
         """The answer for a page, which takes no computing."""
         seconds = min(self._timeout, _PAGE_TIMEOUT)
         get = self._client.stream("GET", self._root + path, timeout=_limits(seconds))
-        with self._said(seconds), get as response:
+        with self._request(seconds), get as response:
             yield response
 
     @contextmanager
-    def _said(self, seconds: float) -> Iterator[float]:
-        """The time at which a request begins; errors of what happens inside, with the server's name and an end.
+    def _request(self, seconds: float) -> Iterator[float]:
+        """One request, which yields the time at which it begins; its errors name the server.
 
-        All of it has to be over in time, head and body. Whatever is under way then ends with it.
+        All of it has to be over within ``seconds``, head and body. Then every request of this server ends with it.
         """
         begun = time.perf_counter()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_extract.cli.terminal import say
+from mtp_extract.proof.words import in_words
 
 
 def found_in(section: int | None, found_by: str) -> str:
@@ -34,6 +35,14 @@ def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
         f"{geometry['backbone_hidden_size']}, vocabulary {geometry['vocab_size']}, "
         + (f"soft cap {cap:g}" if cap else "no soft cap")
     )
+
+
+def say_proof(claim: str, proof: Mapping[str, Any]) -> None:
+    """What was executed side by side, and how far apart it was; ``proof`` as in ``extraction.json``."""
+    first, *others = in_words(proof)
+    say(f"{claim}: {first}")
+    for line in others:
+        say(f"  {line}")
 
 
 def _say_head(geometry: Mapping[str, Any], parameters: int) -> None:

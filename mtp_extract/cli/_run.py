@@ -12,34 +12,34 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
+from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.options import About
 
 SlidingWindow = Annotated[
-    Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-    typer.Option(min=1, help="Length of the window; asked for only where the file leaves it to the runtime."),
+    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
 ]
-
-Download = Annotated[
-    bool, typer.Option("--download", help="From a server without byte ranges, download the whole file.")
-]
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
-
+Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
+OverwriteReport = Annotated[bool, About("Replace an older report.")]
+AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
 
 
-def new_app() -> typer.Typer:
-    """A program of one command."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+def new_app(command: Callable[..., None], epilog: str | None = None) -> typer.Typer:
+    """A program of one command, whose parameters are as :func:`~mtp_extract.cli._planned.planned` reads them."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=epilog)(planned(command))
+    return app
 
 
 class _Stopped(BaseException):

@@ -3,100 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.cli._drafter import say_geometry
-from mtp_extract.cli.terminal import say, size, table, write_json
+from mtp_extract.cli._drafter import say_geometry, say_proof
+from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY, FORMATS, HEADS
-from mtp_extract.proof.words import in_words
+from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.pipeline.directory import ExtractionResult
-    from mtp_extract.report.card import CardWords
 
 # What an option may be is what the registry lists.
-_CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
-FormatName = Enum("FormatName", {name: name for name in _CHOICES}, type=str)  # type: ignore[misc]  # not a literal
-AnyFormatName = Enum("AnyFormatName", {name: name for name in (*_CHOICES, *HEADS)}, type=str)  # type: ignore[misc]
-_Type = Enum("_Type", {name: name for listed in FORMATS.values() for name in listed.dtypes}, type=str)  # type: ignore[misc]
-_Engine = Enum("_Engine", {name: name for listed in FORMATS.values() for name in listed.otherwise}, type=str)  # type: ignore[misc]
-_Rule = Enum("_Rule", {name: name for listed in FORMATS.values() for name in listed.rules}, type=str)  # type: ignore[misc]
-
-FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in _CHOICES.items())
+CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
+FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in CHOICES.items())
 HEADS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in HEADS.items())
-_RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in _CHOICES.items() if listed.rules)
-
-For = Annotated[
-    Optional[_Engine],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-    typer.Option("--for", help="An engine that wants the format otherwise."),
-]
-
-Numbers = Annotated[
-    Optional[_Type],  # noqa: UP045
-    typer.Option("--dtype", help="Type of the numbers; f32 is exact. By default the first that the format has."),
-]
-
-Codes = Annotated[bool, typer.Option("--codes", help="Also write the stored integers, scales and zero points.")]
-
-Exact = Annotated[bool, typer.Option("--exact", help="Write nothing that is rounded; say what would be.")]
-
-Quantize = Annotated[
-    Optional[_Rule],  # noqa: UP045
-    typer.Option(
-        help=f"Round matrices that have no integers to such, by a rule the format holds ({_RULES_ABOUT}; its usual "
-        "one first)."
-    ),
-]
-
-Tokenizer = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(metavar="DIR", help="The base's tokenizer, to put into a gguf; llama.cpp drafts without."),
-]
-
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")]
+_RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in CHOICES.items() if listed.rules)
 
 
-License = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--license", metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
-]
-
-BaseModel = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--base-model", metavar="ORG/NAME", help="The base's id on the Hub, for the card."),
-]
-
-Title = Annotated[Optional[str], typer.Option("--title", metavar="TEXT", help="Title of the card.")]  # noqa: UP045
+def _every(field: str) -> tuple[str, ...]:
+    """What the formats list under ``field``, each once."""
+    return tuple(dict.fromkeys(name for listed in FORMATS.values() for name in getattr(listed, field)))
 
 
-def card_words(license_: str | None, base_model: str | None, title: str | None) -> CardWords:
-    """What those options say; what is no licence, id or title is wrong usage."""
-    from mtp_extract.report.card import CardWords
+@dataclass(frozen=True)
+class Writing:
+    """How a checkpoint is to be written, by the names that ``extract`` and ``convert`` have for it."""
 
-    try:
-        return CardWords(license_, base_model, title)
-    except ValueError as error:
-        option, _, rest = str(error).partition(" ")
-        raise typer.BadParameter(f"--{option.replace('_', '-')} {rest}") from None
+    engine: Annotated[
+        str | None,
+        About("An engine that wants the format otherwise.", names=("--for",), choices=_every("otherwise")),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        About("Type of the numbers; f32 is exact. By default the first that the format has.", choices=_every("dtypes")),
+    ] = None
+    codes: Annotated[bool, About("Also write the stored integers, scales and zero points.")] = False
+    exact: Annotated[bool, About("Write nothing that is rounded; say what would be.")] = False
+    quantize: Annotated[
+        str | None,
+        About(
+            f"Round matrices that have no integers to such, by a rule the format holds ({_RULES_ABOUT}; its usual one "
+            "first).",
+            choices=_every("rules"),
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        About("The base's tokenizer, to put into a gguf; llama.cpp drafts without.", metavar="DIR"),
+    ] = None
+
+    def check(self, format_: str) -> None:
+        """Refuse, as wrong usage, a type in which the format is not written, an engine that loads it as it is, and a
+        tokenizer for which it has no room.
+        """
+        listed = EVERY[format_]
+        if self.tokenizer is not None and not listed.tokenizer_inside:
+            raise typer.BadParameter(f"--tokenizer: the {format_} format has no room for one.")
+        if self.engine is not None and self.engine not in listed.otherwise:
+            raise typer.BadParameter(f"the {format_} format is not written otherwise for {self.engine}.")
+        if self.dtype is not None and self.dtype not in listed.dtypes:
+            raise typer.BadParameter(f"the {format_} format is written in {' or '.join(listed.dtypes)}.")
 
 
-def check_usage(format_: str, engine: str | None, dtype: str | None, tokenizer: Path | None) -> None:
-    """Refuse, as wrong usage, a type in which the format is not written, an engine that loads it as it is, and a
-    tokenizer for which it has no room.
-    """
-    if tokenizer is not None and not EVERY[format_].tokenizer_inside:
-        raise typer.BadParameter(f"--tokenizer: the {format_} format has no room for one.")
-    if engine is not None and engine not in EVERY[format_].otherwise:
-        raise typer.BadParameter(f"the {format_} format is not written otherwise for {engine}.")
-    dtypes = EVERY[format_].dtypes
-    if dtype is not None and dtype not in dtypes:
-        raise typer.BadParameter(f"the {format_} format is written in {' or '.join(dtypes)}.")
+Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
 
 
 def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:
@@ -120,8 +95,7 @@ def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]
     if EVERY[record["layout"]].architecture != EAGLE3:
         _say_proof(record)
     table([[file, size(length)] for file, length in result.files.items()])
-    for note in result.notes:
-        say(f"Note: {note}")
+    say_notes(result.notes)
     if record["layout"] == "transformers":
         say(f"Load it: AutoModelForCausalLM.from_pretrained({str(result.directory)!r}). Its README.md shows engines.")
 
@@ -131,14 +105,16 @@ def _say_proof(record: Mapping[str, Any]) -> None:
     if proof is None:
         say("Not proven: nothing here says which file it came from")
         return
-    tensors = tensors_of(record)
-    rounded = any(entry["rounded_to"] or entry["rounded_before"] or entry["made_codes"] for entry in tensors)
-    first, *others = in_words(proof)
-    say(f"Proven{' by the extraction' if proof['inherited'] else ''}{' before rounding' if rounded else ''}: {first}")
-    for line in others:
-        say(f"  {line}")
+    rounded = any(map(is_rounded, tensors_of(record)))
+    by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if rounded else ""
+    say_proof(f"Proven{by}{before}", proof)
     if proof["rounding"] is not None and not proof["inherited"]:
         say(f"  as written they agree to {proof['rounding']['difference_below']:g}, which is what the rounding does")
+
+
+def is_rounded(entry: Mapping[str, Any]) -> bool:
+    """Whether a tensor's entry in a record says that its numbers were rounded."""
+    return bool(entry.get("rounded_to") or entry.get("rounded_before") or entry.get("made_codes"))
 
 
 def holds(record: Mapping[str, Any]) -> str:

@@ -4,69 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
-
-import typer
+from typing import Annotated, Any
 
 from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
-from mtp_extract.cli._writing import (
-    FORMATS_ABOUT,
-    HEADS_ABOUT,
-    AnyFormatName,
-    BaseModel,
-    Codes,
-    Exact,
-    For,
-    License,
-    Numbers,
-    Overwrite,
-    Quantize,
-    Title,
-    Tokenizer,
-    card_words,
-    check_usage,
-    show_written,
-)
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, Overwrite, Writing, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY
+from mtp_extract.formats import EVERY, HEADS
+from mtp_extract.options import About
+from mtp_extract.report.card import CardWords
 
-app = new_app()
 
-
-@app.command()
 def command(
+    *,
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR",
-            help="What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.",
-        ),
+        About("What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.", metavar="DIR"),
     ],
-    format: Annotated[AnyFormatName, typer.Option(help=f"{FORMATS_ABOUT} {HEADS_ABOUT}")],  # noqa: A002 - the option's name
+    format: Annotated[  # noqa: A002 - the option's name
+        str, About(f"{FORMATS_ABOUT} {HEADS_ABOUT}", names=("--format",), choices=(*CHOICES, *HEADS))
+    ],
     out: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Option("-o", "--out", metavar="OUT", help="Where to write; by default DIR's name + -FORMAT."),
+        Path | None,
+        About("Where to write; by default DIR's name + -FORMAT.", names=("-o", "--out"), metavar="OUT"),
     ] = None,
-    engine: For = None,
-    dtype: Numbers = None,
-    codes: Codes = False,
-    exact: Exact = False,
-    quantize: Quantize = None,
-    tokenizer: Tokenizer = None,
+    writing: Writing,
     source: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
+        str | None,
+        About(
+            "The .litertlm that DIR was extracted from: run the proof again, and compare every tensor with it.",
             metavar="SOURCE",
-            help="The .litertlm that DIR was extracted from: run the proof again, and compare every tensor with it.",
         ),
     ] = None,
     overwrite: Overwrite = False,
-    license_: License = None,
-    base_model: BaseModel = None,
-    title: Title = None,
+    card: CardWords,
     download: Download = False,
     print_json: AsJson = False,
 ) -> None:
@@ -75,8 +49,7 @@ def command(
     What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
     the new format has room for them; what is written is read back and compared.
     """
-    card = card_words(license_, base_model, title)
-    check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
+    writing.check(format)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.pipeline.conversion import convert
@@ -89,13 +62,8 @@ def command(
         result = convert(
             directory,
             out,
-            format=format.value,
-            engine=engine.value if engine else None,
-            dtype=dtype.value if dtype else None,
-            codes=codes,
-            exact=exact,
-            quantize=quantize.value if quantize else None,
-            tokenizer=tokenizer,
+            format=format,
+            **vars(writing),
             source=opened,
             overwrite=overwrite,
             card=card,
@@ -111,6 +79,5 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     return [f"{name} of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command)
+main = partial(run_lean, app)

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from mtp_extract.cli._drafter import found_in
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
-from mtp_extract.cli._writing import (
-    FORMATS_ABOUT,
-    BaseModel,
-    Codes,
-    Exact,
-    For,
-    FormatName,
-    License,
-    Numbers,
-    Overwrite,
-    Quantize,
-    Title,
-    Tokenizer,
-    card_words,
-    check_usage,
-    show_written,
-    tensors_of,
-)
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, Overwrite, Writing, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-
-app = new_app()
-
-_DEFAULT = next(iter(FormatName))
-
+from mtp_extract.options import About
+from mtp_extract.report.card import CardWords
 
 # \b: typer leaves the lines as they are.
 _USE = """\b
@@ -50,51 +31,38 @@ What was written, in an engine (the README.md in DIR says more):
 """
 
 
-@app.command(epilog=_USE)
 def command(
+    *,
     source: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Argument(
+        str | None,
+        About(
+            "A .litertlm, a drafter's .tflite, hf://org/repo/file.litertlm[@revision], or an https:// URL.",
             metavar="SOURCE",
-            help="A .litertlm, a drafter's .tflite, hf://org/repo/file.litertlm[@revision], or an https:// URL.",
         ),
-    ] = None,
+    ],
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("-o", "--out", metavar="DIR", help="Where to write; by default SOURCE's name + -mtp-drafter."),
+        Path | None,
+        About("Where to write; by default SOURCE's name + -mtp-drafter.", names=("-o", "--out"), metavar="DIR"),
     ] = None,
-    format: Annotated[  # noqa: A002 - the option's name
-        FormatName,
-        typer.Option(help=FORMATS_ABOUT),
-    ] = _DEFAULT,
-    engine: For = None,
-    dtype: Numbers = None,
-    codes: Codes = False,
-    exact: Exact = False,
-    quantize: Quantize = None,
-    tokenizer: Tokenizer = None,
+    format: Annotated[str, About(FORMATS_ABOUT, choices=tuple(CHOICES))] = next(iter(CHOICES)),  # noqa: A002 - the option's name
+    writing: Writing,
     overwrite: Overwrite = False,
-    license_: License = None,
-    base_model: BaseModel = None,
-    title: Title = None,
+    card: CardWords,
     sliding_window: SlidingWindow = None,
     section: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Index of the drafter's section; asked for only where there are several."),
+        int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
     ] = None,
     signature: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="NAME", help="The drafter's signature; asked for only where there are several."),
+        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
     ] = None,
     download: Download = False,
-    sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
+    sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    card = card_words(license_, base_model, title)
-    check_usage(format.value, engine.value if engine else None, dtype.value if dtype else None, tokenizer)
+    writing.check(format)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
@@ -108,15 +76,10 @@ def command(
         result = extract(
             opened,
             out or default_directory(path),
-            format=format.value,
-            engine=engine.value if engine else None,
-            dtype=dtype.value if dtype else None,
-            codes=codes,
-            exact=exact,
-            quantize=quantize.value if quantize else None,
+            format=format,
+            **vars(writing),
             overwrite=overwrite,
             sliding_window=sliding_window,
-            tokenizer=tokenizer,
             card=card,
             progress=tick,
         )
@@ -137,6 +100,5 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command, epilog=_USE)
+main = partial(run_lean, app)

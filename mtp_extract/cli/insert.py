@@ -2,93 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_extract.cli._drafter import say_proof
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, new_app, run_lean
-from mtp_extract.cli.terminal import doing, progress, say, size, table, write_json
+from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.proof.words import in_words
+from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 
-app = new_app()
-
 _TYPES = ("int8", "int4", "int2", "float32")
+_OF_DRAFTER = ("types", "each", "graph_from", "section", "signature", "base", "prompts")
 
 
-@app.command()
 def command(
+    *,
+    context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="[DIR]",
-            help="A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Not with "
+        About(
+            "A checkpoint that this program reads; or a .litertlm or .tflite whose drafter is taken. Not with "
             "--base-weights.",
+            metavar="[DIR]",
         ),
     ],
-    bundle: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; it stays as it is."),
-    ] = None,
-    out: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle."),
-    ] = None,
+    bundle: Annotated[str | None, About("The .litertlm that they go into; it stays as it is.", metavar="BUNDLE")],
+    out: Annotated[Path | None, About("The new bundle.", names=("-o", "--out"), metavar="NEW.litertlm")] = None,
     base_weights: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="CHECKPOINT", help="Put a Gemma 4 base, as transformers writes it, into BUNDLE instead."),
+        Path | None,
+        About("Put a Gemma 4 base, as transformers writes it, into BUNDLE instead.", metavar="CHECKPOINT"),
     ] = None,
     types: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--types", metavar="TYPE", help=f"Store every matrix as {', '.join(_TYPES)}."),
+        str | None, About(f"Store every matrix as {', '.join(_TYPES)}.", metavar="TYPE", choices=_TYPES)
     ] = None,
-    type_: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--type", metavar="ROLE=TYPE", help="Store one so, or all that match: 'layers.*.gate_proj=int8'."),
-    ] = None,
+    each: Annotated[
+        Sequence[str],
+        About("Store one so, or all that match: 'layers.*.gate_proj=int8'.", names=("--type",), metavar="ROLE=TYPE"),
+    ] = (),
     graph_from: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            metavar="FILE", help="For a bundle without a drafter: the .litertlm or .tflite whose drafter is added."
-        ),
+        str | None,
+        About("For a bundle without a drafter: the .litertlm or .tflite whose drafter is added.", metavar="FILE"),
     ] = None,
     base: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
+        str | None,
+        About(
+            "For a graph with static activations: the base beside which their scales are calibrated anew.",
             metavar="MODEL",
-            help="For a graph with static activations: the base beside which their scales are calibrated anew.",
         ),
     ] = None,
     prompts: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="What the base continues for that; by default the prompts that are shipped."),
+        Path | None,
+        About("What the base continues for that; by default the prompts that are shipped.", metavar="FILE"),
     ] = None,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
-    ] = True,
+    chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True,
     section: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Index of the drafter's section in BUNDLE; asked for only where there are several."),
+        int | None,
+        About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
     ] = None,
     signature: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="NAME", help="The drafter's signature; asked for only where there are several."),
+        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
+    dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
+    overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Put the weights of a drafter's checkpoint into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
         raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
     if base_weights is not None:
-        given: dict[str, object] = {"DIR": bundle, "--types": types, "--type": type_, "--graph-from": graph_from}
-        given |= {"--section": section, "--signature": signature, "--base": base, "--prompts": prompts}
-        if wrong := [name for name, value in given.items() if value is not None and value != []]:
+        wrong = ["DIR"] if bundle is not None else []
+        if wrong := wrong + given(context, *_OF_DRAFTER):
             raise typer.BadParameter(
                 f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
             )
@@ -96,19 +87,17 @@ def command(
         return
     if bundle is None:
         raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
-
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
     if base is not None and not Path(source).is_dir():
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
-    wanted = _wanted(types, type_ or [])
+    wanted = {**({"*": types} if types else {}), **dict(map(_role_and_type, each))}
 
     from mtp_extract.insert.drafter import planned_insertion
     from mtp_extract.io.place import check_place, files_of
 
     if out is not None:
-        inputs = (bundle, source, graph_from, *files_of(base), prompts)
-        check_place(out, overwrite=overwrite, inputs=inputs)
+        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
     ranges = None
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
@@ -117,16 +106,18 @@ def command(
     with planned_insertion(
         source, bundle, types=wanted, ranges=ranges, graph_from=graph_from, section=section, signature=signature
     ) as plan:
-        result = None
         if not print_json:
-            _show_plan(plan)
-        if out is not None:
-            with progress(quiet=print_json) as tick:
-                result = plan.write(out, overwrite=overwrite, progress=tick)
+            where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
+            what = "A drafter added to" if plan.added else "The drafter of"
+            _show_plan(plan, f"{what} {escape(plan.name)}: {where}, {size(plan.size)}")
+        result = _write(plan, out, overwrite, print_json)
     if print_json:
         write_json(_document(plan, result))
     elif result is not None:
-        _show_result(result)
+        say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
+        assert result.proof is not None
+        say_proof("Proven, its graph and its weights", result.proof.as_json())
+        say_notes(result.notes[len(plan.notes) :])
 
 
 def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
@@ -136,77 +127,61 @@ def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, *files_of(directory)))
     with planned_base_insertion(directory, bundle) as plan:
-        result = None
         if not print_json:
-            rows = [
-                [role, d.storage.type.name, d.how, f"{d.error:.2g}"]
-                for role, each in plan.decisions.items()
-                for d in each
-            ]
-            table(rows, ["role", "stored", "what", "error"])
-            say(f"The base of {escape(plan.name)}: {size(plan.changed)} in {plan.written} places of {size(plan.size)}")
-            for note in plan.notes:
-                say(f"Note: {note}")
-        if out is not None:
-            with progress(quiet=print_json) as tick:
-                result = plan.write(out, overwrite=overwrite, progress=tick)
-    notes = list(result.notes if result else plan.notes)
+            _show_plan(
+                plan,
+                f"The base of {escape(plan.name)}: {size(plan.changed)} in {plan.written} places of {size(plan.size)}",
+            )
+        result = _write(plan, out, overwrite, print_json)
     if print_json:
-        write_json(
-            {
-                "bundle": plan.name,
-                "out": str(result.path) if result else None,
-                "size": plan.size,
-                "places_written": plan.written,
-                "bytes_written": plan.changed,
-                "roles": {
-                    role: [{"what": d.how, "stored": d.storage.type.name, "relative_rms_error": d.error} for d in each]
-                    for role, each in plan.decisions.items()
-                },
-                "notes": notes,
-            }
-        )
+        write_json(_base_document(plan, result))
     elif result is not None:
         say(f"Wrote {escape(result.path)} ({size(result.size)}), walked again and compared, role by role")
-        for note in notes[len(plan.notes) :]:
-            say(f"Note: {note}")
+        say_notes(result.notes[len(plan.notes) :])
 
 
-def _wanted(types: str | None, each: list[str]) -> dict[str, str]:
-    """Pattern of roles → type, the general one first."""
-    wanted = {"*": types} if types is not None else {}
-    for entry in each:
-        role, equals, name = entry.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{escape(entry)!r}: expected ROLE=TYPE, such as lm_head=int8.")
-        wanted[role] = name
-    for name in wanted.values():
-        if name not in _TYPES:
-            raise typer.BadParameter(f"{escape(name)!r}: expected a type of {', '.join(_TYPES)}.")
-    return wanted
+def _role_and_type(text: str) -> tuple[str, str]:
+    role, equals, name = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{escape(text)!r}: expected ROLE=TYPE, such as lm_head=int8.")
+    if name not in _TYPES:
+        raise typer.BadParameter(f"{escape(name)!r}: expected a type of {', '.join(_TYPES)}.")
+    return role, name
 
 
-def _show_plan(plan: InsertionPlan) -> None:
+def _write(plan: InsertionPlan, out: Path | None, overwrite: bool, quiet: bool) -> InsertionResult | None:
+    """What ``plan`` writes; None for a dry run."""
+    if out is None:
+        return None
+    with progress(quiet=quiet) as tick:
+        return plan.write(out, overwrite=overwrite, progress=tick)
+
+
+def _show_plan(plan: InsertionPlan, summary: str) -> None:
     rows = []
-    for role, (decision,) in plan.decisions.items():
-        before, after = decision.before.name, decision.storage.type.name
-        rows.append([role, before if before == after else f"{before} → {after}", decision.how, f"{decision.error:.2g}"])
+    for role, decisions in plan.decisions.items():
+        for decision in decisions:
+            before, after = decision.before.name, decision.storage.type.name
+            types = before if before == after else f"{before} → {after}"
+            rows.append([role, types, decision.how, f"{decision.error:.2g}"])
     table(rows, ["role", "stored", "what", "error"])
-    where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
-    say(f"{'A drafter added to' if plan.added else 'The drafter of'} {escape(plan.name)}: {where}, {size(plan.size)}")
-    for note in plan.notes:
-        say(f"Note: {note}")
+    say(summary)
+    say_notes(plan.notes)
 
 
-def _show_result(result: InsertionResult) -> None:
-    say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
-    assert result.proof is not None
-    first, *others = in_words(result.proof.as_json())
-    say(f"Proven, its graph and its weights: {first}")
-    for line in others:
-        say(f"  {line}")
-    for note in result.notes:
-        say(f"Note: {note}")
+def _base_document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, Any]:
+    return {
+        "bundle": plan.name,
+        "out": str(result.path) if result else None,
+        "size": plan.size,
+        "places_written": plan.written,
+        "bytes_written": plan.changed,
+        "roles": {
+            role: [{"what": d.how, "stored": d.storage.type.name, "relative_rms_error": d.error} for d in each]
+            for role, each in plan.decisions.items()
+        },
+        "notes": (result or plan).notes,
+    }
 
 
 def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, Any]:
@@ -225,11 +200,10 @@ def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, 
             }
             for role, (d,) in plan.decisions.items()
         },
-        "notes": result.notes if result else plan.notes,
+        "notes": (result or plan).notes,
         "proof": result.proof.as_json() if result and result.proof else None,
     }
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+app = new_app(command)
+main = partial(run_lean, app)

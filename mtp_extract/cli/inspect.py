@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._drafter import found_in, say_geometry
+from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
-from mtp_extract.cli.terminal import progress, say, size, table, write_json
+from mtp_extract.cli._writing import is_rounded
+from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.proof.words import in_words
+from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.base.comparison import BaseComparison
     from mtp_extract.pipeline.check import Verification
 
-app = new_app()
-
 _SINGLE = ".gguf"
 """Ends the name of a checkpoint that is one file."""
 
 
-@app.command()
 def command(
+    *,
+    context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a checkpoint: a "
+        About(
+            "A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a checkpoint: a "
             "directory of any format, or a .gguf.",
+            metavar="SOURCE",
         ),
     ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="List every role, the evidence for it, and every other constant.")
-    ] = False,
+    tensors: Annotated[bool, About("List every tensor.")] = False,
+    graph: Annotated[bool, About("List every role, the evidence for it, and every other constant.")] = False,
     section: Annotated[
-        Optional[int],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Option(min=0, help="Describe the TFLite model in this section instead of the drafter."),
+        int | None, About("Describe the TFLite model in this section instead of the drafter.", least=0)
     ] = None,
     against: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
+        str | None,
+        About(
+            "For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; says "
+            "of every weight of the base whether the bundle holds it.",
             metavar="SOURCE|DIR",
-            help="For a checkpoint: derive every tensor again and compare all bits. For a bundle: a base's checkpoint; "
-            "says of every weight of the base whether the bundle holds it.",
         ),
     ] = None,
     sliding_window: SlidingWindow = None,
@@ -59,12 +57,7 @@ def command(
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
     is_checkpoint = os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source))
     if is_checkpoint or against is not None:
-        given = {
-            "--graph": graph,
-            "--section": section is not None,
-            "--sliding-window": sliding_window is not None,
-        }
-        if wrong := [option for option, is_given in given.items() if is_given]:
+        if wrong := given(context, "graph", "section", "sliding_window"):
             why = "with --against" if against is not None else f"and {escape(source)} is a checkpoint"
             raise typer.BadParameter(
                 f"{', '.join(wrong)}: describes a bundle or a model, {why}. Name the file alone, or leave it out."
@@ -80,10 +73,7 @@ def command(
     from mtp_extract.bundle import open_bundle
     from mtp_extract.pipeline.inspection import inspect
 
-    with (
-        progress(quiet=print_json) as tick,
-        open_bundle(source, download=download, progress=tick) as opened,
-    ):
+    with progress(quiet=print_json) as tick, open_bundle(source, download=download, progress=tick) as opened:
         found = inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
     (write_json if print_json else _show)(found.as_json)
     if found.problem is not None:
@@ -105,10 +95,7 @@ def _hold_against(source: str, directory: str, download: bool, print_json: bool)
             say(f"{escape(directory)} is a drafter's checkpoint: it is checked against the drafter of the bundle")
         _checkpoint(Path(directory), False, source, download, print_json)
         return
-    with (
-        progress(quiet=print_json) as tick,
-        open_bundle(source, download=download, progress=tick) as opened,
-    ):
+    with progress(quiet=print_json) as tick, open_bundle(source, download=download, progress=tick) as opened:
         found = compare_base(opened, Path(directory), tick)
     if print_json:
         write_json(found.as_json())
@@ -133,8 +120,7 @@ def _show_comparison(found: BaseComparison) -> None:
         for r in found.roles
     ]
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
-    say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {counts}")
+    say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
     if found.unused:
         say(f"  {len(found.unused)} tensors are K and V of layers that share another's: no model loads them")
     if found.others:
@@ -155,10 +141,7 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     place = with_record(place)
     result: Verification | None = None
     if against is not None:
-        with (
-            progress(quiet=print_json) as tick,
-            open_bundle(against, download=download, progress=tick) as opened,
-        ):
+        with progress(quiet=print_json) as tick, open_bundle(against, download=download, progress=tick) as opened:
             result = verify_against_source(place, opened, REPORT_FILES)
     elif (place / RECORD).exists():
         result = verify(place, REPORT_FILES)
@@ -198,7 +181,7 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
         if result.against is None:
             say("  that this is what came out of it was not checked: no bundle was given")
         else:
-            how = ", rounded as the record says" if any(map(_rounded, record["tensors"].values())) else ""
+            how = ", rounded as the record says" if any(map(is_rounded, record["tensors"].values())) else ""
             say(f"  every tensor derived again from {result.against}{how}: equal, bit for bit")
             from mtp_extract.pipeline.verification import UNTOLD
 
@@ -207,19 +190,13 @@ def _show_checkpoint(place: Path, found: Mapping[str, Any], result: Verification
     else:
         say(f"{escape(place)}: without extraction.json: nothing says where it came from")
     say_geometry(found["geometry"], found["parameters"])
-    stored = ", ".join(f"{count} {kind}" for kind, count in found["stored_types"].items())
-    say(f"  {found['format']} format: {found['weights']} weights ({stored})")
+    say(f"  {found['format']} format: {found['weights']} weights ({_counts(found['stored_types'])})")
     for finding in found.get("findings", ()):
         say(f"  {finding['engine']} {finding['effect']}: {finding['what']}")
     if "tensors" in found:
         say("Tensors")
-        table(
-            [
-                [t["role"], t["type"], t["shape"], f"blocks of {t['block_size']}" if t["block_size"] else "", t["name"]]
-                for t in found["tensors"]
-            ],
-            ["role", "stored", "shape", "scales", "name"],
-        )
+        rows = [[t["role"], t["type"], t["shape"], _blocks(t), t["name"]] for t in found["tensors"]]
+        table(rows, ["role", "stored", "shape", "scales", "name"])
 
 
 def _made(record: Mapping[str, Any]) -> Iterator[str]:
@@ -230,10 +207,6 @@ def _made(record: Mapping[str, Any]) -> Iterator[str]:
             how = made["mode"] if "mode" in made else f"keeps {made['kept']['share']:.2%} of its choices"
             lengths = f"mean accepted length {before:.3f}, then {after:.3f}"
             yield f"{what} ({escape(how)}) beside {escape(made['base'])}: {lengths}"
-
-
-def _rounded(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("rounded_to") or entry.get("rounded_before") or entry.get("made_codes"))
 
 
 def _show(report: Mapping[str, Any]) -> None:
@@ -254,8 +227,7 @@ def _show(report: Mapping[str, Any]) -> None:
         _show_drafter(report["drafter"])
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
-    for note in report["notes"]:
-        say(f"Note: {note}")
+    say_notes(report["notes"])
 
 
 def _items(items: Mapping[str, Any]) -> str:
@@ -266,10 +238,9 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
     name = drafter["known_as"] or "MTP"
     say(f"{name} drafter: {found_in(drafter['section'], drafter['found_by'])}, {size(drafter['size'])}")
     say_geometry(drafter["geometry"], drafter["parameters"])
-    stored = ", ".join(f"{n} {kind}" for kind, n in drafter["stored_types"].items())
     say(
-        f"  {drafter['roles_found']} roles ({stored}), {drafter['names_confirmed']} confirmed by published names; "
-        f"{drafter['set_aside_count']} other constants, each with its reason"
+        f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
+        f"confirmed by published names; {drafter['set_aside_count']} other constants, each with its reason"
     )
     _show_model(drafter["model"])
     if "roles" in drafter:
@@ -280,28 +251,22 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
         ]
         table(rows, ["role", "stored", "shape", "name", "evidence"])
         say("Caches of the base model")
-        caches = drafter["kv_inputs"].items()
         rows = [
-            [n, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
-            for n, c in caches
+            [name, c["dtype"], c["shape"], c["scale"] or "-", "layers " + ",".join(map(str, c["layers"]))]
+            for name, c in drafter["kv_inputs"].items()
         ]
         table(rows, ["input", "type", "shape", "scale", "read by"])
         proof = drafter["proof"]
-        for word, line in zip_longest(("Proof:",), in_words(proof), fillvalue=" "):
-            say(f"{word} {line}")
+        say_proof("Proof", proof)
         positions = ", ".join(map(str, proof["positions"]))
         say(f"  positions {positions}; {proof['tolerance']:g} allowed; seed {proof['seed']}")
         chosen = [[by, kind, count] for by, kinds in proof["choosing"].items() for kind, count in kinds.items()]
         idioms = [["nothing: it never binds", idiom, 1] for idiom in proof["idioms"]]
         table([*chosen, *idioms], ["chooses by", "operator", "count"])
         say("Set aside")
-        table(
-            [
-                [f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]]
-                for a in drafter["set_aside"]
-            ],
-            ["tensor", "type", "shape", "reason", "read by"],
-        )
+        aside = drafter["set_aside"]
+        rows = [[f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in aside]
+        table(rows, ["tensor", "type", "shape", "reason", "read by"])
 
 
 def _show_model(model: Mapping[str, Any]) -> None:
@@ -313,33 +278,33 @@ def _show_model(model: Mapping[str, Any]) -> None:
     if "tensors" in model:
         say("Tensors")
         rows = [
-            [
-                f"{t['subgraph']}/{t['index']}",
-                t["type"],
-                t["shape"],
-                _bytes(t["data"]),
-                _quantization(t["quantization"]),
-                t["name"],
-            ]
+            [f"{t['subgraph']}/{t['index']}", t["type"], t["shape"], _bytes(t), _scales(t), t["name"]]
             for t in model["tensors"]
         ]
         table(rows, ["tensor", "type", "shape", "bytes", "quantization", "name"])
 
 
-def _bytes(data: Mapping[str, Any] | None) -> str:
+def _bytes(tensor: Mapping[str, Any]) -> str:
+    data = tensor["data"]
     if not data:
         return ""
     return "unreadable" if "problem" in data else f"{data['length']} {data['place']}"
 
 
-def _quantization(quantization: Mapping[str, Any] | None) -> str:
-    if not quantization:
+def _scales(tensor: Mapping[str, Any]) -> str:
+    made = tensor["quantization"]
+    if not made:
         return ""
-    if quantization["block_size"]:
-        return f"blocks of {quantization['block_size']}"
-    return f"{quantization['scales']} scales, axis {quantization['axis']}" if quantization["scales"] else ""
+    return _blocks(made) or (f"{made['scales']} scales, axis {made['axis']}" if made["scales"] else "")
 
 
-def main() -> None:
-    """Entry point."""
-    run_lean(app)
+def _blocks(made: Mapping[str, Any]) -> str:
+    return f"blocks of {made['block_size']}" if made["block_size"] else ""
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+app = new_app(command)
+main = partial(run_lean, app)

@@ -10,14 +10,19 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
+from mtp_extract.io.source import Progress
 
 _FASTEST_REDRAW = 0.1
+"""Seconds between two lines on a terminal."""
 _WORTH_SHOWING = 1 << 26
+"""Bytes."""
+_LINES = 20
+"""Of progress, where there is no terminal to redraw one on."""
 
 
 def _line(stream: TextIO, text: str) -> None:
@@ -36,6 +41,12 @@ def say_all(text: str) -> None:
     say(escape(text, longest=len(text)))
 
 
+def say_notes(notes: Iterable[str]) -> None:
+    """What is worth knowing and no error, a line each."""
+    for note in notes:
+        say_all(f"Note: {note}")
+
+
 def write_json(value: Any) -> None:
     """``value`` as JSON on stdout."""
     say(json.dumps(value, indent=2, ensure_ascii=True, default=str))
@@ -52,6 +63,11 @@ def doing(what: str) -> None:
     """On stderr, what a long run is at."""
     _line(sys.stderr, f"{escape(what)} …")
     sys.stderr.flush()
+
+
+def doing_unless(quiet: bool) -> Callable[[str], None]:
+    """:func:`doing`, or where ``quiet`` nothing in its place."""
+    return (lambda what: None) if quiet else doing
 
 
 def size(count: float) -> str:
@@ -79,7 +95,7 @@ def table(
 
 
 @contextmanager
-def redrawn() -> Iterator[Callable[[str], None]]:
+def _redrawn() -> Iterator[Callable[[str], None]]:
     """A line on stderr that takes the place of the one before, a few times a second, and goes in the end."""
     last: float | None = None
     lock = threading.Lock()
@@ -102,13 +118,32 @@ def redrawn() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A progress line on stderr, on a terminal and for work worth showing."""
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """How many bytes are done, on a terminal and for work worth showing."""
     active = not quiet and sys.stderr.isatty()
-    with redrawn() as draw:
+    with _redrawn() as draw:
 
         def update(done: int, total: int) -> None:
             if active and total >= _WORTH_SHOWING:
                 draw(f"{size(done)} of {size(total)} ({100 * done // total} %)")
+
+        yield update
+
+
+@contextmanager
+def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """How much is done, how much there is, and a line that says so: redrawn on a terminal, else one now and then."""
+    terminal, shown = sys.stderr.isatty(), 0
+    with _redrawn() as draw:
+
+        def update(done: int, total: int, line: str) -> None:
+            nonlocal shown
+            if quiet:
+                return
+            if terminal:
+                draw(line)
+            elif (part := _LINES * done // total) != shown:
+                shown = part
+                doing(line)
 
         yield update

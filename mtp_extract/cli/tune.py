@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import AsJson, new_app, run
-from mtp_extract.cli._writing import BaseModel, License, Title, card_words
-from mtp_extract.cli.terminal import doing, error, redrawn, say, table, write_json
+from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.options import About
+from mtp_extract.tune.head import HeadPlan, run_ordered_head
+from mtp_extract.tune.run import Plan, default_directory, run_tuning
+from mtp_extract.tune.setting import Setting
 
 if TYPE_CHECKING:
     from mtp_extract.tune.head import Ordered
@@ -26,129 +29,40 @@ if TYPE_CHECKING:
     from mtp_extract.tune.run import Tuned
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
-app = new_app()
-
-_MODES = {
-    "norms": "norms and layer scalars, every code and scale stays",
-    "qat": "also the codes, on the stored grid, every scale stays",
-    "float": "every weight, as floats",
-}
-_OBJECTIVES = ("ce", "kl", "tv")
-
-Mode = Enum("Mode", {name: name for name in _MODES}, type=str)  # type: ignore[misc]  # not a literal
-Objective = Enum("Objective", {name: name for name in _OBJECTIVES}, type=str)  # type: ignore[misc]
-Head = Enum("Head", {"ordered": "ordered"}, type=str)
-New = Enum("New", {"eagle3": "eagle3"}, type=str)
-_DEFAULT = next(iter(_MODES))
-
-_TOLD = 20
-"""Lines of progress, where there is no terminal to redraw one on."""
+_OF_MODE = ("mode", "objective", "anchors", "learning_rate")
+_OF_HEAD = ("centroids", "top_k", "states")
 
 
-@app.command()
 def command(
-    base: Annotated[
-        str, typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
-    ],
-    directory: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Argument(
-            metavar="[DIR]", help="A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head."
-        ),
-    ] = None,
+    *,
+    context: typer.Context,
+    setting: Annotated[dict[str, Any], Setting],
     new: Annotated[
-        Optional[New],  # noqa: UP045
-        typer.Option(help="Make a new head for the base, and train every weight of it; DIR is left out."),
-    ] = None,
-    prompts: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            metavar="FILE",
-            help='Prompts of your workload: JSON lines {"prompt": …, "source": …}, JSON {"workload": ["prompt", …]}, '
-            "or a .txt, one a line. By default those that come with mtp-extract.",
-        ),
-    ] = None,
-    text: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Texts by people instead, in the same forms."),
+        str | None,
+        About("Make a new head for the base, and train every weight of it; DIR is left out.", choices=("eagle3",)),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            "-o",
-            "--out",
+        Path | None,
+        About(
+            "Where to write; by default DIR's name + -tuned, of a new head MODEL's + -eagle3.",
+            names=("-o", "--out"),
             metavar="DIR",
-            help="Where to write; by default DIR's name + -tuned, of a new head MODEL's + -eagle3.",
         ),
     ] = None,
-    mode: Annotated[
-        Optional[Mode],  # noqa: UP045
-        typer.Option(
-            help=" ".join(f"{name}: {about}." for name, about in _MODES.items()) + f" {_DEFAULT} if nothing is said."
-        ),
-    ] = None,
-    head: Annotated[
-        Optional[Head],  # noqa: UP045
-        typer.Option(
-            help="Instead of a mode: ordered makes a head that looks into the nearest clusters of tokens alone. "
-            "All other weights stay."
-        ),
-    ] = None,
-    centroids: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=2, help="Clusters of that head; by default 128 tokens each, in a small vocabulary 16."),
-    ] = None,
-    top_k: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Clusters it looks into; by default the least that keep 99.5 % of the best tokens."),
-    ] = None,
-    states: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Most states of the drafter that it is made from; by default 200 a cluster."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="At which the base is served, and writes the text; 0 is greedy.")
-    ] = 0.0,
-    objective: Annotated[
-        Optional[Objective],  # noqa: UP045
-        typer.Option(help="ce for greedy serving, tv or kl for sampled; by default chosen by the temperature."),
-    ] = None,
-    steps: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of the optimizer; by default 200, for a new head 300, for an ordered one 600."),
-    ] = None,
-    draft_steps: Annotated[int, typer.Option(min=1, help="Drafts a round to train for.")] = 3,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each of the base's texts.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Texts a step.")] = 16,
-    anchors: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Places in each of them to draft from; by default 24."),
-    ] = None,
-    learning_rate: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(min=0, help="By default the mode's own, by the drafter's width."),
-    ] = None,
-    draft_vocab: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            min=1,
-            help="Of a new head: how many tokens it can propose, the base's most frequent ones; by default 32000.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same bytes.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template/--no-chat-template", help="Put prompts into the base's chat format.")
-    ] = True,
     work: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Text, state and log, to go on from; by default the result's name + .work."),
+        Path | None,
+        About("Text, state and log, to go on from; by default the result's name + .work.", metavar="DIR"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write also what is not better.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it is such a checkpoint.")] = False,
-    license_: License = None,
-    base_model: BaseModel = None,
-    title: Title = None,
+    plan: Annotated[dict[str, Any], Plan],
+    head: Annotated[
+        str | None,
+        About(
+            "Instead of a mode: ordered makes a head that looks into the nearest clusters of tokens alone. All other "
+            "weights stay.",
+            choices=("ordered",),
+        ),
+    ] = None,
+    head_plan: Annotated[dict[str, Any], HeadPlan],
     print_json: AsJson = False,
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or train a new one.
@@ -157,82 +71,39 @@ def command(
     the dense one); else nothing is, and the exit status is 1. Ctrl-C ends the training and keeps the best so far if it
     is better; once more, and nothing is kept. The same command goes on where it stopped.
     """
-    from mtp_extract.tune.head import HeadPlan, run_ordered_head
-    from mtp_extract.tune.run import Plan, default_directory, run_tuning
-    from mtp_extract.tune.setting import Setting
-
-    card = card_words(license_, base_model, title)
+    directory, base = setting["directory"], setting["base"]
     if (directory is None) != (new is not None):
         raise typer.BadParameter("name a DIR, or a kind of head with --new; one of the two.")
-    if new is not None and (head is not None or mode is not None):
+    if new is not None and (head is not None or given(context, "mode")):
         raise typer.BadParameter("--new trains all of a head of its own kind; leave --head and --mode out.")
-    if new is None and draft_vocab is not None:
-        raise typer.BadParameter("--draft-vocab is of a new head; a head in a DIR keeps its own. Leave it out.")
-    target = out or (
-        default_directory(directory) if directory is not None else Path(f"{Path(base).resolve().name}-eagle3")
-    )
-    setting = Setting(
-        directory,
-        base,
-        work or target.with_name(target.name + ".work"),
-        prompts=prompts,
-        text=text,
-        new_tokens=new_tokens,
-        temperature=temperature,
-        chat_template=chat_template,
-        draft_steps=draft_steps,
-        batch=batch,
-        seed=seed,
-        device=device,
-    )
-    of_mode = {"--mode": mode, "--objective": objective, "--anchors": anchors, "--learning-rate": learning_rate}
-    of_head = {"--centroids": centroids, "--top-k": top_k, "--states": states}
-    for option, value in (of_mode if head else of_head).items():
-        if value is not None:
-            why = "trains no head; leave it or --head out" if head else "is of an ordered head; add --head ordered"
-            raise typer.BadParameter(f"{option} {why}.")
+    if new is None and (wrong := given(context, "draft_vocab")):
+        raise typer.BadParameter(f"{wrong[0]} is of a new head; a head in a DIR keeps its own. Leave it out.")
+    if head is not None and (wrong := given(context, *_OF_MODE)):
+        raise typer.BadParameter(f"{wrong[0]} trains no head; leave it or --head out.")
+    if head is None and (wrong := given(context, *_OF_HEAD)):
+        raise typer.BadParameter(f"{wrong[0]} is of an ordered head; add --head ordered.")
+    target = out or (default_directory(directory) if directory else Path(f"{Path(base).resolve().name}-eagle3"))
+    where = Setting(**setting, work=work or target.with_name(target.name + ".work"))
     if head is not None:
-        head_plan = HeadPlan(
-            setting,
-            target,
-            centroids=centroids,
-            top_k=top_k,
-            states=states,
-            steps=steps or HeadPlan.steps,
-            force=force,
-            overwrite=overwrite,
-            card=card,
-        )
+        if plan["steps"] is not None:
+            head_plan["steps"] = plan["steps"]
         with _progress(quiet=print_json) as tell:
-            made = run_ordered_head(head_plan, (lambda line: None) if print_json else doing, tell)
+            made = run_ordered_head(HeadPlan(where, target, **head_plan), doing_unless(print_json), tell)
         if print_json:
             write_json({"directory": _name(made.directory), "ordered_head": made.record, "notes": made.notes})
         else:
             _show_head(made)
         _require_written(made, target)
         return
-    plan = Plan(
-        setting,
-        target,
-        mode=mode.value if mode else _DEFAULT,
-        objective=objective.value if objective else None,
-        steps=steps,
-        anchors=anchors or Plan.anchors,
-        learning_rate=learning_rate,
-        draft_vocab=draft_vocab or Plan.draft_vocab,
-        force=force,
-        overwrite=overwrite,
-        card=card,
-    )
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     with _progress(quiet=print_json or not first) as tell, _asked_to_stop(tell_so=first) as stop:
-        tuned = run_tuning(plan, (lambda line: None) if print_json else doing, tell, stop)
+        tuned = run_tuning(Plan(where, target, **plan), doing_unless(print_json), tell, stop)
     if first:
         if print_json:
             write_json({"directory": _name(tuned.directory), "tuning": tuned.record, "notes": tuned.notes})
         else:
-            _show(tuned, setting.work)
+            _show(tuned, where.work)
     _require_written(tuned, target, first)
 
 
@@ -274,31 +145,19 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
-    """A line that is redrawn on a terminal; else one now and then."""
+    """How far the text and the training are, with the time that is left."""
     from mtp_extract.tune.progress import Written
 
-    terminal, told = sys.stderr.isatty(), 0
+    with progress_lines(quiet) as show:
 
-    def tell(progress: Progress | Written) -> None:
-        nonlocal told
-        if quiet:
-            return
-        if isinstance(progress, Written):
-            done, total, line = progress.done, progress.texts, f"text {progress.done} of {progress.texts}"
-        else:
-            done, total = progress.step, progress.steps
-            line = (
-                f"step {done} of {total}, loss {progress.loss:.3f}, mean accepted length {progress.watched:.3f} on "
-                "watched texts"
-            )
-        line += f", {_duration(progress.seconds_left)} left"
-        if terminal:
-            draw(line)
-        elif (part := _TOLD * done // total) != told:
-            told = part
-            doing(line)
+        def tell(at: Progress | Written) -> None:
+            if isinstance(at, Written):
+                done, total, line = at.done, at.texts, f"text {at.done} of {at.texts}"
+            else:
+                done, total, line = at.step, at.steps, f"step {at.step} of {at.steps}, loss {at.loss:.3f}"
+                line += f", mean accepted length {at.watched:.3f} on watched texts"
+            show(done, total, f"{line}, {_duration(at.seconds_left)} left")
 
-    with redrawn() as draw:
         yield tell
 
 
@@ -318,8 +177,7 @@ def _show(tuned: Tuned, work: Path) -> None:
         f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
     )
     _compare(tuned.comparisons, tuned.corpus.shared, "before", "after")
-    for note in tuned.notes:
-        say(f"Note: {escape(note)}")
+    say_notes(tuned.notes)
     say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
     if tuned.directory is not None:
         _wrote(tuned)
@@ -335,8 +193,7 @@ def _show_head(made: Ordered) -> None:
     bounds = "" if low is None else f" ({low:.2%} to {high:.2%})"
     say(f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}")
     _compare(made.comparisons, made.corpus.shared, "dense", "ordered")
-    for note in made.notes:
-        say(f"Note: {escape(note)}")
+    say_notes(made.notes)
     if made.directory is not None:
         _wrote(made)
 
@@ -384,6 +241,5 @@ def _row(name: str, comparison: Comparison) -> list[Any]:
     ]
 
 
-def main() -> None:
-    """Entry point."""
-    run(app, kept="no drafter was written; the same command goes on where this one stopped")
+app = new_app(command)
+main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")

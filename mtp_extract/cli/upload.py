@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from mtp_extract.cli._run import AsJson, new_app, run
-from mtp_extract.cli._writing import BaseModel, License, Title, card_words
-from mtp_extract.cli.terminal import say, size, table, write_json
+from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.options import About
+from mtp_extract.report.card import CardWords
 
 if TYPE_CHECKING:
     from mtp_extract.hub.upload import UploadResult
 
-app = new_app()
 
-
-@app.command()
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What mtp-extract wrote.")],
-    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")],
+    *,
+    directory: Annotated[Path, About("What mtp-extract wrote.", metavar="DIR")],
+    repository: Annotated[str, About("The repository on the Hub.", metavar="ORG/NAME")],
     private: Annotated[
         bool,
-        typer.Option(
-            "--private/--public",
-            help="Visibility of a repository that is created; one that exists keeps its own.",
+        About(
+            "Visibility of a repository that is created; one that exists keeps its own.", names=("--private/--public",)
         ),
     ] = True,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Write into a repository that holds other content (its history keeps that)."),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check and list what would go, with sizes and hashes; send nothing."),
-    ] = False,
-    license_: License = None,
-    base_model: BaseModel = None,
-    title: Title = None,
+    force: Annotated[bool, About("Write into a repository that holds other content (its history keeps that).")] = False,
+    dry_run: Annotated[bool, About("Check and list what would go, with sizes and hashes; send nothing.")] = False,
+    card: CardWords,
     print_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
@@ -50,7 +39,6 @@ def command(
     """
     from mtp_extract.hub.upload import upload
 
-    card = card_words(license_, base_model, title)
     result = upload(
         directory, repository, private=private, force=force, dry_run=dry_run, card=card, progress=not print_json
     )
@@ -83,8 +71,7 @@ def _show(result: UploadResult) -> None:
     else:
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
     table([[file.path, size(file.size), file.sha256] for file in result.files], ["file", "size", "SHA-256"])
-    for note in result.notes:
-        say(f"Note: {note}")
+    say_notes(result.notes)
     if result.dry_run:
         say("Nothing was sent.")
     else:
@@ -92,6 +79,5 @@ def _show(result: UploadResult) -> None:
         say(result.url)
 
 
-def main() -> None:
-    """Entry point."""
-    run(app)
+app = new_app(command)
+main = partial(run, app)

@@ -2,102 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
-from mtp_extract.cli._run import AsJson, new_app, run
-from mtp_extract.cli.terminal import doing, error, say, say_all, table, write_json
+from mtp_extract.cli._run import AsJson, OverwriteReport, new_app, run
+from mtp_extract.cli.terminal import doing_unless, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
-
-app = new_app()
+from mtp_extract.options import About
+from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
 
 
-def _steps(text: str) -> list[int]:
-    try:
-        steps = [int(part) for part in text.split(",")]
-    except ValueError:
-        steps = []
-    if not steps or min(steps) < 1:
-        raise typer.BadParameter(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
-    return steps
-
-
-def _trees(asked: Sequence[str]) -> list[str]:
-    from mtp_extract.validate.acceptance.wanted import parse_wanted
-
-    try:
-        return [text for text in asked if parse_wanted(text)]
-    except MtpExtractError as wrong:
-        raise typer.BadParameter(str(wrong)) from wrong
-
-
-@app.command()
 def command(
-    directory: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time, on Python 3.10 too
-        typer.Argument(metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant."),
-    ] = None,
-    base: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub."),
-    ] = None,
-    beside: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Another drafter of that base, on the same texts; may be repeated."),
-    ] = None,
-    source: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="The .litertlm it was extracted from: proof that this is its drafter."),
-    ] = None,
-    prompts: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            metavar="FILE", help='JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.'
-        ),
-    ] = None,
-    draft_steps: Annotated[str, typer.Option(metavar="K,…", help="Drafts a round.")] = "1,2,4,8",
-    tree: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            metavar="TREE",
-            help="Drafts that branch, too: 4x2x1, auto:8 (grown by confidence), best:14 (by measured ranks); may be "
-            "repeated.",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto",
-    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the base adds to a prompt.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Random inputs for parity.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
-    ] = True,
+    plan: Plan,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--report", metavar="DIR", help="Write report.html, .md and .json, pair.json and figures there."),
+        Path | None,
+        About("Write report.html, .md and .json, pair.json and figures there.", names=("--report",), metavar="DIR"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
-    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
+    overwrite: OverwriteReport = False,
+    sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
     """Validate a drafter: proof that it is the file's (--source), measurements beside the base (--base).
 
     Exit status 1 also when a check or a measurement refutes the drafter.
     """
-    steps, trees = _steps(draft_steps), _trees(tree or ())
-    if (directory is None) != sample:
+    try:
+        trees = plan.wanted
+    except MtpExtractError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
+    if (plan.directory is None) != sample:
         raise typer.BadParameter("name a DIR, or --sample; one of the two.")
-    if sample and (base or source):
+    if sample and (plan.base or plan.source):
         raise typer.BadParameter("--sample brings its own base and source; leave --base and --source out.")
-    if trees and base is None and not sample:
+    if trees and plan.base is None and not sample:
         raise typer.BadParameter("--tree is measured beside a base: give --base MODEL.")
-    if not sample and base is None and source is None:
+    if not sample and plan.base is None and plan.source is None:
         raise typer.BadParameter("give --base MODEL, --source FILE.litertlm, or both.")
 
     from mtp_extract.evaluate.extras import require
@@ -110,27 +56,11 @@ def command(
     from mtp_extract.report.tables import REPORT_LISTED
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.run import Plan, run_validation, sample_plan
 
-    inputs = (directory, *(beside or ()), source, prompts, *files_of(base))
+    inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
-    plan = Plan(
-        directory,
-        base=base,
-        beside=tuple(beside or ()),
-        source=source,
-        prompts=prompts,
-        draft_steps=steps,
-        trees=trees,
-        device=device,
-        new_tokens=new_tokens,
-        batch=batch,
-        samples=samples,
-        seed=seed,
-        chat_template=chat_template,
-    )
-    found = run_validation(sample_plan(plan) if sample else plan, (lambda what: None) if print_json else doing)
+    found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json))
     report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.
     (write_json if print_json else _show)(report)
@@ -152,14 +82,12 @@ def _show(report: Mapping[str, Any]) -> None:
             table(part.rows, part.columns, longest=_LONGEST_TEXT)
             if part.after:
                 say_all(f"  {part.after}")
-    for note in report["notes"]:
-        say_all(f"Note: {note}")
+    say_notes(report["notes"])
     if report["parity"] is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")
     if report["agreement"] is None:
         say("With --base MODEL it is run beside the model it drafts for.")
 
 
-def main() -> None:
-    """Entry point."""
-    run(app)
+app = new_app(command)
+main = partial(run, app)

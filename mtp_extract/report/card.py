@@ -15,12 +15,13 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from string import Template
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from mtp_extract.architecture.roles import EAGLE3, HEAD_ROLES
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import ENGINES, EVERY
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
+from mtp_extract.options import About
 from mtp_extract.proof.words import in_words
 from mtp_extract.report.markdown import code, listed, paragraph, plain, table
 from mtp_extract.report.tables import measurements
@@ -53,18 +54,15 @@ _BLOCK = re.compile(r"<!-- if (not )?(\w+) -->(\n?)((?:(?!<!-- if ).)*?)<!-- end
 class CardWords:
     """What whoever makes a checkpoint has to say on its card; None where that follows from the record.
 
-    Attributes:
-        license: as the Hub calls it ("apache-2.0").
-        base_model: the Hub's id of the base.
-        title: of the card.
-
     Raises:
         ValueError: one of them is nothing of the kind.
     """
 
-    license: str | None = None
-    base_model: str | None = None
-    title: str | None = None
+    license: Annotated[
+        str | None, About("Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
+    ] = None
+    base_model: Annotated[str | None, About("The base's id on the Hub, for the card.", metavar="ORG/NAME")] = None
+    title: Annotated[str | None, About("Title of the card.", metavar="TEXT")] = None
 
     def __post_init__(self) -> None:
         for name, value, fits, expected in (

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.extras import require
+from mtp_extract.options import About
 from mtp_extract.report.card import UNSAID, CardWords
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.setting import Force, Overwrite, Setting
 
 if TYPE_CHECKING:
     import torch
@@ -35,28 +36,26 @@ _LARGE = 1 << 14
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What to make an ordered head for, from what, and how.
-
-    Attributes:
-        setting: the drafter, its base, and the text.
-        out: where the drafter with that head goes.
-        centroids: number of clusters; None for 128 tokens each, in a small vocabulary 16.
-        top_k: clusters looked into; None for the least that keep enough of the dense head's choices.
-        states: most that are learned from; None for 200 a centroid.
-        steps: of the optimizer.
-        force: write also what does not draft as the dense head does.
-        overwrite: replace ``out`` if it is a checkpoint of ours.
-        card: what to say on the card.
-    """
+    """What to make an ordered head for, from what, and how."""
 
     setting: Setting
     out: Path
-    centroids: int | None = None
-    top_k: int | None = None
-    states: int | None = None
+    centroids: Annotated[
+        int | None,
+        About("Clusters of that head; by default 128 tokens each, in a small vocabulary 16.", least=2),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        About("Clusters it looks into; by default the least that keep 99.5 % of the best tokens.", least=1),
+    ] = None
+    states: Annotated[
+        int | None,
+        About("Most states of the drafter that it is made from; by default 200 a cluster.", least=1),
+    ] = None
     steps: int = 600
-    force: bool = False
-    overwrite: bool = False
+    """Of the optimizer."""
+    force: Force = False
+    overwrite: Overwrite = False
     card: CardWords = UNSAID
 
     def check(self) -> None:

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
+from mtp_extract.options import About
 from mtp_extract.report.card import UNSAID, CardWords
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.setting import Force, Overwrite, Setting
 
 if TYPE_CHECKING:
     from mtp_extract.drafter.load import Network
@@ -32,31 +33,39 @@ _STEPS, _STEPS_OF_NEW = 200, 300
 
 @dataclass(frozen=True)
 class Plan:
-    """What to tune, on what, and how.
-
-    Attributes:
-        setting: the drafter, its base, and the text.
-        out: where the tuned checkpoint goes.
-        mode: a name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained.
-        objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`; None chooses by the temperature.
-        steps: of the optimizer; None for 200, and for a new head 300.
-        anchors, learning_rate: as :class:`~mtp_extract.tune.loop.Recipe` has them.
-        draft_vocab: most tokens that a new head can propose.
-        force: write also what is not better.
-        overwrite: replace ``out`` if it is a checkpoint of ours.
-        card: what to say on the card.
-    """
+    """What to tune, on what, and how."""
 
     setting: Setting
     out: Path
-    mode: str = "norms"
-    objective: str | None = None
-    steps: int | None = None
-    anchors: int = 24
-    learning_rate: float | None = None
-    draft_vocab: int = 32000
-    force: bool = False
-    overwrite: bool = False
+    mode: Annotated[
+        str,
+        About(
+            "norms: norms and layer scalars, every code and scale stays. qat: also the codes, on the stored grid, "
+            "every scale stays. float: every weight, as floats.",
+            choices=("norms", "qat", "float"),
+        ),
+    ] = "norms"
+    """A name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained."""
+    objective: Annotated[
+        str | None,
+        About(
+            "ce for greedy serving, tv or kl for sampled; by default chosen by the temperature.",
+            choices=("ce", "kl", "tv"),
+        ),
+    ] = None
+    """A name in :data:`~mtp_extract.tune.loss.OBJECTIVES`."""
+    steps: Annotated[
+        int | None,
+        About("Of the optimizer; by default 200, for a new head 300, for an ordered one 600.", least=1),
+    ] = None
+    anchors: Annotated[int, About("Places in each text to draft from.", least=1)] = 24
+    learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
+    draft_vocab: Annotated[
+        int,
+        About("Of a new head: how many tokens it can propose, the base's most frequent ones.", least=1),
+    ] = 32000
+    force: Force = False
+    overwrite: Overwrite = False
     card: CardWords = UNSAID
 
     def recipe(self) -> Recipe:

@@ -6,43 +6,51 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.pipeline.staging import recorded
+from mtp_extract.options import About
+
+Force = Annotated[bool, About("Write also what is not better.")]
+Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter with its base, and the text they are trained and measured on.
+    """A drafter with its base, and the text they are trained and measured on."""
 
-    Attributes:
-        directory: the checkpoint; None where a new EAGLE-3 head is to be made.
-        base: directory or Hub id of the base model.
-        work: where text, state and log are kept: a run that was stopped goes on from there.
-        prompts: file of prompts; None for the shipped ones.
-        text: file of texts by people, to train on instead of the base's own.
-        new_tokens: most tokens of each continuation.
-        temperature: of serving: the base writes, and drafts are judged, at it.
-        chat_template: apply it where there is one.
-        draft_steps: K, drafts a round.
-        batch: texts a step, of all processes together.
-        seed: of everything random.
-        device: see :func:`~mtp_extract.evaluate.base_model.load_base`.
-    """
-
-    directory: Path | None
-    base: str
+    directory: Annotated[
+        Path | None,
+        About("A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head.", metavar="[DIR]"),
+    ]
+    """None where a new EAGLE-3 head is to be made."""
+    base: Annotated[
+        str,
+        About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL"),
+    ]
     work: Path
-    prompts: Path | None = None
-    text: Path | None = None
-    new_tokens: int = 256
-    temperature: float = 0.0
-    chat_template: bool = True
-    draft_steps: int = 3
-    batch: int = 16
-    seed: int = 0
-    device: str = "auto"
+    """Where text, state and log are kept: a run that was stopped goes on from there."""
+    prompts: Annotated[
+        Path | None,
+        About(
+            'Prompts of your workload: JSON lines {"prompt": …, "source": …}, JSON {"workload": ["prompt", …]}, or a '
+            ".txt, one a line. By default those that come with mtp-extract.",
+            metavar="FILE",
+        ),
+    ] = None
+    text: Annotated[Path | None, About("Texts by people instead, in the same forms.", metavar="FILE")] = None
+    new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
+    temperature: Annotated[float, About("At which the base is served, and writes the text; 0 is greedy.", least=0)] = (
+        0.0
+    )
+    chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
+    draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
+    batch: Annotated[int, About("Texts a step.", least=1)] = 16
+    """Of all processes together."""
+    seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
+    device: Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto"
+    """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
@@ -55,6 +63,8 @@ class Setting:
         Raises:
             OutputError: it may not.
         """
+        from mtp_extract.pipeline.staging import recorded
+
         place, work = (Path(os.path.realpath(path)) for path in (out, self.work))
         if place in (work, *work.parents):
             raise OutputError(

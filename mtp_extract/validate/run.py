@@ -8,16 +8,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
+from mtp_extract.options import About, whole_numbers
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
 
 if TYPE_CHECKING:
+    from mtp_extract.bundle import Drafter as SourceDrafter
     from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.evaluate.base_model import LoadedBase
@@ -44,40 +45,54 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        directory: the checkpoint; None for the sample, which is then extracted first.
-        beside: checkpoints of other drafters of the same base, to be measured on the same texts.
-        base: directory or Hub id of the base model.
-        source: the ``.litertlm`` (or ``.tflite``, or address) it was extracted from.
-        prompts: file of prompts; None for the shipped ones.
-        draft_steps: values of K to generate with; the largest is the number of steps of the agreement.
-        trees: to generate with beside them: ``4x2x1``, ``auto:8``, ``best:14`` for the tree of at most 14 drafts that
-            the measured ranks promise most of, or ``paths:1,0.0`` as a report names that one.
-        device: see :func:`~mtp_extract.evaluate.base_model.load_base`.
-        new_tokens: most tokens of each continuation.
-        batch: prompts at a time.
-        samples: random inputs for parity.
-        timed: prompts to time.
-        seed: of the random inputs.
-        chat_template: apply it where there is one.
-    """
-
-    directory: Path | None
-    base: str | None = None
-    beside: Sequence[Path] = ()
-    source: str | None = None
-    prompts: Path | None = None
-    draft_steps: Sequence[int] = (1, 2, 4, 8)
-    trees: Sequence[str] = ()
-    device: str = "auto"
-    new_tokens: int = 64
-    batch: int = 16
-    samples: int = 16
+    directory: Annotated[
+        Path | None, About("A checkpoint that mtp-extract wrote, or an official assistant.", metavar="DIR")
+    ]
+    """None for the sample, which is then extracted first."""
+    base: Annotated[
+        str | None, About("The base model: a directory, or an id of the Hugging Face Hub.", metavar="MODEL")
+    ] = None
+    beside: Annotated[
+        Sequence[Path], About("Another drafter of that base, on the same texts; may be repeated.", metavar="DIR")
+    ] = ()
+    source: Annotated[
+        str | None,
+        About("The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
+    ] = None
+    """Or a ``.tflite``, or an address."""
+    prompts: Annotated[
+        Path | None,
+        About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
+    ] = None
+    draft_steps: Annotated[Sequence[int], About("Drafts a round.", metavar="K,…", least=1, parse=whole_numbers)] = (
+        1,
+        2,
+        4,
+        8,
+    )
+    """Values of K to generate with; the largest is the number of steps of the agreement."""
+    trees: Annotated[
+        Sequence[str],
+        About(
+            "Drafts that branch, too: 4x2x1, auto:8 (grown by confidence), best:14 (by measured ranks); may be "
+            "repeated.",
+            names=("--tree",),
+            metavar="TREE",
+        ),
+    ] = ()
+    """``best:14`` is the tree of at most 14 drafts that the measured ranks promise most of; ``paths:1,0.0`` as a report
+    names that one."""
+    device: Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto"
+    """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
+    new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
+    batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
+    samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
     timed: int = 5
-    seed: int = 0
-    chat_template: bool = True
+    """Prompts to time."""
+    seed: Annotated[int, About("Of the random inputs.")] = 0
+    chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True
 
     @property
     def wanted(self) -> Mapping[str, Wanted]:
@@ -278,7 +293,7 @@ def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
             raise PairError(
                 f"expected at most {vocab_size} drafts for one place, as many as the base has tokens, found "
                 f"{tree.width} in {escape(name)}; make the tree narrower",
-                remedies=("tree",),
+                remedies=("trees",),
             )
 
 

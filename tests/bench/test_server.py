@@ -14,7 +14,8 @@ import pytest
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
 from mtp_extract.bench.kinds import KINDS, Counters, impossible, recognise
-from mtp_extract.bench.server import Server, key_from
+from mtp_extract.bench.plan import key_from
+from mtp_extract.bench.server import Server
 from mtp_extract.errors import MtpExtractError, ServerError
 
 PROMPT = "class Foo(object):"
@@ -200,7 +201,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
     with pytest.raises(ServerError, match="wants a key") as caught:
         connect(vllm.url, key=KEY + "x")
     assert KEY not in str(caught.value)
-    assert caught.value.remedies == ("api_key_env",)
+    assert caught.value.remedies == ("key",)
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "two words", "schlüssel", "a\x00b"])
@@ -481,23 +482,3 @@ def test_a_head_that_trickles_in(connect: Connect, vllm: ModelServer, monkeypatc
     with pytest.raises(ServerError, match="expected an answer within") as caught:
         server.ask(PROMPT, max_tokens=3, chat=False)
     assert str(caught.value).startswith(f"{vllm.url}: ")
-
-
-@pytest.mark.torch
-def test_it_is_an_engine(connect: Connect, vllm: ModelServer) -> None:
-    from mtp_extract.speculate.generate import Options
-    from mtp_extract.speculate.sampling import Sampling
-
-    engine = connect(vllm.url)
-    options = Options(
-        max_new_tokens=5, sampling=Sampling(temperature=0.5, top_k=7), seed=3, stop="\n", chat_template=True
-    )
-    results = engine.generate(["one", "three"], options)
-    assert [result.text for result in results] == ["".join(words_of(prompt, 5)) for prompt in ("one", "three")]
-    assert [result.finish_reason for result in results] == ["length", "length"]
-    asked = vllm.asked[0][1]
-    assert (asked["temperature"], asked["top_k"], asked["seed"], asked["stop"]) == (0.5, 7, 3, ["\n"])
-    assert "top_p" not in asked
-    for refused in (Options(drafts=0), Options(stop_token_ids=[1])):
-        with pytest.raises(MtpExtractError, match=r"a request cannot"):
-            engine.generate(["one"], refused)

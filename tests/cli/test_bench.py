@@ -145,7 +145,7 @@ def test_others_that_use_the_server(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters that moved by other than what was asked here are nobody's; what answers tell is still theirs."""
-    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
     server, _ = pair
     server.others = 1
     found = run_benchmark(plan(prompts, server))
@@ -159,7 +159,7 @@ def test_others_that_use_the_server(
 def test_counters_that_start_again(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
@@ -180,7 +180,7 @@ def test_counters_that_move_as_none_can(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
-    monkeypatch.setattr(serving, "_SETTLED", 0.0)
+    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
@@ -269,7 +269,7 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     baseline.answer = lambda prompt, most: words_of(prompt, most)[:-1] + ["!"] * (prompt == "import os")
     found = run_benchmark(plan(prompts, server, baseline))
     at = len("".join(words_of("import os", TOKENS)[:-1]))
-    assert ("code", 1, at) in found.parted
+    assert ("code", 1, at) in found.differences
     report = checked(found)
     (finding,) = (text for text in report["findings"] if text.startswith("code: "))
     assert finding.startswith("code: the text leaves the baseline's in prompt 1 at character ")
@@ -277,7 +277,7 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     assert "in 0 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
-    assert (drawn.total.identical, drawn.total.compared, drawn.parted) == (None, 0, ())
+    assert (drawn.total.identical, drawn.total.compared, drawn.differences) == (None, 0, ())
     assert server.asked[-1][1]["temperature"] == 0.7
 
 
@@ -366,10 +366,13 @@ def test_the_first_error_ends_a_group() -> None:
         together([lambda: 1, fails, lambda: 3])
 
 
-@pytest.mark.parametrize("change", [{"concurrency": 0}, {"repeat": 0}, {"warm_up": -1}, {"timeout": 0}])
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": 0}, {"concurrency": 0}, {"repeat": 0}, {"warm_up": -1}, {"timeout": 0}]
+)
 def test_plans_of_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(MtpExtractError, match="expected at least"):
-        run_benchmark(plan(prompts, pair[0], **change))
+    ((name, value),) = change.items()
+    with pytest.raises(MtpExtractError, match=f"expected {name} of at least .*, found {value}"):
+        run_benchmark(dataclasses.replace(plan(prompts, pair[0]), **change))
 
 
 def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:

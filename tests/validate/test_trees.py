@@ -176,7 +176,7 @@ def test_a_tree_may_be_no_wider_than_the_vocabulary(plan: Plan) -> None:
     said = list[str]()
     with pytest.raises(PairError, match=r"at most 512 drafts for one place, .* found 600 in paths:0,1") as caught:
         run_validation(dataclasses.replace(plan, source=None, trees=("600",)), said.append)
-    assert caught.value.remedies == ("tree",)
+    assert caught.value.remedies == ("trees",)
     assert said == [f"loading the base {plan.base}"], "before anything is measured"
 
 

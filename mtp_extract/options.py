@@ -1,0 +1,84 @@
+"""What a field of a plan means to a user, stated once: in the annotation of the field.
+
+A plan is a frozen dataclass of what a function is asked to do. The command of that function makes its options of the
+fields (``cli/_planned.py``), and the function holds the same bounds against what Python code gives it::
+
+    @dataclass(frozen=True)
+    class BenchPlan:
+        url: Annotated[str, About("The server.", metavar="URL")]
+        concurrency: Annotated[int, About("Requests at a time.", least=1)] = 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from mtp_extract.errors import MtpExtractError, escape
+
+
+@dataclass(frozen=True)
+class About:
+    """What a user is told of a field, and which values it takes."""
+
+    help: str
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    """On the command line; by default an argument where the field has no default, and else ``--`` and its name."""
+    least: float | None = None
+    most: float | None = None
+    """The bounds of a number, or of each of several."""
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
+
+
+def about(hint: Any) -> About | None:
+    """The :class:`About` in an annotation; None where it has none."""
+    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, About)), None)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers from 1, between commas.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.")
+    return numbers
+
+
+def check_values(plan: Any) -> None:
+    """Hold every value of ``plan`` against the bounds and choices of its field; None is always one.
+
+    Raises:
+        MtpExtractError: a number is out of bounds.
+        ValueError: a name is none of the choices.
+    """
+    hints = get_type_hints(type(plan), include_extras=True)
+    for field in fields(plan):
+        if (told := about(hints[field.name])) is None:
+            continue
+        given = getattr(plan, field.name)
+        for value in given if isinstance(given, (list, tuple)) else (given,):
+            if value is not None:
+                _check(field.name, told, value)
+
+
+def _check(name: str, told: About, value: Any) -> None:
+    if told.choices and value not in told.choices:
+        raise ValueError(f"{name} {escape(value)!r}: expected {' or '.join(told.choices)}.")
+    # A number that is none lies within no bounds.
+    if told.least is not None and not value >= told.least:
+        wrong = f"at least {told.least}, found {escape(value)}; raise it"
+    elif told.most is not None and not value <= told.most:
+        wrong = f"at most {told.most}, found {escape(value)}; lower it"
+    else:
+        return
+    raise MtpExtractError(f"expected {name} of {wrong}", remedies=(name,))

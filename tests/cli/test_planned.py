@@ -1,0 +1,216 @@
+"""Options made of a plan's fields: what typer shows and takes of each, and what the plan is given."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtp_extract.cli import convert, extract, insert, upload
+from mtp_extract.cli._planned import given
+from mtp_extract.cli._run import AsJson, new_app
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.hub.upload import upload as hub_upload
+from mtp_extract.insert.drafter import TYPES, planned_insertion
+from mtp_extract.options import About, about, check_values, whole_numbers
+from mtp_extract.pipeline.conversion import convert as convert_function
+from mtp_extract.pipeline.extraction import extract as extract_function
+from mtp_extract.tune.run import Plan as TunePlan
+
+MODES = ("fast", "good")
+
+
+@dataclass(frozen=True)
+class Words:
+    title: Annotated[str | None, About("Title.", metavar="TEXT")] = None
+
+    def __post_init__(self) -> None:
+        if self.title == "":
+            raise ValueError("title '': expected a word.")
+
+
+@dataclass(frozen=True)
+class Other:
+    title: Annotated[str | None, About("Another.")] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    directory: Annotated[Path | None, About("Where.", metavar="DIR")]
+    base: Annotated[str, About("The base.", names=("--base",), metavar="MODEL")]
+    beside: Annotated[Sequence[Path], About("Another.", metavar="DIR")] = ()
+    mode: Annotated[str, About("How.", choices=MODES)] = "good"
+    engine: Annotated[str | None, About("For whom.", names=("--for",), choices=("vllm",))] = None
+    steps: Annotated[Sequence[int], About("Steps.", metavar="K,…", least=1, parse=whole_numbers)] = (1, 2)
+    batch: Annotated[int, About("At a time.", least=1, most=8)] = 4
+    share: Annotated[float | None, About("Of all.", least=0)] = None
+    chat: Annotated[bool, About("As chats.")] = True
+    exact: Annotated[bool, About("Nothing rounded.")] = False
+    private: Annotated[bool, About("Who sees it.", names=("--private/--public",))] = True
+    out: Annotated[Path | None, About("Where to.", names=("-o", "--out"), metavar="OUT")] = None
+    words: Words = Words()
+    timed: int = 5
+    loud: str = field(default="no", repr=False)
+
+
+def call(*given: str) -> tuple[int, Any, str]:
+    """Exit status, what the command was given, and what was printed."""
+    got = list[Any]()
+
+    def command(plan: Plan, *, again: Annotated[bool, About("Once more.")] = False, print_json: AsJson = False) -> None:
+        """Do it."""
+        got.append((plan, again, print_json))
+
+    result = CliRunner().invoke(new_app(command), list(given))
+    return result.exit_code, (got or [None])[0], " ".join(result.output.split())
+
+
+def test_defaults_are_those_of_the_plan() -> None:
+    assert call("--base", "b")[:2] == (0, (Plan(None, "b"), False, False))
+
+
+def test_what_is_given_reaches_the_plan() -> None:
+    options = """--base b --beside x --beside y --mode fast --for vllm --steps 3,1 --batch 8 --share 0 --no-chat --exact
+    --public -o out --title T --again --json"""
+    status, got, _ = call("d", *options.split())
+    expected = Plan(
+        Path("d"),
+        "b",
+        beside=(Path("x"), Path("y")),
+        mode="fast",
+        engine="vllm",
+        steps=(3, 1),
+        batch=8,
+        share=0.0,
+        chat=False,
+        exact=True,
+        private=False,
+        out=Path("out"),
+        words=Words("T"),
+    )
+    assert (status, got) == (0, (expected, True, True))
+    assert type(got[0].mode) is str
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "--base"),
+        ("--base b --batch 9", "--batch"),
+        ("--base b --batch 0", "--batch"),
+        ("--base b --mode slow", "--mode"),
+        ("--base b --steps 1,x", "expected whole numbers from 1"),
+        ("--base b --steps 0", "expected whole numbers from 1"),
+        ("--base b --title=", "--title '': expected a word."),
+        ("--base b --timed 3", "--timed"),
+        ("--base b --share -1", "--share"),
+    ],
+)
+def test_wrong_usage_is_two(options: str, said: str) -> None:
+    status, got, output = call(*options.split())
+    assert (status, got) == (2, None)
+    assert said in output
+
+
+def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
+    _, _, output = call("--help")
+    order = """[DIR]|Do it.|--base MODEL|--beside DIR|--mode <fast|good>|--for <vllm>|--steps K,…|--batch|--share|
+    --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
+    places = [output.index(word.strip()) for word in re.split(r"\|(?!good)", order)]
+    assert places == sorted(places)
+    for shown in ("[required]", "[default: 1,2", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
+        assert shown in output
+    assert "timed" not in output and "loud" not in output
+
+
+def test_fields_of_one_name_are_one_option() -> None:
+    got = list[Any]()
+
+    def command(first: Words, second: Other) -> None:
+        got.append((first.title, second.title))
+
+    assert CliRunner().invoke(new_app(command), ["--title", "both"]).exit_code == 0
+    assert got == [("both", "both")]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    work: Path
+    words: Words
+    steps: Annotated[int, About("Steps.", least=1)] = 3
+    batch: Annotated[int | None, About("At a time.")] = None
+
+
+def test_a_plan_that_the_command_completes() -> None:
+    got = list[Any]()
+
+    def command(
+        context: typer.Context,
+        plan: Annotated[dict[str, Any], Unfinished],
+        again: Annotated[bool, About("Once more.")] = False,
+    ) -> None:
+        got.append((plan, given(context, "steps", "batch", "again")))
+
+    for options in ([], ["--steps", "3", "--again"]):
+        assert CliRunner().invoke(new_app(command), options).exit_code == 0
+    values = {"steps": 3, "batch": None}
+    # What is given is told from a default of the same value.
+    assert got == [(values, []), (values, ["--steps", "--again"])]
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "named"),
+    [
+        (extract, extract_function, {"format", "codes", "exact", "overwrite", "sliding_window", "dtype"}),
+        (convert, convert_function, {"codes", "exact", "overwrite", "quantize", "tokenizer", "engine"}),
+        (upload, hub_upload, {"private", "force", "dry_run"}),
+        (insert, planned_insertion, {"graph_from", "section", "signature"}),
+    ],
+)
+def test_a_command_has_the_defaults_of_its_function(
+    command: ModuleType, function: Callable[..., Any], named: set[str]
+) -> None:
+    options = inspect.signature(command.app.registered_commands[0].callback).parameters
+    arguments = inspect.signature(function).parameters
+    assert named <= options.keys() & arguments.keys()
+    for name in options.keys() & arguments.keys():
+        default = arguments[name].default
+        if default is not inspect.Parameter.empty:
+            assert options[name].default == default, name
+
+
+@pytest.mark.torch
+def test_choices_are_those_of_the_library() -> None:
+    from mtp_extract.tune.loss import OBJECTIVES
+    from mtp_extract.tune.modes import MODES
+
+    hints = get_type_hints(TunePlan, include_extras=True)
+    assert about(hints["mode"]).choices == tuple(MODES)
+    assert set(about(hints["objective"]).choices) == set(OBJECTIVES)
+    assert set(insert._TYPES) == set(TYPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"batch": 0}, MtpExtractError, "batch of at least 1"),
+        ({"batch": 9}, MtpExtractError, "batch of at most 8"),
+        ({"share": float("nan")}, MtpExtractError, "share of at least 0"),
+        ({"steps": (1, 0)}, MtpExtractError, "steps of at least 1"),
+        ({"mode": "slow"}, ValueError, "mode 'slow': expected fast or good"),
+    ],
+)
+def test_python_meets_the_same_bounds(changes: dict[str, Any], error: type[Exception], said: str) -> None:
+    check_values(Plan(None, "b"))
+    with pytest.raises(error, match=said) as caught:
+        check_values(Plan(None, "b", **changes))
+    if isinstance(caught.value, MtpExtractError):
+        assert caught.value.remedies == tuple(changes)
