@@ -21,9 +21,8 @@ from mtp_extract.cli.terminal import doing, error, redrawn, say, table, write_js
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
-    from mtp_extract.tune.head import Ordered
-    from mtp_extract.tune.progress import Progress, Written
-    from mtp_extract.tune.run import Tuned
+    from mtp_extract.tune.outcome import Outcome
+    from mtp_extract.tune.status import Status
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
 app = new_app()
@@ -240,7 +239,7 @@ def _name(directory: Path | None) -> str | None:
     return None if directory is None else str(directory)
 
 
-def _require_written(made: Tuned | Ordered, target: Path, first: bool = True) -> None:
+def _require_written(made: Outcome, target: Path, first: bool = True) -> None:
     if made.directory is None:
         if first:
             why = "; ".join(made.refused)
@@ -273,28 +272,21 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
+def _progress(quiet: bool) -> Iterator[Callable[[Status], None]]:
     """A line that is redrawn on a terminal; else one now and then."""
-    from mtp_extract.tune.progress import Written
-
     terminal, told = sys.stderr.isatty(), 0
 
-    def tell(progress: Progress | Written) -> None:
+    def tell(status: Status) -> None:
         nonlocal told
         if quiet:
             return
-        if isinstance(progress, Written):
-            done, total, line = progress.done, progress.texts, f"text {progress.done} of {progress.texts}"
-        else:
-            done, total = progress.step, progress.steps
-            line = (
-                f"step {done} of {total}, loss {progress.loss:.3f}, mean accepted length {progress.watched:.3f} on "
-                "watched texts"
-            )
-        line += f", {_duration(progress.seconds_left)} left"
+        line = f"{status.kind} {status.done} of {status.total}"
+        if status.loss is not None:
+            line += f", loss {status.loss:.3f}, mean accepted length {status.watched:.3f} on watched texts"
+        line += f", {_duration(status.seconds_left)} left"
         if terminal:
             draw(line)
-        elif (part := _TOLD * done // total) != told:
+        elif (part := _TOLD * status.done // status.total) != told:
             told = part
             doing(line)
 
@@ -302,20 +294,18 @@ def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
         yield tell
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "an unknown time"
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _show(tuned: Tuned, work: Path) -> None:
-    trained = tuned.trained
+def _show(tuned: Outcome, work: Path) -> None:
+    record = tuned.record
     say(
-        f"Trained {tuned.numbers} numbers on {len(tuned.corpus.trained)} texts, {trained.done} steps, best after "
-        f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
+        f"Trained {record['numbers']} numbers on {len(tuned.corpus.trained)} texts, {record['steps_done']} steps, best "
+        f"after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
     )
     _compare(tuned.comparisons, tuned.corpus.shared, "before", "after")
     for note in tuned.notes:
@@ -325,12 +315,12 @@ def _show(tuned: Tuned, work: Path) -> None:
         _wrote(tuned)
 
 
-def _show_head(made: Ordered) -> None:
-    record, kept = made.record, made.kept.as_json()
+def _show_head(made: Outcome) -> None:
+    record, kept = made.record, made.record["kept"]
     low, high = kept["interval"] or (None, None)
     say(
-        f"{made.head.num_centroids} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
-        f"states; {made.head.top_k} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
+        f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
+        f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
     )
     bounds = "" if low is None else f" ({low:.2%} to {high:.2%})"
     say(f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}")
@@ -355,7 +345,7 @@ def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -
     say(f"  {100 * shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
 
 
-def _wrote(made: Tuned | Ordered) -> None:
+def _wrote(made: Outcome) -> None:
     forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
     say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
 

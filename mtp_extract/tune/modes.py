@@ -1,9 +1,9 @@
 """What is trained of a drafter, and how it becomes the weights that are written.
 
-Every stored weight that is trained has a *latent*: a parameter in F32 that starts at nothing changed. Norms and factors
-move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. A matrix on a grid
-moves freely underneath and is rounded to the stored grid wherever it is used; its gradient passes the rounding as if
-it were not there (straight-through). Scales and zero points are never touched.
+Every stored weight that is trained has a *latent*: a parameter in F32 that begins at the weight as it is. Norms and
+factors move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. The latent of a
+quantized matrix is a matrix of floats, rounded to the stored grid wherever it is used; its gradient passes the rounding
+as if it were not there (straight-through). Scales and zero points are never changed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mtp_extract.errors import MtpExtractError
 
 @dataclass(frozen=True)
 class Mode:
-    """Attributes:
-    about: one line for users.
-    matrices: "kept", "grid" or "free".
-    learning_rate: of the matrices, at a width of 64; inversely proportional to it.
-    norms_learning_rate: of norms and factors, in units of their size.
+    """What is trained, and at what rate.
+
+    Attributes:
+        matrices: "kept" as they are, trained on their stored "grid", or "free", as floats.
+        learning_rate: of the matrices, at a width of 64; inversely proportional to it.
+        norms_learning_rate: of norms and factors, in units of their size.
     """
 
-    about: str
     matrices: str
     learning_rate: float
     norms_learning_rate: float
@@ -41,15 +41,15 @@ class Mode:
 
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
-        "norms": Mode("norms and layer scalars; codes and scales stay as they are", "kept", 0.0, 3e-3),
-        "qat": Mode("also codes, on the stored grid; scales stay as they are", "grid", 3e-3, 3e-3),
-        "float": Mode("every weight, as floats", "free", 1e-3, 1e-3),
+        "norms": Mode("kept", 0.0, 3e-3),
+        "qat": Mode("grid", 3e-3, 3e-3),
+        "float": Mode("free", 1e-3, 1e-3),
     }
 )
-"""By name; the first is the default."""
+"""By name. Norms and factors are trained in each."""
 
-NEW_HEAD = Mode("every weight of a new head, as floats", "free", 3e-3, 3e-3)
-"""What has nothing to keep can take longer steps."""
+NEW_HEAD = Mode("free", 3e-3, 3e-3)
+"""An untrained head has nothing to unlearn, and takes larger steps."""
 
 MEASURED_WIDTH = 64
 """Of the drafter for which the learning rates of :data:`MODES` were measured."""
@@ -61,8 +61,8 @@ class Latents(nn.Module):
     Args:
         checkpoint: with its codes where it has any.
         mode: what of it is trained.
-        device: where the latents lie.
-        idle: roles that no loss depends on: they stay as they are.
+        device: of the latents.
+        idle: roles that no loss depends on, which are not trained.
 
     Raises:
         MtpExtractError: ``mode`` wants a grid, and a matrix has none.
@@ -76,7 +76,7 @@ class Latents(nn.Module):
         self._roles: dict[str, list[Role]] = {}
         self._starts: dict[str, Tensor] = {}
         self._sizes: dict[str, float] = {}
-        self._grids: dict[str, _Grid] = {}
+        self._quantizers: dict[str, _Quantizer] = {}
         self.values = nn.ParameterDict()
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
@@ -92,7 +92,7 @@ class Latents(nn.Module):
             self._starts[key] = start
             if role.kind == MATRIX:
                 if mode.matrices == "grid":
-                    self._grids[key] = _Grid.of(role.name, tensor, device)
+                    self._quantizers[key] = _Quantizer.of(role.name, tensor, device)
                 self.values[key] = nn.Parameter(start.clone())
             else:
                 self._sizes[key] = float(start.square().mean().sqrt()) or 1.0
@@ -124,9 +124,8 @@ class Latents(nn.Module):
     def _weight(self, key: str, value: Tensor) -> Tensor:
         if key in self._sizes:
             return self._starts[key] + value * self._sizes[key]
-        if key in self._grids:
-            # The value is the grid's to the bit; the gradient is the latent's.
-            return _StraightThrough.apply(value, self._grids[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
+        if key in self._quantizers:
+            return _StraightThrough.apply(value, self._quantizers[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
         return value
 
     @torch.no_grad()
@@ -137,8 +136,8 @@ class Latents(nn.Module):
             value = values[key].to(present) if values is not None else present
             original = tensors[self._roles[key][0].name]
             made: LazyTensor
-            if key in self._grids:
-                made = self._grids[key].tensor(value, original)
+            if key in self._quantizers:
+                made = self._quantizers[key].tensor(value, original)
             elif torch.equal(self._weight(key, value), self._starts[key]):
                 made = original
             else:
@@ -149,21 +148,21 @@ class Latents(nn.Module):
 
 
 def _trained(role: Role, mode: Mode) -> bool:
-    # Which clusters are looked into is not learned here: choosing them passes no gradient.
+    # An ordered head is not trained here: choosing clusters passes no gradient.
     if role.name in HEAD_ROLES:
         return False
     return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The numbers that the stored scales of a matrix allow.
+class _Quantizer:
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device.
 
     Attributes:
         low, high: least and greatest code.
         block: neighbouring elements of a row that share a step.
         size, zero_point: F32 [rows, blocks].
-        factor: what is divided out of the result.
+        factor: what the numbers are divided by.
     """
 
     low: int
@@ -174,7 +173,7 @@ class _Grid:
     factor: float
 
     @classmethod
-    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Grid:
+    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Quantizer:
         scheme, steps = tensor.scheme, tensor.steps
         if scheme is None or steps is None:
             raise MtpExtractError(
@@ -184,7 +183,7 @@ class _Grid:
             )
         low = -(1 << scheme.bits - 1) if scheme.signed else 0
         high = low + (1 << scheme.bits) - 1
-        # A symmetric quantizer leaves the least code out, and what reads its files may count on that.
+        # A symmetric quantizer leaves the least code out, and engines may rely on that.
         if (
             scheme.signed
             and scheme.symmetric
@@ -198,7 +197,7 @@ class _Grid:
     def codes(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""
         blocks = values.view(len(values), -1, self.block)
-        # A step of nothing makes nothing of every code.
+        # Where the step is 0, every code stands for 0.
         size = torch.where(self.size == 0, 1, self.size)[..., None]
         codes = (blocks * self.factor / size).round_() + self.zero_point[..., None]
         return codes.clamp_(self.low, self.high).view(values.shape)
@@ -227,8 +226,8 @@ class _Grid:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, value: Tensor, grid: _Grid) -> Tensor:
-        return grid.floats(grid.codes(value))
+    def forward(ctx: object, value: Tensor, quantizer: _Quantizer) -> Tensor:
+        return quantizer.floats(quantizer.codes(value))
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,15 +1,28 @@
-"""What every training here begins with, as the user says it: a drafter, its base, and what the base shall write."""
+"""What tuning and making a head both ask for: a drafter, its base, and the text they are trained on."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.pipeline.staging import recorded
+
+
+def check_least(plan: object, least: Mapping[str, int]) -> None:
+    """Refuse numbers of ``plan`` below the bound in ``least``, by name of the field; None is no number.
+
+    Raises:
+        MtpExtractError: one is.
+    """
+    for name, bound in least.items():
+        value = getattr(plan, name)
+        if value is not None and value < bound:
+            raise MtpExtractError(f"expected {name} of at least {bound}, found {value}; raise it", remedies=(name,))
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,7 @@ class Setting:
                 "distribution; give prompts",
                 remedies=("prompts", "temperature=0"),
             )
-        least = {"draft_steps": 1, "batch": 1, "new_tokens": self.draft_steps + 2, "seed": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise MtpExtractError(
-                    f"expected {name} of at least {bound}, found {getattr(self, name)}; raise it", remedies=(name,)
-                )
+        check_least(self, {"draft_steps": 1, "batch": 1, "new_tokens": self.draft_steps + 2, "seed": 0})
         if not 0 <= self.temperature < math.inf:
             raise MtpExtractError(
                 f"expected a temperature of at least 0, found {self.temperature}; 0 is greedy",

@@ -25,10 +25,11 @@ from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune import corpus
-from mtp_extract.tune.loop import Recipe, Trained, train
+from mtp_extract.tune.loop import Trained, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.run import Plan
 from mtp_extract.tune.setting import Setting

@@ -15,8 +15,9 @@ import torch
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.loop import Recipe, Trained
+from mtp_extract.tune.loop import Trained
 from mtp_extract.tune.modes import Latents
+from mtp_extract.tune.recipe import Recipe
 
 from .conftest import Tiny
 

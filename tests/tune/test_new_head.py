@@ -33,14 +33,15 @@ from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune import prompts
-from mtp_extract.tune.loop import Recipe, train
+from mtp_extract.tune.loop import train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
-from mtp_extract.tune.progress import Progress
+from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import Rounds, States, collate
 from mtp_extract.tune.run import Plan, run_tuning
 from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.status import Status
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
@@ -258,8 +259,8 @@ def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
     class CutOff(BaseException):
         pass
 
-    def at_step_7(progress: object) -> None:
-        if isinstance(progress, Progress) and progress.step == 7:
+    def at_step_7(status: Status) -> None:
+        if (status.kind, status.done) == ("step", 7):
             raise CutOff
 
     expected = whole.out if whole.out.exists() else run_tuning(whole).directory
@@ -271,7 +272,7 @@ def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
         run_tuning(plan, tell=at_step_7)
     assert not plan.out.exists()
     told: list[int] = []
-    run_tuning(plan, tell=lambda progress: told.append(progress.step) if isinstance(progress, Progress) else None)
+    run_tuning(plan, tell=lambda status: told.append(status.done) if status.kind == "step" else None)
     assert told[0] == 7
     for name in ("config.json", "model.safetensors"):
         assert (plan.out / name).read_bytes() == (expected / name).read_bytes()
