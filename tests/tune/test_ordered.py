@@ -19,58 +19,26 @@ from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.evaluate import prompts as shipped
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.intervals import Interval
-from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.head import HeadPlan, _chosen, _refused, run_ordered_head
 from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
 from mtp_extract.tune.outcome import Outcome
+from mtp_extract.tune.run import Plan
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.parity.transformers import check_transformers
 
-HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
-TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Any:
-    """One thread, and few of the shipped prompts."""
-    threads, every = torch.get_num_threads(), shipped.shipped_prompts()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipped, "shipped_prompts", lambda: every[::50])
-        yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    every = [head + tail for head in HEADS for tail in TAILS]
-    sides = {texts.TRAINED: 8, texts.WATCHED: 4, texts.HELD_OUT: 5}
-    chosen = [p for side, count in sides.items() for p in [q for q in every if texts.side_of(q) == side][:count]]
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def make(
-    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Outcome]:
-    """Makings share what the base wrote."""
-    work = tmp_path_factory.mktemp("work")
-
-    def made(out: Path, directory: Path = extracted, **changes: Any) -> Outcome:
-        setting = Setting(
-            directory, str(base), work, prompts=prompts, new_tokens=16, batch=4, device="cpu", chat_template=False
-        )
+def make(plan: Callable[..., Plan]) -> Callable[..., Outcome]:
+    def made(out: Path, directory: Path | None = None, **changes: Any) -> Outcome:
+        setting = plan(out, **({} if directory is None else {"directory": directory})).setting
         settings: dict[str, Any] = {"centroids": 32, "steps": 30, "force": True}
         return run_ordered_head(HeadPlan(setting, out, **(settings | changes)))
 

@@ -15,15 +15,21 @@ from safetensors.numpy import load_file
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
+from mtp_extract.report import progress_figure
 from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
+from mtp_extract.tune.corpus import Corpus
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.run import Plan, run_tuning
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import locked
 
+from .conftest import draw_progress
 
-def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
+
+def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
+    monkeypatch.setattr(progress_figure, "draw_progress", draw_progress)
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
     assert found.directory == tmp_path / "tuned"
@@ -46,9 +52,10 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> No
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
     assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
-    assert (made.setting.work / "progress.png").is_file()
+    assert (made.setting.work / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert (made.setting.work / "log.jsonl").is_file()
     (made.setting.work / "state.pt").unlink()
+    monkeypatch.undo()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
@@ -211,17 +218,17 @@ def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch:
 
 
 def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
-    made = plan(tmp_path / "tuned", work=tmp_path / "work", steps=1, overwrite=True)
-    run_tuning(made)
+    pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work").setting)
+    written = Corpus.of(pair)
     path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
         path.write_bytes(whole + line + b"\n")
         with pytest.raises(CheckpointError, match=r"texts-\w+-0\.jsonl: expected text that the base wrote"):
-            run_tuning(made)
+            Corpus.of(pair)
     # What was cut off is written again, with what was written beside it: a line for each text.
     path.write_bytes(whole[:-30])
-    run_tuning(made)
+    assert Corpus.of(pair) == written
     assert {*path.read_bytes().splitlines()} == {*whole.splitlines()}
 
 
@@ -250,12 +257,12 @@ def test_a_held_out_text_counts_once(plan: Callable[..., Plan], prompts: Path, t
     again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
     path = tmp_path / "twice.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
-    given = {"once": prompts, "twice": path}
-    once, twice = (run_tuning(plan(tmp_path / name, prompts=file, steps=1)) for name, file in given.items())
-    assert once.corpus.repeats == 0
+    once = Corpus.of(Pair(plan(tmp_path / "tuned").setting))
+    assert once.repeats == 0
+    twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
     assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
-    assert twice.corpus.held_out == once.corpus.held_out
-    assert twice.corpus.units == once.corpus.units
+    assert twice.corpus.held_out == once.held_out
+    assert twice.corpus.units == once.units
     assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
 
 
