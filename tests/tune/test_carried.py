@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import run
+from typer.testing import CliRunner
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insert.drafter import planned_insertion
@@ -51,13 +52,13 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     """Of the types that the extraction has."""
     shown = inspect_checkpoint(tuned)
     assert shown["stored_types"] == inspect_checkpoint(extracted)["stored_types"]
-    ran = run("inspect", tuned)
-    assert ran.returncode == 0, ran.stderr
-    assert "match extraction.json" in ran.stdout
+    ran = CliRunner().invoke(app, [str(tuned)])
+    assert ran.exit_code == 0, ran.output
+    assert "match extraction.json" in ran.output
     tuning = verify(tuned).record["tuning"]
     before, after = (tuning["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
     said = f"tuned (qat) beside {tuning['base']}: mean accepted length {before:.3f}, then {after:.3f}"
-    assert said in " ".join(ran.stdout.split())
+    assert said in " ".join(ran.output.split())
 
 
 def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:

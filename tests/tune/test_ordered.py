@@ -11,12 +11,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from helpers.commands import run
 from helpers.schemas import validator
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.evaluate.measured import Change
@@ -148,9 +149,9 @@ def test_options_of_one_thing_beside_the_other(tmp_path: Path) -> None:
         (["--head", "ordered", "--mode", "qat"], "--mode trains no head"),
         (["--top-k", "4"], "--top-k is of an ordered head"),
     ]:
-        found = run("tune", tmp_path, "--base", tmp_path, *options)
-        assert found.returncode == 2
-        assert message in " ".join(found.stderr.replace("│", " ").split())
+        found = CliRunner().invoke(app, [str(tmp_path), "--base", str(tmp_path), *options])
+        assert found.exit_code == 2
+        assert message in " ".join(found.output.replace("│", " ").split())
 
 
 def test_few_states_are_said_to_be_few(headed: Outcome) -> None:

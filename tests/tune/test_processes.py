@@ -74,12 +74,20 @@ def test_two_are_as_one(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(corpus, "shipped_prompts", lambda: few)
     commands = []
     for name, (changes, options, drafts) in CASES.items():
-        alone = plan(tmp_path / name, work=tmp_path / f"{name}.work", draft_steps=drafts, batch=3, steps=3, **changes)
+        alone = plan(
+            tmp_path / name,
+            work=tmp_path / f"{name}.work",
+            draft_steps=drafts,
+            new_tokens=9,
+            batch=3,
+            steps=3,
+            **changes,
+        )
         run_tuning(alone)
         setting, out = alone.setting, tmp_path / f"two {name}"
         drafter = [] if setting.directory is None else [setting.directory]
         arguments = [*drafter, "--base", setting.base, "--prompts", setting.prompts, "--draft-steps", drafts, *options]
-        arguments += ["--new-tokens", 16, "--batch", 3, "--steps", 3, "--anchors", 6, "--no-chat-template"]
+        arguments += ["--new-tokens", 9, "--batch", 3, "--steps", 3, "--anchors", 6, "--no-chat-template"]
         arguments += ["--device", "cpu", "--force", "-o", out, "--work", f"{out}.work"]
         commands.append([str(argument) for argument in arguments])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
