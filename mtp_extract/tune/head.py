@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.extras import require
 from mtp_extract.report.card import UNSAID, CardWords
@@ -114,7 +115,7 @@ def run_ordered_head(
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
-    from mtp_extract.tune.writing import as_written, check_head_writable, ordered_record
+    from mtp_extract.tune.writing import as_written, check_writable, ordered_record
 
     pair = Pair(plan.setting, say)
     if pair.share[1] > 1:
@@ -123,7 +124,8 @@ def run_ordered_head(
     vocabulary = before.config.vocab_size
     count = plan.count(vocabulary)
     like = ordered(before, torch.arange(vocabulary), torch.zeros(count, before.config.hidden_size), 1)
-    check_head_writable(pair.origin, like)
+    advice = "Convert the drafter to the transformers format first."
+    check_writable(pair.origin, like, "an ordered head", advice, needed=HEAD_ROLES)
     with pair.working_alone(), memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
         assert isinstance(drafter, MtpDrafter)

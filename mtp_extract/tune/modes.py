@@ -56,7 +56,7 @@ MEASURED_WIDTH = 64
 
 
 class Latents(nn.Module):
-    """The trained part of a checkpoint.
+    """The trained part of a checkpoint; ``values`` are its latents, by name of the first role that has each.
 
     Args:
         checkpoint: with its codes where it has any.
@@ -73,10 +73,7 @@ class Latents(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpoint, self.mode = checkpoint, mode
-        self._roles: dict[str, list[Role]] = {}
-        self._starts: dict[str, Tensor] = {}
-        self._sizes: dict[str, float] = {}
-        self._quantizers: dict[str, _Quantizer] = {}
+        self._weights: dict[str, _Weight] = {}
         self.values = nn.ParameterDict()
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
@@ -85,25 +82,25 @@ class Latents(nn.Module):
             tensor = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(tensor.origin or role.name, role.name.replace(".", "/"))
-            self._roles.setdefault(key, []).append(role)
-            if key in self._starts:
+            if key in self._weights:
+                self._weights[key].roles.append(role)
                 continue
             start = torch.from_numpy(read_floats(tensor)).to(device)
-            self._starts[key] = start
-            if role.kind == MATRIX:
-                if mode.matrices == "grid":
-                    self._quantizers[key] = _Quantizer.of(role.name, tensor, device)
-                self.values[key] = nn.Parameter(start.clone())
-            else:
-                self._sizes[key] = float(start.square().mean().sqrt()) or 1.0
-                self.values[key] = nn.Parameter(torch.zeros_like(start))
+            weight = _Weight([role], start)
+            if role.kind != MATRIX:
+                weight.size = float(start.square().mean().sqrt()) or 1.0
+            elif mode.matrices == "grid":
+                weight.quantizer = _Quantizer.of(role.name, tensor, device)
+            self._weights[key] = weight
+            self.values[key] = nn.Parameter(start.clone() if weight.size is None else torch.zeros_like(start))
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
-        matrices = [value for key, value in self.values.items() if self._roles[key][0].kind == MATRIX]
-        others = [value for key, value in self.values.items() if self._roles[key][0].kind != MATRIX]
-        width = self.checkpoint.config.hidden_size
-        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / width
+        matrices, others = (
+            [value for key, value in self.values.items() if (self._weights[key].size is None) == are_matrices]
+            for are_matrices in (True, False)
+        )
+        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / self.checkpoint.config.hidden_size
         norms = learning_rate or self.mode.norms_learning_rate
         return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
 
@@ -116,17 +113,9 @@ class Latents(nn.Module):
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
         found = {}
         for key, value in self.values.items():
-            weight = self._weight(key, value).to(dtype)
-            for role in self._roles[key]:
-                found[role.path] = weight
+            weight = self._weights[key].of(value).to(dtype)
+            found.update({role.path: weight for role in self._weights[key].roles})
         return found
-
-    def _weight(self, key: str, value: Tensor) -> Tensor:
-        if key in self._sizes:
-            return self._starts[key] + value * self._sizes[key]
-        if key in self._quantizers:
-            return _StraightThrough.apply(value, self._quantizers[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
-        return value
 
     @torch.no_grad()
     def tuned(self, values: Mapping[str, Tensor] | None = None) -> Checkpoint:
@@ -134,16 +123,9 @@ class Latents(nn.Module):
         tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
         for key, present in self.values.items():
             value = values[key].to(present) if values is not None else present
-            original = tensors[self._roles[key][0].name]
-            made: LazyTensor
-            if key in self._quantizers:
-                made = self._quantizers[key].tensor(value, original)
-            elif torch.equal(self._weight(key, value), self._starts[key]):
-                made = original
-            else:
-                made = ArrayTensor(self._weight(key, value).cpu().numpy())
-            for role in self._roles[key]:
-                tensors[role.name] = made
+            weight = self._weights[key]
+            made = weight.tensor(value, tensors[weight.roles[0].name])
+            tensors.update({role.name: made for role in weight.roles})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
@@ -152,6 +134,38 @@ def _trained(role: Role, mode: Mode) -> bool:
     if role.name in HEAD_ROLES:
         return False
     return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
+
+
+@dataclass
+class _Weight:
+    """A stored weight, and how a latent becomes it.
+
+    Attributes:
+        roles: that are this one weight.
+        start: F32, as it is stored.
+        size: root mean square of a norm or factor, in which its latent moves; None for a matrix.
+        quantizer: of a matrix that is trained on its grid.
+    """
+
+    roles: list[Role]
+    start: Tensor
+    size: float | None = None
+    quantizer: _Quantizer | None = None
+
+    def of(self, latent: Tensor) -> Tensor:
+        """F32, the weight that ``latent`` stands for."""
+        if self.size is not None:
+            return self.start + latent * self.size
+        if self.quantizer is not None:
+            return _StraightThrough.apply(latent, self.quantizer)  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
+        return latent
+
+    def tensor(self, latent: Tensor, original: LazyTensor) -> LazyTensor:
+        """The same, to be written; ``original`` where nothing changed."""
+        if self.quantizer is not None:
+            return self.quantizer.tensor(latent, original)
+        weight = self.of(latent)
+        return original if torch.equal(weight, self.start) else ArrayTensor(weight.cpu().numpy())
 
 
 @dataclass(frozen=True)

@@ -92,13 +92,11 @@ class States:
 
     def of(self, texts: Sequence[Text]) -> list[TextStates]:
         if not self._group_of:
-            distinct = list(dict.fromkeys(texts))
-            found = dict(zip(distinct, self._computed(distinct), strict=True))
+            found = {item.text: item for item in self._computed(list(dict.fromkeys(texts)))}
             return [found[text] for text in texts]
         for text in texts:
             if text not in self._kept:
-                together = self._group_of[text]
-                self._kept.update(zip(together, self._computed(together), strict=True))
+                self._kept.update({item.text: item for item in self._computed(self._group_of[text])})
         return [self._kept[text] for text in texts]
 
     def _size_of_a_token(self, text: Text) -> float:

@@ -187,7 +187,9 @@ def _latents(plan: Plan, pair: Pair) -> Latents:
         latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)
     except MtpExtractError as error:
         raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
-    check_writable(pair.origin, latents.tuned({key: value + 1 for key, value in latents.values.items()}), plan.mode)
+    changed = latents.tuned({key: value + 1 for key, value in latents.values.items()})
+    advice = "Train norms or codes, or convert it to the transformers format first."
+    check_writable(pair.origin, changed, f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
     return latents
 
 

@@ -37,48 +37,38 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+def check_writable(
+    origin: ReadDirectory,
+    like: Checkpoint,
+    what: str,
+    advice: str,
+    remedies: tuple[str, ...] = (),
+    needed: Collection[str] = (),
+) -> None:
     """Refuse what the format of ``origin`` has no room for.
 
     Args:
-        like: ``origin`` with every weight changed that ``mode`` trains.
-        mode: a name in :data:`~mtp_extract.tune.modes.MODES`.
+        like: a checkpoint with all that is to be made, whatever its numbers are.
+        what: is to be made, in words.
+        advice, remedies: what to do instead.
+        needed: roles that may not be left out.
 
     Raises:
-        UnsupportedError: it has none.
+        UnsupportedError: it has no room.
     """
-    try:
-        _check_room(origin, like)
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
-            f"{error} Train norms or codes, or convert it to the transformers format first.",
-            remedies=("mode=norms", "mode=qat"),
-        ) from error
-
-
-def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
-    """Refuse ``like``, which is ``origin`` with an ordered head, where the format has no room for one.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
-    try:
-        _check_room(origin, like, HEAD_ROLES)
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}: "
-            f"{error} Convert the drafter to the transformers format first."
-        ) from error
-
-
-def _check_room(origin: ReadDirectory, like: Checkpoint, needed: Collection[str] = ()) -> None:
     choice = _choice(origin)
-    prepared = choice.prepare(like)
-    for role, holding in prepared.holdings.items():
-        if role in needed and holding.kept == NOTHING:
-            raise UnsupportedError(f"{holding.why}.")
-    choice.format.plan(prepared.checkpoint, choice.dtype)
+    try:
+        prepared = choice.prepare(like)
+        for role, holding in prepared.holdings.items():
+            if role in needed and holding.kept == NOTHING:
+                raise UnsupportedError(f"{holding.why}.")
+        choice.format.plan(prepared.checkpoint, choice.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{escape(origin.directory)}: expected a format with room for {what}, found {origin.layout}: {error} "
+            f"{advice}",
+            remedies=remedies,
+        ) from error
 
 
 def _dtype(origin: ReadDirectory) -> str:
