@@ -23,7 +23,7 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.writing import write_tuned
+from mtp_extract.tune.writing import tuned_record, write_made
 
 LENGTH = {"mean_accepted_length": 1.5, "interval": None}
 CHANGE = {"texts": 1, "before": LENGTH, "after": LENGTH, "change": {"mean": 0.0, "interval": None}}
@@ -81,7 +81,8 @@ def insert_base(source: Path, bundle: Path, out: Path) -> None:
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
     Setting(directory, base, work).check_out(out, overwrite=True)
     origin = ReadDirectory.of(directory)
-    write_tuned(origin, origin.checkpoint, out, TUNING, overwrite=True, inputs=(directory,))
+    describe = tuned_record(origin, origin.checkpoint, TUNING)
+    write_made(origin, origin.checkpoint, out, describe, overwrite=True, inputs=(directory,))
 
 
 def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:

@@ -24,9 +24,8 @@ from mtp_extract.tune.run import Plan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
 
 if TYPE_CHECKING:
-    from mtp_extract.tune.head import Ordered
-    from mtp_extract.tune.progress import Progress, Written
-    from mtp_extract.tune.run import Tuned
+    from mtp_extract.tune.outcome import Outcome
+    from mtp_extract.tune.status import Status
     from mtp_extract.tune.verdict import Comparison, Comparisons
 
 _OF_MODE = ("mode", "objective", "anchors", "learning_rate")
@@ -111,7 +110,7 @@ def _name(directory: Path | None) -> str | None:
     return None if directory is None else str(directory)
 
 
-def _require_written(made: Tuned | Ordered, target: Path, first: bool = True) -> None:
+def _require_written(made: Outcome, target: Path, first: bool = True) -> None:
     if made.directory is None:
         if first:
             why = "; ".join(made.refused)
@@ -144,37 +143,31 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[Progress | Written], None]]:
+def _progress(quiet: bool) -> Iterator[Callable[[Status], None]]:
     """How far the text and the training are, with the time that is left."""
-    from mtp_extract.tune.progress import Written
-
     with progress_lines(quiet) as show:
 
-        def tell(at: Progress | Written) -> None:
-            if isinstance(at, Written):
-                done, total, line = at.done, at.texts, f"text {at.done} of {at.texts}"
-            else:
-                done, total, line = at.step, at.steps, f"step {at.step} of {at.steps}, loss {at.loss:.3f}"
-                line += f", mean accepted length {at.watched:.3f} on watched texts"
-            show(done, total, f"{line}, {_duration(at.seconds_left)} left")
+        def tell(status: Status) -> None:
+            line = f"{status.kind} {status.done} of {status.total}"
+            if status.loss is not None:
+                line += f", loss {status.loss:.3f}, mean accepted length {status.watched:.3f} on watched texts"
+            show(status.done, status.total, f"{line}, {_duration(status.seconds_left)} left")
 
         yield tell
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "an unknown time"
+def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _show(tuned: Tuned, work: Path) -> None:
-    trained = tuned.trained
+def _show(tuned: Outcome, work: Path) -> None:
+    record = tuned.record
     say(
-        f"Trained {tuned.numbers} numbers on {len(tuned.corpus.trained)} texts, {trained.done} steps, best after "
-        f"{trained.step}{'; interrupted' if trained.interrupted else ''}"
+        f"Trained {record['numbers']} numbers on {len(tuned.corpus.trained)} texts, {record['steps_done']} steps, best "
+        f"after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
     )
     _compare(tuned.comparisons, tuned.corpus.shared, "before", "after")
     say_notes(tuned.notes)
@@ -183,12 +176,12 @@ def _show(tuned: Tuned, work: Path) -> None:
         _wrote(tuned)
 
 
-def _show_head(made: Ordered) -> None:
-    record, kept = made.record, made.kept.as_json()
+def _show_head(made: Outcome) -> None:
+    record, kept = made.record, made.record["kept"]
     low, high = kept["interval"] or (None, None)
     say(
-        f"{made.head.num_centroids} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
-        f"states; {made.head.top_k} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
+        f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
+        f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
     )
     bounds = "" if low is None else f" ({low:.2%} to {high:.2%})"
     say(f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}")
@@ -212,7 +205,7 @@ def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -
     say(f"  {100 * shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
 
 
-def _wrote(made: Tuned | Ordered) -> None:
+def _wrote(made: Outcome) -> None:
     forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
     say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
 

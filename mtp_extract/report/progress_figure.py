@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+from mtp_extract.report.colours import light
 
 
 def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -20,12 +20,12 @@ def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     lengths = [(entry["step"], entry["mean_accepted_length"]) for entry in history if "loss" not in entry]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes, points, colour, marker, title in (
-        (left, losses, _BLUE, "", "loss of a step"),
-        (right, lengths, _ORANGE, "o", "mean accepted length, watched texts"),
+        (left, losses, light("blue"), "", "loss of a step"),
+        (right, lengths, light("vermilion"), "o", "mean accepted length, watched texts"),
     ):
         axes.plot(*zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, linewidth=1.2)
         axes.set_title(title, loc="left")
         axes.set_xlabel("step")
-        axes.grid(color="#e3e3e3")
+        axes.grid(color=light("line"))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

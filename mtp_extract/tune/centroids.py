@@ -1,7 +1,7 @@
-"""Rows that tell in which cluster the best token is: learned from states, starting at the clusters' means.
+"""Centroids, which tell in which cluster the best token is: learned from states, starting at the clusters' means.
 
-The head looks into the clusters whose centroids score highest on a state. Means of what lies in a cluster say that
-roughly; a row learned to tell its cluster's states from all others' says it much better, given enough states a cluster.
+The head looks into the clusters whose centroids score highest on a state. The mean of a cluster's vectors tells that
+roughly; a row learned as a classifier of states tells it much better, given enough states a cluster.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tune.schedule import cosine
+from mtp_extract.tune.recipe import cosine
 
 _BATCH = 2048
 _EVALUATIONS = 10
 _PATIENCE = 3
 """Evaluations without a better one after which it ends."""
-
 _RATE = 1.0
 """Learning rate times width, for states of a root mean square of 1."""
 _SCALES = tuple(2.0**power for power in range(-10, 3))
@@ -30,10 +29,11 @@ _SCORES_AT_ONCE = 1 << 23
 
 @dataclass(frozen=True)
 class Learned:
-    """Attributes:
-    centroids: F32 [C, width].
-    step: after which they were so good; 0 for the means themselves.
-    done: steps that were made.
+    """What was learned in ``done`` steps.
+
+    Attributes:
+        centroids: F32 [C, width].
+        step: after which they were the best; 0 for the means themselves.
     """
 
     centroids: Tensor
@@ -68,15 +68,15 @@ def learn_centroids(
     steps: int,
     seed: int,
 ) -> Learned:
-    """Cross-entropy over clusters; what is best on ``watched`` is kept, the means among them.
+    """Minimize cross-entropy over clusters; what is best on ``watched``, the means included, is returned.
 
     Args:
         states: [N, width].
         cluster: int64 [N], where the best token of each lies.
         means: F32 [C, width], what it starts from.
         watched: states and clusters that nothing is learned from.
-        top_k: the number of clusters that will be looked into; None to make it small.
-        share: of states that are to be kept then.
+        top_k: the number of clusters that will be looked into; None to make that number small.
+        share: of states whose cluster is then to be looked into.
         steps: of the optimizer.
         seed: of the order of states.
     """
@@ -108,7 +108,7 @@ def learn_centroids(
 
 
 def _score(rank: Tensor, top_k: int | None, share: float) -> tuple[float, float]:
-    """Less is better: what is not kept, or how many clusters keep enough; then the mean of the rank's logarithm."""
+    """Lower is better: the share that is lost, or how many clusters lose little enough; then the mean log2 of ranks."""
     first = float((rank >= top_k).double().mean()) if top_k is not None else float(_least(rank, share))
     return first, float((rank + 1).double().log2().mean())
 
@@ -128,7 +128,7 @@ def _scale(states: Tensor, cluster: Tensor, means: Tensor, size: float) -> float
 
 
 def _batches(count: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """``steps`` batches, in a new order every time all were seen."""
+    """Indices of ``steps`` batches, shuffled anew in every epoch."""
     generator = torch.Generator().manual_seed(seed)
     batch = min(_BATCH, count)
     left = torch.empty(0, dtype=torch.long)

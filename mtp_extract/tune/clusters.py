@@ -1,7 +1,7 @@
 """Clusters of exactly equal size: a tree of cuts, then rounds in which vectors move to nearer means with room.
 
-An ordered head holds its clusters as one list of tokens, cut into equal parts; nothing else would fit. Both steps give
-equal parts by construction, whatever the vectors are, and the same ones every time.
+An ordered head holds its clusters as one list of tokens, cut into equal parts. Both steps give equal parts by
+construction, whatever the vectors are, and are deterministic.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _AXIS_FROM = 1 << 14
 _AXIS_STEPS = 12
 _ROUNDS = 4
 _CANDIDATES = 16
-_WORTH = 0.999
-"""A round that leaves more than this of the error was the last."""
+_LEAST_GAIN = 0.999
+"""A round that leaves more than this share of the error is the last."""
 _DISTANCES_AT_ONCE = 1 << 23
 _MOST_NAMED = 6
 
 
 def divisors(vocabulary: int) -> list[int]:
-    """The numbers of clusters that are of equal size, in order; neither one nor as many as there are tokens."""
+    """Divisors of ``vocabulary`` but 1 and itself, in order: the possible numbers of clusters of equal size."""
     small = [number for number in range(2, math.isqrt(vocabulary) + 1) if vocabulary % number == 0]
     return sorted({*small, *(vocabulary // number for number in small)})
 
@@ -85,13 +85,13 @@ def balanced_clusters(vectors: Tensor, count: int, rounds: int = _ROUNDS) -> Ten
     means = means_of(vectors, ordering, count)
     error = _error(vectors, means, ordering)
     for _ in range(rounds):
-        moved = _by_cluster(_nearest_with_room(vectors, means))
+        moved = torch.argsort(_nearest_with_room(vectors, means), stable=True)
         means = means_of(vectors, moved, count)
         before, now = error, _error(vectors, means, moved)
         if now >= before:
             break
         ordering, error = moved, now
-        if now > _WORTH * before:
+        if now > _LEAST_GAIN * before:
             break
     return ordering
 
@@ -114,12 +114,12 @@ def _tree(vectors: Tensor, count: int) -> Tensor:
 
 
 def _axis(vectors: Tensor) -> Tensor:
-    """[width], along which they spread most, nearly: a few steps of the power method."""
+    """[width], the axis of greatest spread, by a few steps of the power method."""
     some = vectors[:: -(-len(vectors) // _AXIS_FROM)]
     some = some - some.mean(dim=0)
     axis = some[some.square().sum(dim=1).argmax()]
     for _ in range(_AXIS_STEPS):
-        # Of vectors that are all equal any axis will do.
+        # Where all vectors are equal, any axis will do.
         axis = some.T @ (some @ (axis / axis.norm().clamp(min=torch.finfo(axis.dtype).tiny)))
     found: Tensor = axis / axis.norm().clamp(min=torch.finfo(axis.dtype).tiny)
     return found
@@ -130,12 +130,8 @@ def _error(vectors: Tensor, means: Tensor, ordering: Tensor) -> float:
     return -len(ordering) / len(means) * float(means.double().square().sum())
 
 
-def _by_cluster(cluster: Tensor) -> Tensor:
-    return torch.argsort(cluster, stable=True)
-
-
 def _nearest_with_room(vectors: Tensor, means: Tensor) -> Tensor:
-    """int64 [V], a cluster for every vector, each of them full: those who would lose most by going elsewhere first."""
+    """int64 [V], a cluster for every vector, all of one size: vectors with most to lose by another are placed first."""
     found = torch.full((len(vectors),), -1)
     room = torch.full((len(means),), len(vectors) // len(means))
     waiting = torch.arange(len(vectors))

@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
+from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
-from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
+from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
@@ -32,8 +35,8 @@ class Corpus:
         watched: to be measured on the way.
         held_out: to be measured before and after.
         workloads: of each held-out text, its workload.
-        own: of the held-out texts the first so many are of the workloads that are trained on; the others are there to
-            see harm.
+        own: so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show
+            whether a workload that is not trained on gets worse.
         units: of each held-out text, what intervals count: windows of one text by people are one.
         repeats: further held-out texts that repeat one of these, and are left out.
         otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
@@ -52,14 +55,15 @@ class Corpus:
     other_temperature: float = 1.0
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        """How many there are of each, for the record."""
-        return {
+    def as_json(self) -> Mapping[str, Any]:
+        """For the record: how many texts there are, and :attr:`shared`."""
+        texts = {
             "trained": len(self.trained),
             "watched": len(self.watched),
             "held_out": len(self.held_out),
             "repeats": self.repeats,
         }
+        return {"texts": texts, "shared_sequences": round(self.shared, 4)}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -71,12 +75,16 @@ class Corpus:
         """The share of the held-out texts' 8-token sequences that training texts have too."""
         return repeated_share(self.held_out[: self.own], self.trained)
 
+    def measured(self, pair: Pair, drafter: Network) -> tuple[Measured, Measured | None]:
+        """``drafter`` on the held-out texts, and on those that were served otherwise; None where there are none."""
+        other = pair.measured(drafter, self.otherwise, self.other_temperature) if self.otherwise else None
+        return pair.measured(drafter, self.held_out), other
+
     @classmethod
-    def of(cls, pair: Pair, tell: Callable[[Written], None] = lambda written: None) -> Corpus:
+    def of(cls, pair: Pair, tell: Callable[[Status], None] = lambda status: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
 
         Args:
-            pair: with its setting.
             tell: called after every batch that was written.
 
         Raises:
@@ -98,43 +106,46 @@ class Corpus:
             drafts=0 if setting.directory is None else Writing.drafts,
         )
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
-        written = setting.text is None
-        every = [*(item for side in sides.values() for item in side if written), *guards]
-        again = sides[HELD_OUT] if written else []
-        for writer, prompts in ((writing, every), (other, again)):
-            if prompts:
-                pair.say(f"continuing {len(prompts)} prompts with the base at temperature {writer.temperature:g}")
-                writer.prepare(prompts, tell)
+        by_base = setting.text is None
+        prompts = [*(item for side in sides.values() for item in side if by_base), *guards]
+        again = sides[HELD_OUT] if by_base else []
+        for writer, items in ((writing, prompts), (other, again)):
+            if items:
+                pair.say(f"continuing {len(items)} prompts with the base at temperature {writer.temperature:g}")
+                writer.prepare(items, tell)
         pair.accelerator.wait_for_everyone()
-        made: dict[str, list[tuple[Item, Text]]] = {}
-        for side, found in sides.items():
-            if written:
-                made[side] = list(zip(found, writing.texts(found), strict=True))
-            else:
-                windows = people_texts(found, pair.generator.codec, setting.new_tokens)
-                made[side] = [(item, text) for item, parts in zip(found, windows, strict=True) for text in parts]
+
+        def written(writer: Writing, items: Sequence[Item]) -> list[tuple[Item, Text]]:
+            return list(zip(items, writer.texts(items), strict=True)) if items else []
+
+        def windows(items: Sequence[Item]) -> list[tuple[Item, Text]]:
+            found = people_texts(items, pair.generator.codec, setting.new_tokens)
+            return [(item, text) for item, parts in zip(items, found, strict=True) for text in parts]
+
         steps = setting.draft_steps
-        made = {side: _long_enough(side, pairs, steps) for side, pairs in made.items()}
-        guarded = list(zip(guards, writing.texts(guards), strict=True)) if guards else []
-        candidates = [*made[HELD_OUT], *(pair for pair in guarded if _has_a_round(pair[1], steps))]
-        judged = _unrepeated(candidates)
-        served = zip(again, other.texts(again), strict=True) if again else ()
-        otherwise = _unrepeated([pair for pair in served if _has_a_round(pair[1], steps)])
+        texts = {
+            side: _enough(side, written(writing, items) if by_base else windows(items), steps)
+            for side, items in sides.items()
+        }
+        candidates = [*texts[HELD_OUT], *_with_rounds(written(writing, guards), steps)]
+        held_out = _unrepeated(candidates)
+        otherwise = _unrepeated(_with_rounds(written(other, again), steps))
+        sources = [None, *(item for item, _ in held_out)]
         return cls(
-            trained=tuple(text for _, text in made[TRAINED]),
-            watched=tuple(text for _, text in made[WATCHED][:_MOST_WATCHED]),
-            held_out=tuple(text for _, text in judged),
-            workloads=tuple(item.workload for item, _ in judged),
-            own=len(_unrepeated(made[HELD_OUT])),
-            units=tuple(accumulate(one is not other for (one, _), (other, _) in pairwise([(None, None), *judged]))),
-            repeats=len(candidates) - len(judged),
+            trained=tuple(text for _, text in texts[TRAINED]),
+            watched=tuple(text for _, text in texts[WATCHED][:_MOST_WATCHED]),
+            held_out=tuple(text for _, text in held_out),
+            workloads=tuple(item.workload for item, _ in held_out),
+            own=len(_unrepeated(texts[HELD_OUT])),
+            units=tuple(accumulate(item is not before for before, item in pairwise(sources))),
+            repeats=len(candidates) - len(held_out),
             otherwise=tuple(text for _, text in otherwise),
             other_temperature=other.temperature,
         )
 
 
 def _divided(are_shipped: bool, items: Sequence[Item]) -> tuple[dict[str, list[Item]], list[Item]]:
-    """By side; and shipped prompts of which nothing is trained on, which are there to see harm."""
+    """By side; and shipped prompts that are not trained on, which show whether other workloads get worse."""
     sides = {side: [item for item in items if item.side == side] for side in (TRAINED, WATCHED, HELD_OUT)}
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
     sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
@@ -163,13 +174,14 @@ def _unrepeated(pairs: Sequence[tuple[Item, Text]]) -> list[tuple[Item, Text]]:
     return [pair for index, pair in enumerate(pairs) if index not in again]
 
 
-def _has_a_round(text: Text, steps: int) -> bool:
-    return len(text.anchors) >= steps
+def _with_rounds(pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
+    """Those with a place to draft from, and a target for each of ``steps`` drafts."""
+    return [(item, text) for item, text in pairs if len(text.anchors) >= steps]
 
 
-def _long_enough(side: str, pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
-    """Those with a place to draft from, and a target for every step."""
-    found = [pair for pair in pairs if _has_a_round(pair[1], steps)]
+def _enough(side: str, pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
+    """The pairs of ``side`` with a round."""
+    found = _with_rounds(pairs, steps)
     if len(found) < _LEAST[side]:
         raise MtpExtractError(
             f"expected texts of more than {steps} tokens, found {len(found)} that are {side}: the base ends the others "

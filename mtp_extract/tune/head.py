@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.extras import require
-from mtp_extract.options import About
+from mtp_extract.options import About, check_values
 from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Force, Overwrite, Setting
+from mtp_extract.tune.status import Status
 
 if TYPE_CHECKING:
     import torch
 
-    from mtp_extract.architecture.config import OrderedHeadConfig
-    from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, Used
-    from mtp_extract.tune.progress import Written
+    from mtp_extract.tune.outcome import Outcome
     from mtp_extract.tune.verdict import Comparisons
 
 MOST_LOST = 0.02
@@ -65,10 +66,7 @@ class HeadPlan:
             MtpExtractError: a number is out of range, or ``out`` holds something else.
         """
         self.setting.check()
-        for name in ("centroids", "top_k", "states", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise MtpExtractError(f"expected {name} of at least 1, found {value}; raise it", remedies=(name,))
+        check_values(self)
         self.setting.check_out(self.out, self.overwrite)
 
     def count(self, vocabulary: int) -> int:
@@ -90,42 +88,16 @@ class HeadPlan:
         return count
 
 
-@dataclass(frozen=True)
-class Ordered:
-    """What came of it.
-
-    Attributes:
-        directory: what was written; None for nothing.
-        refused: why it was not accepted; empty if it was.
-        comparisons: the dense head before, the ordered one after.
-        head: its shape.
-        kept: of the dense head's choices, on held-out text.
-        corpus: the texts.
-        record: what ``extraction.json`` says of it.
-        notes: things worth knowing that are not errors.
-    """
-
-    directory: Path | None
-    refused: tuple[str, ...]
-    comparisons: Comparisons
-    head: OrderedHeadConfig
-    kept: Kept
-    corpus: Corpus
-    record: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-
 def run_ordered_head(
     plan: HeadPlan,
     say: Callable[[str], None] = lambda line: None,
-    tell: Callable[[Written], None] = lambda written: None,
-) -> Ordered:
+    tell: Callable[[Status], None] = lambda status: None,
+) -> Outcome:
     """Make an ordered head, measure it, and write it where it drafts as the dense one does.
 
     Args:
-        plan: what.
         say: told what is being done.
-        tell: called after every batch of text that was written.
+        tell: called after every batch of text.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -135,22 +107,24 @@ def run_ordered_head(
     plan.check()
     import torch
 
-    from mtp_extract.architecture.config import OrderedHeadConfig
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of
+    from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
-    from mtp_extract.tune.writing import as_written, check_head_writable, write_ordered
+    from mtp_extract.tune.writing import as_written, check_writable, ordered_record
 
     pair = Pair(plan.setting, say)
     if pair.share[1] > 1:
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")
     before = dense(pair.origin.checkpoint)
-    count = plan.count(before.config.vocab_size)
-    like = ordered(before, torch.arange(before.config.vocab_size), torch.zeros(count, before.config.hidden_size), 1)
-    check_head_writable(pair.origin, like)
+    vocabulary = before.config.vocab_size
+    count = plan.count(vocabulary)
+    like = ordered(before, torch.arange(vocabulary), torch.zeros(count, before.config.hidden_size), 1)
+    advice = "Convert the drafter to the transformers format first."
+    check_writable(pair.origin, like, "an ordered head", advice, needed=HEAD_ROLES)
     with pair.working_alone(), memory_guard("making an ordered head"):
         drafter = pair.drafter_of(before)
         assert isinstance(drafter, MtpDrafter)
@@ -162,65 +136,44 @@ def run_ordered_head(
             _enough(collect(pair, drafter, texts, most, every_convention=False))
             for texts in (corpus.watched, corpus.held_out[: corpus.own])
         )
+        held_out = replace(held_out, text=torch.tensor(corpus.units)[held_out.text])
         pair.say(f"making {count} clusters, and learning their centroids from {len(used.states)} states")
         built = build_head(head_of(before), used, watched, count, plan.top_k, plan.steps, plan.setting.seed)
+        head = partial(ordered, before, built.ordering, built.learned.centroids)
         # Centroids as they will be read.
-        rows = head_of(
-            as_written(pair.origin, ordered(before, built.ordering, built.learned.centroids, 1)), centroids=True
-        )
+        rows = head_of(as_written(pair.origin, head(1)), centroids=True)
         top_k = plan.top_k or _chosen(watched, ranks_of(watched, built.ordering, rows), count)
-        judged = replace(held_out, text=torch.tensor(corpus.units)[held_out.text])
-        kept = Kept.of(judged, ranks_of(judged, built.ordering, rows), top_k)
-        after = ordered(before, built.ordering, built.learned.centroids, top_k)
+        kept = Kept.of(held_out, ranks_of(held_out, built.ordering, rows), top_k)
+        after = head(top_k)
         pair.say(f"measuring the drafter with either head on {len(corpus.held_out)} held-out texts")
-        heads = (drafter, pair.drafter_of(after))
-        first, second = (pair.measured(one, corpus.held_out) for one in heads)
-        others = [pair.measured(one, corpus.otherwise, corpus.other_temperature) for one in heads if corpus.otherwise]
-        comparisons = Comparisons.of(corpus, first, second, (others[0], others[1]) if others else None)
-    refused = _refused(kept, comparisons)
-    record = {
+        measured = (corpus.measured(pair, one) for one in (drafter, pair.drafter_of(after)))
+        comparisons = Comparisons.of(corpus, *measured)
+    about = {
         "centroids": count,
         "top_k": top_k,
-        "tokens_a_cluster": before.config.vocab_size // count,
-        "rows_read": count + top_k * (before.config.vocab_size // count),
-        "rows_dense": before.config.vocab_size,
-        "base": pair.name,
-        "base_xxh3": pair.base_fingerprint,
+        "tokens_a_cluster": vocabulary // count,
+        "rows_read": count + top_k * (vocabulary // count),
+        "rows_dense": vocabulary,
+        **pair.as_json,
         "temperature": plan.setting.temperature,
         "draft_steps": plan.setting.draft_steps,
         "seed": plan.setting.seed,
-        "texts": corpus.counts,
-        "shared_sequences": round(corpus.shared, 4),
+        **corpus.as_json,
         "states": len(used.states),
         "tokens_used": built.tokens,
         "steps": plan.steps,
         "steps_done": built.learned.done,
         "best_step": built.learned.step,
         "kept": kept.as_json(),
-        "accepted": not refused,
-        "refused": list(refused),
-        **comparisons.as_json(),
     }
-    notes = [*pair.loaded.notes, *corpus.notes, *comparisons.notes()]
+    notes = []
     if len(used.states) < _FEW_STATES * count:
         notes.append(
             f"{len(used.states)} states are {len(used.states) / count:.0f} a centroid; more prompts, or longer texts, "
             "make a better head."
         )
-    written = None
-    if plan.force or not refused:
-        result = write_ordered(
-            pair.origin,
-            after,
-            plan.out,
-            record,
-            overwrite=plan.overwrite,
-            inputs=plan.setting.inputs,
-            card=plan.card,
-        )
-        written = result.directory
-    head = OrderedHeadConfig(count, top_k)
-    return Ordered(written, refused, comparisons, head, kept, corpus, record, tuple(notes))
+    describe = partial(ordered_record, pair.origin)
+    return conclude(plan, pair, corpus, comparisons, _refused(kept, comparisons), after, about, describe, notes)
 
 
 def _enough(used: Used) -> Used:
@@ -233,19 +186,20 @@ def _enough(used: Used) -> Used:
 
 
 def _chosen(watched: Used, rank: torch.Tensor, count: int) -> int:
-    """The least power of two that loses at most half of what may be lost, up to where there is little to be gained.
+    """The least power of two of clusters that loses at most half of the choices that may be lost, up to a limit.
 
-    Half, since other text loses more than the one it is chosen on; that decides.
+    Half, since the held-out text, which decides, loses more than the one it is chosen on.
     """
-    from mtp_extract.tune.ordered import LEAST_KEPT, Kept, most_looked_into
+    from mtp_extract.tune.ordered import LEAST_KEPT, Kept
 
-    most = most_looked_into(count)
+    # With more than an eighth of the clusters, too few rows are saved.
+    most = max(1, count // 8)
     powers = (1 << power for power in range(most.bit_length()))
     return next((top_k for top_k in powers if Kept.of(watched, rank, top_k).share >= (1 + LEAST_KEPT) / 2), most)
 
 
 def _refused(kept: Kept, comparisons: Comparisons) -> tuple[str, ...]:
-    """Why the head is not to be kept; empty if it is."""
+    """Why the head is not to be accepted; empty if it is."""
     from mtp_extract.tune.ordered import LEAST_KEPT
     from mtp_extract.tune.verdict import signed
 
@@ -256,7 +210,7 @@ def _refused(kept: Kept, comparisons: Comparisons) -> tuple[str, ...]:
             "wanted"
         )
     overall = comparisons.overall.change
-    # Of texts of which none loses a draft an interval says what one that was not seen might lose: the worst.
+    # Where no text loses a draft, an interval's lower end is only as far off as the texts are few.
     if overall.interval is None or (overall.interval.low < -MOST_LOST and comparisons.overall.loses):
         reasons.append(
             f"it may lose more than {MOST_LOST} of mean accepted length on held-out text ({signed(overall)})"

@@ -1,4 +1,4 @@
-"""The training loop: steps depend on the seed and their number alone, so that a run that was stopped goes on the same.
+"""The training loop: a step depends on the seed and its number alone, so a run that was stopped resumes exactly.
 
 ``accelerate`` places it: one CPU, one GPU, or several with the texts of a batch divided among them. The weights that
 are trained are few (78 M in a drafter of Gemma 4 E4B), so every process holds them all.
@@ -28,72 +28,27 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.loss import LOGITS_AT_ONCE, OBJECTIVES, Teacher, chunked_loss
+from mtp_extract.tune.loss import OBJECTIVES, Teacher, chunked_loss
 from mtp_extract.tune.modes import Latents
-from mtp_extract.tune.progress import Progress
+from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
-from mtp_extract.tune.schedule import cosine
-from mtp_extract.tune.work import kept
+from mtp_extract.tune.status import Status
+from mtp_extract.tune.work import writing_to
 
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train.
-
-    Attributes:
-        steps: of the optimizer.
-        draft_steps: K.
-        batch: texts a step, of all processes together.
-        anchors: of each text, chosen at random.
-        objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`.
-        temperature: of serving; 0 for greedy.
-        learning_rate: None for the mode's own.
-        warm_up: share of the steps.
-        evaluations: how often the watched texts are measured on the way.
-        patience: evaluations without a better one after which it ends.
-        seed: of the order of texts and the anchors.
-        logits_at_once: most logits held in one piece.
-    """
-
-    steps: int
-    draft_steps: int = 3
-    batch: int = 16
-    anchors: int = 24
-    objective: str = "ce"
-    temperature: float = 0.0
-    learning_rate: float | None = None
-    warm_up: float = 0.1
-    evaluations: int = 10
-    patience: int = 5
-    seed: int = 0
-    logits_at_once: int = LOGITS_AT_ONCE
-
-    def rate(self, step: int) -> float:
-        """The factor on the learning rate of step ``step``, from 0: a ramp, then a cosine."""
-        ramp = max(1, round(self.warm_up * self.steps))
-        if step < ramp:
-            return (step + 1) / ramp
-        return cosine((step - ramp) / max(1, self.steps - ramp))
-
-    def evaluates(self, done: int) -> bool:
-        """Whether the watched texts are measured after ``done`` steps."""
-        every = max(1, self.steps // self.evaluations)
-        return done % every == 0 or done == self.steps
+_STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "history")
+"""Attributes of a run that are kept on disk, besides latents and optimizer."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it.
+    """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps.
 
     Attributes:
         values: the best latents by the watched texts, by name.
-        step: after which they were so good.
-        done: steps that were made.
-        interrupted: whether it was asked to stop.
+        step: after which they were the best.
         history: one entry a step, and one a measurement.
     """
 
@@ -163,7 +118,7 @@ def train(
     folder: Path,
     fingerprint: str,
     *,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    tell: Callable[[Status], None] = lambda status: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
     """Train ``latents``.
@@ -178,7 +133,7 @@ def train(
         accelerator: accelerate's.
         watch: measures a drafter on the watched texts.
         folder: where the state is kept, and the log.
-        fingerprint: of everything the result depends on; a state of another is not gone on from.
+        fingerprint: of everything the result depends on; a kept state with another is ignored.
         tell: called after every step.
         stop: asked after every step.
 
@@ -189,8 +144,8 @@ def train(
     optimizer = torch.optim.AdamW(latents.groups(recipe.learning_rate), betas=_BETAS, weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
     prepared, optimizer = accelerator.prepare(module, optimizer)
-    run = _Run(latents, drafter, watch, folder, fingerprint, accelerator)
-    run.begin(optimizer)
+    run = _Run(latents, drafter, watch, folder, fingerprint, accelerator, optimizer)
+    run.begin()
     began, first = time.monotonic(), run.done
     interrupted = False
     while run.done < recipe.steps and run.stale < recipe.patience:
@@ -220,11 +175,11 @@ def train(
         run.done += 1
         if recipe.evaluates(run.done):
             run.evaluate()
-            run.save(optimizer)
+            run.save()
         left = (time.monotonic() - began) / (run.done - first) * (recipe.steps - run.done)
-        tell(Progress(run.done, recipe.steps, mean, run.watched, left))
+        tell(Status("step", run.done, recipe.steps, left, mean, run.watched))
         if run.done < recipe.steps and _any(accelerator, stop()):
-            run.save(optimizer)
+            run.save()
             interrupted = True
             break
     return Trained(run.best, run.best_step, run.done, interrupted, tuple(run.history))
@@ -240,7 +195,7 @@ def _any(accelerator: Any, flag: bool) -> bool:
 def _batch(
     states: States, texts: Sequence[Text], recipe: Recipe, step: int, accelerator: Any
 ) -> tuple[Batch, Convention, float]:
-    """This process's part of step ``step``: texts in a new order every time all were seen; and an anchor's weight.
+    """This process's part of step ``step``: texts, shuffled anew in every epoch; a convention; an anchor's weight.
 
     Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
     """
@@ -249,18 +204,14 @@ def _batch(
     while len(order) < skipped + recipe.batch:
         order += torch.randperm(len(texts), generator=_random(recipe.seed, 1, epoch)).tolist()
         epoch += 1
-    everyones = order[skipped : skipped + recipe.batch]
-    mine = list(enumerate(everyones))[accelerator.process_index :: accelerator.num_processes]
-    chosen = [texts[index] for _, index in mine]
-    drawn = [
-        random_anchors([text], recipe.anchors, _random(recipe.seed, 2, step, number))
-        for (number, _), text in zip(mine, chosen, strict=True)
-    ]
+    chosen = [texts[index] for index in order[skipped : skipped + recipe.batch]]
+    here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
+    drawn = [random_anchors([chosen[place]], recipe.anchors, _random(recipe.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-    turn = int(torch.randint(len(_CONVENTIONS), (), generator=_random(recipe.seed, 3, step)))
-    batch = collate(states.of(chosen), anchors, real, accelerator.device)
-    whole = sum(min(recipe.anchors, len(texts[index].anchors)) for index in everyones)
-    return batch, _CONVENTIONS[turn], accelerator.num_processes / whole
+    convention = int(torch.randint(len(_CONVENTIONS), (), generator=_random(recipe.seed, 3, step)))
+    batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
+    total = sum(min(recipe.anchors, len(text.anchors)) for text in chosen)
+    return batch, _CONVENTIONS[convention], accelerator.num_processes / total
 
 
 def _random(*parts: int) -> torch.Generator:
@@ -282,21 +233,22 @@ class _Run:
         folder: Path,
         fingerprint: str,
         accelerator: Any,
+        optimizer: Any,
     ) -> None:
         self.latents, self.drafter, self.watch = latents, drafter, watch
-        self.fingerprint, self.accelerator = fingerprint, accelerator
+        self.fingerprint, self.accelerator, self.optimizer = fingerprint, accelerator, optimizer
         self._folder, self._state, self._log = folder, folder / "state.pt", folder / "log.jsonl"
         self.done = self.best_step = self.stale = 0
         self.best: dict[str, Tensor] = {}
         self.best_watched = self.watched = -math.inf
         self.history: list[Mapping[str, Any]] = []
 
-    def begin(self, optimizer: Any) -> None:
+    def begin(self) -> None:
         """From what is on disk, or from the start."""
         if self._state.is_file():
-            self._load(optimizer)
+            self._load()
         if self.accelerator.is_main_process:
-            with kept(self._folder):
+            with writing_to(self._folder):
                 self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
         if not self.best:
             self.evaluate()
@@ -310,42 +262,36 @@ class _Run:
         self.stale += 1
         if self.watched > self.best_watched:
             self.best_watched, self.best_step, self.stale = self.watched, self.done, 0
-            self.best = {key: value.detach().cpu().clone() for key, value in self.latents.values.items()}
+            self.best = {key: value.clone() for key, value in self._values().items()}
 
     def note(self, entry: Mapping[str, Any]) -> None:
         self.history.append(entry)
         if self.accelerator.is_main_process:
-            with kept(self._folder), open(self._log, "a", encoding="utf-8") as file:
+            with writing_to(self._folder), open(self._log, "a", encoding="utf-8") as file:
                 file.write(_line(entry))
 
-    def save(self, optimizer: Any) -> None:
+    def save(self) -> None:
         """Keep the state: it is there whole or not at all."""
         if not self.accelerator.is_main_process:
             return
         state = {
             "fingerprint": self.fingerprint,
-            "done": self.done,
-            "latents": {key: value.detach().cpu() for key, value in self.latents.values.items()},
-            "optimizer": optimizer.state_dict(),
-            "best": self.best,
-            "best_step": self.best_step,
-            "best_watched": self.best_watched,
-            "watched": self.watched,
-            "stale": self.stale,
-            "history": list(self.history),
+            "latents": self._values(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: getattr(self, name) for name in _STATE},
         }
         part = self._state.with_suffix(".part")
         # In memory first: what torch makes of a full disk is no OSError.
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        with kept(self._folder):
+        with writing_to(self._folder):
             with open(part, "wb") as file:
                 file.write(buffer.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self._state)
 
-    def _load(self, optimizer: Any) -> None:
+    def _load(self) -> None:
         try:
             state = torch.load(self._state, map_location="cpu", weights_only=True)
             if state["fingerprint"] != self.fingerprint:
@@ -353,16 +299,18 @@ class _Run:
             with torch.no_grad():
                 for key, value in self.latents.values.items():
                     value.copy_(state["latents"][key])
-            optimizer.load_state_dict(state["optimizer"])
-            self.done, self.best, self.best_step = state["done"], state["best"], state["best_step"]
-            self.best_watched, self.watched = state["best_watched"], state["watched"]
-            self.stale, self.history = state["stale"], state["history"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            for name in _STATE:
+                setattr(self, name, state[name])
         # What a damaged file raises in there is of many classes.
         except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
             raise CheckpointError(
                 f"{escape(self._state)}: expected the state of a training, found a file that cannot be read. Remove it "
                 "to begin anew."
             ) from error
+
+    def _values(self) -> dict[str, Tensor]:
+        return {key: value.detach().cpu() for key, value in self.latents.values.items()}
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""How many drafts stand on text that was held out.
+"""How many drafts are accepted on given texts.
 
-Greedy serving: the drafts that the base's own text confirms, by :mod:`mtp_extract.speculate.teacher`. Sampled serving,
-on text the base drew at that temperature: a draft drawn from q stands with probability min(1, p / q), and what stands
-has the base's distribution p; so along a text x drawn from p the first i drafts stand with the mean of
-∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
+Greedy serving: the drafts that agree with the base's own text, by :mod:`mtp_extract.speculate.teacher`. Sampled
+serving, on text that the base drew at that temperature: a draft drawn from q is accepted with probability
+min(1, p / q), and what is accepted has the base's distribution p; so along a text x drawn from p the first i drafts are
+accepted with the mean of ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
-from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting
+from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting, random_anchors
 
 
 def measure(
     base: Base, drafter: Network, texts: Sequence[Text], steps: int, *, temperature: float, batch: int
 ) -> Measured:
-    """Draft ``steps`` tokens after every anchor of ``texts``.
+    """Draft ``steps`` tokens after every anchor of ``texts``, ``batch`` of them at a time.
 
     Args:
-        base: sees each text once.
-        drafter: must fit it.
-        texts: the base's own, written at ``temperature``.
+        texts: the base's own, written at ``temperature``; those without an anchor that has all targets are left out.
         steps: K.
         temperature: 0 for greedy serving.
-        batch: texts at a time.
     """
-    parts = [_empty(steps)]
+    none = torch.zeros(0, dtype=torch.long)
+    parts = [Measured(none, none, torch.zeros(0, steps, dtype=torch.double))]
     usable = [index for index, text in enumerate(texts) if len(text.anchors) >= steps]
     for group in groups([len(texts[index].tokens) for index in usable], batch):
         rows = [usable[position] for position in group]
@@ -52,7 +50,7 @@ def measure(
 
 
 def joined(parts: Sequence[Measured]) -> Measured:
-    """One of several, in order of text, then position."""
+    """Several as one, in order of text, then position."""
     found = Measured(
         *(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(Measured))
     )
@@ -60,18 +58,11 @@ def joined(parts: Sequence[Measured]) -> Measured:
     return Measured(found.text[order], found.anchor[order], found.stands[order])
 
 
-def _empty(steps: int) -> Measured:
-    none = torch.zeros(0, dtype=torch.long)
-    return Measured(none, none, torch.zeros(0, steps, dtype=torch.double))
-
-
 @torch.no_grad()
 def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
     items = States(base, drafter.needs, (), 0, LOGITS_AT_ONCE).of(texts)
-    most = max(len(text.anchors) for text in texts)
-    anchors, real = torch.ones(len(texts), most, dtype=torch.long), torch.zeros(len(texts), most, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        anchors[row, : len(text.anchors)], real[row, : len(text.anchors)] = torch.tensor(text.anchors), True
+    # As many as the text with the most has: all of them, in order.
+    anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device
     batch = collate(items, anchors, real, device)
     states = Rounds(drafter, steps)(batch, base.embed, LITERT)
@@ -95,6 +86,6 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
 
 
 def _split(whole: Tensor, steps: int, vocabulary: int) -> Iterator[tuple[Tensor, ...]]:
-    """Indices (step, text, anchor) of all rows that count, a few at a time."""
+    """Indices (step, text, anchor) of all rows of whole rounds, as many at a time as memory for logits is set aside."""
     index = whole.expand(steps, -1, -1).nonzero()
     yield from (part.unbind(1) for part in torch.split(index, max(1, LOGITS_AT_ONCE // vocabulary)))

@@ -1,9 +1,9 @@
 """What is trained of a drafter, and how it becomes the weights that are written.
 
-Every stored weight that is trained has a *latent*: a parameter in F32 that starts at nothing changed. Norms and factors
-move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. A matrix on a grid
-moves freely underneath and is rounded to the stored grid wherever it is used; its gradient passes the rounding as if
-it were not there (straight-through). Scales and zero points are never touched.
+Every stored weight that is trained has a *latent*: a parameter in F32 that begins at the weight as it is. Norms and
+factors move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. The latent of a
+quantized matrix is a matrix of floats, rounded to the stored grid wherever it is used; its gradient passes the rounding
+as if it were not there (straight-through). Scales and zero points are never changed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mtp_extract.errors import MtpExtractError
 
 @dataclass(frozen=True)
 class Mode:
-    """Attributes:
-    about: one line for users.
-    matrices: "kept", "grid" or "free".
-    learning_rate: of the matrices, at a width of 64; inversely proportional to it.
-    norms_learning_rate: of norms and factors, in units of their size.
+    """What is trained, and at what rate.
+
+    Attributes:
+        matrices: "kept" as they are, trained on their stored "grid", or "free", as floats.
+        learning_rate: of the matrices, at a width of 64; inversely proportional to it.
+        norms_learning_rate: of norms and factors, in units of their size.
     """
 
-    about: str
     matrices: str
     learning_rate: float
     norms_learning_rate: float
@@ -41,28 +41,28 @@ class Mode:
 
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
-        "norms": Mode("norms and layer scalars; codes and scales stay as they are", "kept", 0.0, 3e-3),
-        "qat": Mode("also codes, on the stored grid; scales stay as they are", "grid", 3e-3, 3e-3),
-        "float": Mode("every weight, as floats", "free", 1e-3, 1e-3),
+        "norms": Mode("kept", 0.0, 3e-3),
+        "qat": Mode("grid", 3e-3, 3e-3),
+        "float": Mode("free", 1e-3, 1e-3),
     }
 )
-"""By name; the first is the default."""
+"""By name. Norms and factors are trained in each."""
 
-NEW_HEAD = Mode("every weight of a new head, as floats", "free", 3e-3, 3e-3)
-"""What has nothing to keep can take longer steps."""
+NEW_HEAD = Mode("free", 3e-3, 3e-3)
+"""An untrained head has nothing to unlearn, and takes larger steps."""
 
 MEASURED_WIDTH = 64
 """Of the drafter for which the learning rates of :data:`MODES` were measured."""
 
 
 class Latents(nn.Module):
-    """The trained part of a checkpoint.
+    """The trained part of a checkpoint; ``values`` are its latents, by name of the first role that has each.
 
     Args:
         checkpoint: with its codes where it has any.
         mode: what of it is trained.
-        device: where the latents lie.
-        idle: roles that no loss depends on: they stay as they are.
+        device: of the latents.
+        idle: roles that no loss depends on, which are not trained.
 
     Raises:
         MtpExtractError: ``mode`` wants a grid, and a matrix has none.
@@ -73,10 +73,7 @@ class Latents(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpoint, self.mode = checkpoint, mode
-        self._roles: dict[str, list[Role]] = {}
-        self._starts: dict[str, Tensor] = {}
-        self._sizes: dict[str, float] = {}
-        self._grids: dict[str, _Grid] = {}
+        self._weights: dict[str, _Weight] = {}
         self.values = nn.ParameterDict()
         origins: dict[object, str] = {}
         for role in shapes_of(checkpoint.config):
@@ -85,25 +82,25 @@ class Latents(nn.Module):
             tensor = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(tensor.origin or role.name, role.name.replace(".", "/"))
-            self._roles.setdefault(key, []).append(role)
-            if key in self._starts:
+            if key in self._weights:
+                self._weights[key].roles.append(role)
                 continue
             start = torch.from_numpy(read_floats(tensor)).to(device)
-            self._starts[key] = start
-            if role.kind == MATRIX:
-                if mode.matrices == "grid":
-                    self._grids[key] = _Grid.of(role.name, tensor, device)
-                self.values[key] = nn.Parameter(start.clone())
-            else:
-                self._sizes[key] = float(start.square().mean().sqrt()) or 1.0
-                self.values[key] = nn.Parameter(torch.zeros_like(start))
+            weight = _Weight([role], start)
+            if role.kind != MATRIX:
+                weight.size = float(start.square().mean().sqrt()) or 1.0
+            elif mode.matrices == "grid":
+                weight.quantizer = _Quantizer.of(role.name, tensor, device)
+            self._weights[key] = weight
+            self.values[key] = nn.Parameter(start.clone() if weight.size is None else torch.zeros_like(start))
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
-        matrices = [value for key, value in self.values.items() if self._roles[key][0].kind == MATRIX]
-        others = [value for key, value in self.values.items() if self._roles[key][0].kind != MATRIX]
-        width = self.checkpoint.config.hidden_size
-        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / width
+        matrices, others = (
+            [value for key, value in self.values.items() if (self._weights[key].size is None) == are_matrices]
+            for are_matrices in (True, False)
+        )
+        rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / self.checkpoint.config.hidden_size
         norms = learning_rate or self.mode.norms_learning_rate
         return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
 
@@ -116,18 +113,9 @@ class Latents(nn.Module):
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
         found = {}
         for key, value in self.values.items():
-            weight = self._weight(key, value).to(dtype)
-            for role in self._roles[key]:
-                found[role.path] = weight
+            weight = self._weights[key].of(value).to(dtype)
+            found.update({role.path: weight for role in self._weights[key].roles})
         return found
-
-    def _weight(self, key: str, value: Tensor) -> Tensor:
-        if key in self._sizes:
-            return self._starts[key] + value * self._sizes[key]
-        if key in self._grids:
-            # The value is the grid's to the bit; the gradient is the latent's.
-            return _StraightThrough.apply(value, self._grids[key])  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
-        return value
 
     @torch.no_grad()
     def tuned(self, values: Mapping[str, Tensor] | None = None) -> Checkpoint:
@@ -135,35 +123,60 @@ class Latents(nn.Module):
         tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
         for key, present in self.values.items():
             value = values[key].to(present) if values is not None else present
-            original = tensors[self._roles[key][0].name]
-            made: LazyTensor
-            if key in self._grids:
-                made = self._grids[key].tensor(value, original)
-            elif torch.equal(self._weight(key, value), self._starts[key]):
-                made = original
-            else:
-                made = ArrayTensor(self._weight(key, value).cpu().numpy())
-            for role in self._roles[key]:
-                tensors[role.name] = made
+            weight = self._weights[key]
+            made = weight.tensor(value, tensors[weight.roles[0].name])
+            tensors.update({role.name: made for role in weight.roles})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
 def _trained(role: Role, mode: Mode) -> bool:
-    # Which clusters are looked into is not learned here: choosing them passes no gradient.
+    # An ordered head is not trained here: choosing clusters passes no gradient.
     if role.name in HEAD_ROLES:
         return False
     return role.kind in (NORM, SCALAR) or (role.kind == MATRIX and mode.matrices != "kept")
 
 
+@dataclass
+class _Weight:
+    """A stored weight, and how a latent becomes it.
+
+    Attributes:
+        roles: that are this one weight.
+        start: F32, as it is stored.
+        size: root mean square of a norm or factor, in which its latent moves; None for a matrix.
+        quantizer: of a matrix that is trained on its grid.
+    """
+
+    roles: list[Role]
+    start: Tensor
+    size: float | None = None
+    quantizer: _Quantizer | None = None
+
+    def of(self, latent: Tensor) -> Tensor:
+        """F32, the weight that ``latent`` stands for."""
+        if self.size is not None:
+            return self.start + latent * self.size
+        if self.quantizer is not None:
+            return _StraightThrough.apply(latent, self.quantizer)  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
+        return latent
+
+    def tensor(self, latent: Tensor, original: LazyTensor) -> LazyTensor:
+        """The same, to be written; ``original`` where nothing changed."""
+        if self.quantizer is not None:
+            return self.quantizer.tensor(latent, original)
+        weight = self.of(latent)
+        return original if torch.equal(weight, self.start) else ArrayTensor(weight.cpu().numpy())
+
+
 @dataclass(frozen=True)
-class _Grid:
-    """The numbers that the stored scales of a matrix allow.
+class _Quantizer:
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device.
 
     Attributes:
         low, high: least and greatest code.
         block: neighbouring elements of a row that share a step.
         size, zero_point: F32 [rows, blocks].
-        factor: what is divided out of the result.
+        factor: what the numbers are divided by.
     """
 
     low: int
@@ -174,7 +187,7 @@ class _Grid:
     factor: float
 
     @classmethod
-    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Grid:
+    def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Quantizer:
         scheme, steps = tensor.scheme, tensor.steps
         if scheme is None or steps is None:
             raise MtpExtractError(
@@ -184,7 +197,7 @@ class _Grid:
             )
         low = -(1 << scheme.bits - 1) if scheme.signed else 0
         high = low + (1 << scheme.bits) - 1
-        # A symmetric quantizer leaves the least code out, and what reads its files may count on that.
+        # A symmetric quantizer leaves the least code out, and engines may rely on that.
         if (
             scheme.signed
             and not steps.zero_point.any()
@@ -198,7 +211,7 @@ class _Grid:
     def codes(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""
         blocks = values.view(len(values), -1, self.block)
-        # A step of nothing makes nothing of every code.
+        # Where the step is 0, every code stands for 0.
         size = torch.where(self.size == 0, 1, self.size)[..., None]
         codes = (blocks * self.factor / size).round_() + self.zero_point[..., None]
         return codes.clamp_(self.low, self.high).view(values.shape)
@@ -227,8 +240,8 @@ class _Grid:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, value: Tensor, grid: _Grid) -> Tensor:
-        return grid.floats(grid.codes(value))
+    def forward(ctx: object, value: Tensor, quantizer: _Quantizer) -> Tensor:
+        return quantizer.floats(quantizer.codes(value))
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that nothing was trained of, made for a base: its shape, its vocabulary, and where it begins."""
+"""An untrained EAGLE-3 head for a base: its shape, its vocabulary, and its first weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
@@ -39,7 +38,7 @@ _MEASURED = 32
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoDrafter:
     """In the place of a drafter where the base writes alone.
 
     Attributes:
@@ -49,21 +48,15 @@ class Nothing:
     needs: Needs
 
     @classmethod
-    def beside(cls, base: Base) -> Nothing:
+    def beside(cls, base: Base) -> NoDrafter:
         """One that fits ``base``."""
         return cls(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
 
-    def start(self, base: Any) -> Any:
+    def start(self, *arguments: Any) -> Any:
         """Never called: no draft is asked for."""
-        raise AssertionError("nothing drafts nothing")
+        raise AssertionError("a draft was asked for, and there is no drafter")
 
-    def step(self, state: Any, token: Tensor) -> Any:
-        """Never called."""
-        raise AssertionError("nothing drafts nothing")
-
-    def fork(self, state: Any, parents: Tensor) -> Any:
-        """Never called."""
-        raise AssertionError("nothing drafts nothing")
+    step = fork = start
 
 
 def base_layers(count: int) -> tuple[int, ...]:
@@ -82,9 +75,8 @@ def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Confi
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
 
     Args:
-        base: whose embeddings it shares.
         draft_vocab_size: tokens that it may propose, if the base has as many.
-        name: of the base.
+        name: of the base, whose embeddings the head shares.
     """
     text = base.config
     first = text.per_layer_config[0]
@@ -108,11 +100,9 @@ def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Confi
 
 
 def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
-    """The ``count`` tokens that drafts aim at most often, ascending; where texts have fewer, the lowest others.
+    """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
 
     Args:
-        texts: what the base wrote.
-        count: tokens wanted.
         vocabulary: tokens there are.
         always: tokens that are among them however rare: those that end a text.
     """
@@ -123,9 +113,10 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
 
 @torch.no_grad()
 def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> list[float]:
-    """Of each layer's incoming states over some of ``texts`` the root mean square, which differs 100-fold in Gemma 4.
+    """Of each layer, the root mean square of the states that enter it, over some of ``texts``.
 
-    The geometric mean over tokens: a first token's state can be a thousand times as large as all others.
+    In Gemma 4 it differs 100-fold between layers. The geometric mean over tokens is taken, since a first token's state
+    can be a thousand times as large as all others.
     """
     logarithms = torch.zeros(len(layers), dtype=torch.float64)
     tokens = 0
@@ -145,10 +136,8 @@ def new_head(
     """A head of random weights, its LM head and final norm the base's.
 
     Args:
-        base: for which.
-        config: its shape.
         tokens: those of its vocabulary, ascending.
-        sizes: of the states that it reads, as :func:`state_sizes` has them: it begins with all alike.
+        sizes: of the states that it reads, from :func:`state_sizes`; its norm begins by making them alike.
         dtype: what its floats are to be stored in.
         seed: of the weights.
     """
@@ -176,7 +165,7 @@ def new_head(
 
 
 def write_head(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` where a training takes it up; what an earlier one left there makes way.
+    """Write ``checkpoint`` for a training to load; what an earlier training left there is replaced.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.

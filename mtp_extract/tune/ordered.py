@@ -1,7 +1,7 @@
-"""An ordered head for a drafter: made of how its tokens are used, and kept if it drafts what the dense one drafts.
+"""An ordered head for a drafter: clusters of tokens, and centroids that tell in which cluster to look.
 
-A token's vector is the mean state in which it is the dense head's choice; the many that are chosen seldom or never lean
-on their own row. Clusters of equal size are made of these vectors, and the rows that stand for them are learned.
+A token's vector is the mean state in which it is the dense head's choice, averaged with its own row of that head, since
+many tokens are chosen seldom or never. Clusters of equal size are made of these vectors; their centroids are learned.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
 LEAST_KEPT = 0.995
 """Of the dense head's choices."""
 
-_ROW_WORTH = 5.0
-"""States that a token's own row counts as much as."""
+_ROW_WEIGHT = 5.0
+"""A token's own row counts as much as so many states."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Used:
     Attributes:
         states: [N, width], in the type the drafter computes in.
         choices: int64 [N], the dense head's argmax.
-        text: int64 [N], index of the text.
+        text: int64 [N], index of the text, or of what intervals count.
     """
 
     states: Tensor
@@ -55,9 +55,11 @@ class Used:
 
 @dataclass(frozen=True)
 class Kept:
-    """Attributes:
-    share: of the dense head's choices that lie in a cluster looked into.
-    interval: of it, 95 % over texts; None with too few.
+    """How much of the dense head is kept.
+
+    Attributes:
+        share: of the dense head's choices that lie in a cluster looked into.
+        interval: of it, 95 % over texts; None with too few.
     """
 
     share: float
@@ -69,17 +71,19 @@ class Kept:
 
     @classmethod
     def of(cls, used: Used, rank: Tensor, top_k: int) -> Kept:
-        """Where the cluster of each choice has ``rank`` [N]."""
+        """With ``top_k`` clusters looked into, where the cluster of each choice has ``rank`` int64 [N]."""
         hits = (rank < top_k).double()
         return cls(float(hits.mean()), share_over_texts(used.text, hits))
 
 
 @dataclass(frozen=True)
 class Built:
-    """Attributes:
-    ordering: int64 [V], the tokens cluster by cluster.
-    learned: the rows that stand for clusters.
-    tokens: how many were ever the dense head's choice.
+    """An ordered head.
+
+    Attributes:
+        ordering: int64 [V], the tokens cluster by cluster.
+        learned: the centroids.
+        tokens: how many were ever the dense head's choice.
     """
 
     ordering: Tensor
@@ -116,19 +120,13 @@ def ranks_of(used: Used, ordering: Tensor, centroids: Tensor) -> Tensor:
     return ranks(used.states, centroids, cluster_of(ordering, len(centroids))[used.choices])
 
 
-def most_looked_into(count: int) -> int:
-    """The largest number of clusters that is chosen: an eighth, beyond which there is little to be gained."""
-    return max(1, count // 8)
-
-
 def collect(pair: Pair, drafter: MtpDrafter, texts: Sequence[Text], most: int, *, every_convention: bool) -> Used:
     """The states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
 
     Args:
-        pair: its base.
         drafter: with a dense head.
         texts: with an anchor at least.
-        most: states; of longer texts random anchors are taken.
+        most: states; where there are more, random anchors are taken.
         every_convention: for both position conventions, and not only LiteRT's.
     """
     conventions = (LITERT, TRANSFORMERS) if every_convention else (LITERT,)
@@ -167,16 +165,15 @@ def _states(
 
 
 def vectors_of(used: Used, head: Tensor) -> Tensor:
-    """F32 [V, width]: of each token, the mean of the states in which it is chosen, and of its own row as some more.
+    """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its own row, of their length.
 
-    Made in the place of ``head``.
+    Overwrites ``head``, F32 [V, width].
     """
-    size = _length(used.states)
-    head.mul_(_ROW_WORTH * size / (_length(head) or 1.0))
+    head.mul_(_ROW_WEIGHT * _length(used.states) / (_length(head) or 1.0))
     for rows in torch.split(torch.arange(len(used.states)), 1 << 16):
         head.index_add_(0, used.choices[rows], used.states[rows].float())
     counts = torch.bincount(used.choices, minlength=len(head))
-    return head.div_((counts + _ROW_WORTH)[:, None])
+    return head.div_((counts + _ROW_WEIGHT)[:, None])
 
 
 def _length(rows: Tensor) -> float:
@@ -185,16 +182,13 @@ def _length(rows: Tensor) -> float:
 
 
 def build_head(head: Tensor, used: Used, watched: Used, count: int, top_k: int | None, steps: int, seed: int) -> Built:
-    """Clusters, and the rows that stand for them.
+    """``count`` clusters, and their centroids.
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
         used: what it is made from.
-        watched: what says how good it is, on the way.
-        count: of clusters.
-        top_k: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
-        steps: of the optimizer.
-        seed: of the order of states.
+        watched: what it is judged by, on the way.
+        top_k, steps, seed: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
 
     Raises:
         MtpExtractError: ``count`` does not divide the vocabulary, or a number is not finite.

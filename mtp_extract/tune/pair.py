@@ -1,9 +1,9 @@
-"""The drafter and its base, loaded, over however many processes there are."""
+"""The drafter and its base, loaded, in each of the processes that train together."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +26,10 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
-from mtp_extract.tune.new_head import Nothing
+from mtp_extract.tune.new_head import NoDrafter
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.work import alone
+from mtp_extract.tune.work import locked
 from mtp_extract.tune.writing import as_written
 
 TEXTS_AT_ONCE = 32
@@ -51,8 +51,8 @@ class Pair:
         accelerator: accelerate's; it says which process this is.
         origin: the drafter's directory, with its checkpoint.
         loaded: the base as transformers has it.
-        drafter: in the type it computes in beside the base; there, as ``origin``, from :meth:`take` on where the
-            setting names none.
+        drafter: in the type it computes in beside the base. Where the setting names no drafter, this and ``origin``
+            are there from :meth:`take` on.
         generator: both in the loop of generation.
 
     Raises:
@@ -77,7 +77,7 @@ class Pair:
         with memory_guard("loading the drafter"):
             if setting.directory is None:
                 base = Base(self.loaded.model)
-                self.generator = SpeculativeGenerator(base, Nothing.beside(base), self.loaded.tokenizer)
+                self.generator = SpeculativeGenerator(base, NoDrafter.beside(base), self.loaded.tokenizer)
             else:
                 self._join()
 
@@ -95,17 +95,17 @@ class Pair:
         self.generator = SpeculativeGenerator(self.loaded.model, self.drafter, self.loaded.tokenizer)
 
     def working_alone(self) -> AbstractContextManager[None]:
-        """Around what keeps text and state in the folder of the work, for which the first process speaks.
+        """Around what keeps text and state in the folder of the work; the first process locks it for all.
 
         Raises:
             OutputError: another run is at work there, or it cannot be written.
         """
-        return alone(self.setting.work) if self.accelerator.is_main_process else nullcontext()
+        return locked(self.setting.work) if self.accelerator.is_main_process else nullcontext()
 
     @property
-    def name(self) -> str:
-        """Of the base, for the record."""
-        return public_name(self.setting.base)
+    def as_json(self) -> Mapping[str, str]:
+        """The base, for the record."""
+        return {"base": public_name(self.setting.base), "base_xxh3": self.base_fingerprint}
 
     @property
     def base(self) -> Base:
@@ -119,7 +119,7 @@ class Pair:
 
     @cached_property
     def base_fingerprint(self) -> str:
-        """XXH3-128 of the base's weights: those of another one make other text."""
+        """XXH3-128 of the base's weights, on which its text depends."""
         digest = xxh3_128()
         for name, value in sorted(self.loaded.model.state_dict().items()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
@@ -129,19 +129,18 @@ class Pair:
         return digest.hexdigest()
 
     def drafter_of(self, checkpoint: Checkpoint) -> Network:
-        """``checkpoint`` as what is loaded from a directory like the origin would compute."""
+        """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
         written = as_written(self.origin, checkpoint)
         return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
     def states(self, texts: Sequence[Text], logits_at_once: int = LOGITS_AT_ONCE) -> States:
-        """What the base computes over ``texts``, for this drafter."""
+        """What the base computes over ``texts``, as far as this drafter reads it."""
         return States(self.base, self.drafter.needs, texts, _KEPT_STATES, logits_at_once)
 
     def measured(self, drafter: Network, texts: Sequence[Text], temperature: float | None = None) -> Measured:
-        """``drafter`` on ``texts``, divided among the processes; the same for all of them.
+        """``drafter`` on ``texts``, divided among the processes, and then joined in each of them.
 
         Args:
-            drafter: of the base.
             texts: the base's own.
             temperature: at which it wrote them; None for the setting's.
         """

@@ -1,6 +1,6 @@
-"""Prompts, and which of them are trained on, watched, or held out.
+"""Prompts, and which of them are trained on, watched, or held out: a hash of their source decides.
 
-That is decided by a hash of where a prompt comes from, so that it stays the same when prompts are added.
+So it stays the same when prompts are added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtp_extract.evaluate.prompts import LARGEST, Prompt, read_prompts
 from mtp_extract.io.regular import read_regular
 
 TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
-"""Trained on; measured on the way, to keep the best; measured once before and once after, to accept or refuse."""
+"""Trained on; measured during training, to keep the best; measured before and after, to accept or refuse."""
 
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
 """Upper bounds of the hash, as shares of its range."""

@@ -1,11 +1,9 @@
 """The rounds a drafter is trained on: from anchors of a text, K of its own steps.
 
-As in :mod:`mtp_extract.speculate.teacher`: an anchor n is a position whose token is pending, the base has seen
-positions up to n - 1 and a mask shows no more of its K and V; position and mask stay the same in all steps, and from
-the second on the drafter reads its own projected state (an EAGLE-3 head its own state, and K and V of its own). But
-every step reads the text's token, which is the drafter's own wherever the step counts: in greedy text a step counts
-only where all before it drafted the text's tokens, in sampled text a draft that stands has the base's distribution, as
-the text does.
+Anchors, positions, masks and states are those of :mod:`mtp_extract.speculate.teacher`; an EAGLE-3 head reads its own
+state, and K and V of its own. But every step reads the text's token, which is the drafter's own wherever the step
+counts: in greedy text a step counts only where all before it drafted the text's tokens, in sampled text a draft that is
+accepted has the base's distribution, as the text does.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from mtp_extract.drafter.masks import Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseState, DraftState, Fed, Needs
 from mtp_extract.speculate.batches import groups
-from mtp_extract.speculate.target import Base, FullPass
+from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
-_TOGETHER = 32
-"""Texts in one forward of the base, where all are kept."""
+_KEPT_AT_ONCE = 32
+"""Texts in one forward of the base, where the states of all texts are kept."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class Batch:
     Attributes:
         tokens: int64 [B, L].
         lengths: int64 [B].
-        hidden, shared_kv, layers, choices: of the base, over [B, L].
+        hidden, shared_kv, layers, choices: as in :class:`TextStates`, over [B, L].
         anchors: int64 [B, A].
-        real: bool [B, A]; a text with fewer anchors has others in their place.
+        real: bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder.
     """
 
     tokens: Tensor
@@ -73,11 +71,10 @@ class States:
     """The base's states over texts: kept on its device if those of all texts fit, else computed when asked for.
 
     Which texts share a forward of the base depends on nothing but the texts (or on those asked for together), so that
-    the numbers are the same, to the bit, wherever a training begins.
+    the numbers are the same, to the bit, at whichever step a training resumes.
 
     Args:
-        base: computes them.
-        needs: what of them is wanted.
+        needs: what the drafter reads of them.
         texts: all that will be asked for.
         room: bytes to keep them in.
         logits_at_once: most logits at a time.
@@ -89,20 +86,17 @@ class States:
         self._kept: dict[Text, TextStates] = {}
         distinct = list(dict.fromkeys(texts))
         if distinct and self._size_of_a_token(distinct[0]) * sum(len(text.tokens) for text in distinct) <= room:
-            for group in groups([len(text.tokens) for text in distinct], _TOGETHER):
+            for group in groups([len(text.tokens) for text in distinct], _KEPT_AT_ONCE):
                 together = tuple(distinct[index] for index in group)
                 self._group_of.update(dict.fromkeys(together, together))
 
     def of(self, texts: Sequence[Text]) -> list[TextStates]:
-        """Of each text."""
         if not self._group_of:
-            distinct = list(dict.fromkeys(texts))
-            found = dict(zip(distinct, self._computed(distinct), strict=True))
+            found = {item.text: item for item in self._computed(list(dict.fromkeys(texts)))}
             return [found[text] for text in texts]
         for text in texts:
             if text not in self._kept:
-                together = self._group_of[text]
-                self._kept.update(zip(together, self._computed(together), strict=True))
+                self._kept.update({item.text: item for item in self._computed(self._group_of[text])})
         return [self._kept[text] for text in texts]
 
     def _size_of_a_token(self, text: Text) -> float:
@@ -121,20 +115,18 @@ class States:
         flat = full.hidden.flatten(0, 1)
         choices = torch.cat([self._base.logits(part).argmax(-1) for part in torch.split(flat, rows)]).view(tokens.shape)
         # Copies, so that what is kept of one text does not hold the whole pass.
+        kinds = [(kind, *full.shared_kv[kind]) for kind in self._needs.shared_kv]
         return [
             TextStates(
                 text,
                 full.hidden[row, :length].clone(),
-                {kind: (k[row, :, :length].clone(), v[row, :, :length].clone()) for kind, (k, v) in self._of(full)},
+                {kind: (k[row, :, :length].clone(), v[row, :, :length].clone()) for kind, k, v in kinds},
                 {layer: states[row, :length].clone() for layer, states in full.layers.items()},
                 choices[row, :length].clone(),
             )
             for row, text in enumerate(texts)
             for length in [len(text.tokens)]
         ]
-
-    def _of(self, full: FullPass) -> list[tuple[str, KV]]:
-        return [(kind, full.shared_kv[kind]) for kind in self._needs.shared_kv]
 
 
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
@@ -166,9 +158,9 @@ def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: 
 
 
 def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``count`` anchors of each text, none twice, in order; int64 and bool [B, count].
+    """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
 
-    A text with fewer has all of them, and others that are not real.
+    A text with fewer has all of them, and placeholders after them.
     """
     anchors, real = torch.ones(len(texts), count, dtype=torch.long), torch.zeros(len(texts), count, dtype=torch.bool)
     for row, text in enumerate(texts):
@@ -179,7 +171,7 @@ def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator
 
 
 class Rounds(nn.Module):
-    """K draft steps from every anchor of a batch, as a module, so that its weights can be replaced for a call."""
+    """K draft steps from every anchor of a batch; a module, so that ``functional_call`` can replace its weights."""
 
     def __init__(self, drafter: Network, steps: int) -> None:
         super().__init__()
@@ -187,11 +179,11 @@ class Rounds(nn.Module):
 
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """States after the final norm, [K, B, A, width]."""
-        seen = (batch.anchors - 1)[..., None].expand(-1, -1, batch.hidden.shape[-1])
+        last_seen = (batch.anchors - 1)[..., None].expand(-1, -1, batch.hidden.shape[-1])
         slots = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         known = BaseState(
             batch.anchors,
-            batch.hidden.gather(1, seen),
+            batch.hidden.gather(1, last_seen),
             embed,
             batch.shared_kv,
             dict.fromkeys(batch.shared_kv, slots),
@@ -210,17 +202,17 @@ class Rounds(nn.Module):
 
 
 def aims(batch: Batch, steps: int) -> Tensor:
-    """int64 [K, B, A]: the position of the batch, flat, after whose token each step's draft would come."""
+    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes."""
     length = batch.tokens.shape[1]
     row = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * length
     return torch.stack([row + _within(batch, batch.anchors + step) for step in range(steps)])
 
 
 def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
-    """bool [K, B, A]: which steps count.
+    """bool [K, B, A]: which steps count: those whose target lies within the text.
 
-    Those whose target the text has. And in ``greedy`` serving only those whose text so far is what the base would have
-    chosen: elsewhere (in text by people) the round has ended before.
+    In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
+    ended before.
     """
     follows = torch.zeros_like(batch.tokens, dtype=torch.bool)
     follows[:, 1:] = (batch.tokens[:, 1:] == batch.choices[:, :-1]) if greedy else True

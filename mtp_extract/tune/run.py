@@ -5,28 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
-from mtp_extract.options import About
+from mtp_extract.options import About, check_values
 from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Force, Overwrite, Setting
+from mtp_extract.tune.status import Status
 
 if TYPE_CHECKING:
-    from mtp_extract.drafter.load import Network
-    from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tune.corpus import Corpus
-    from mtp_extract.tune.loop import Recipe, Trained
+    from mtp_extract.tune.loop import Trained
     from mtp_extract.tune.modes import Latents
+    from mtp_extract.tune.outcome import Outcome
     from mtp_extract.tune.pair import Pair
-    from mtp_extract.tune.progress import Progress, Written
-    from mtp_extract.tune.verdict import Comparisons
+    from mtp_extract.tune.recipe import Recipe
 
 _STEPS, _STEPS_OF_NEW = 200, 300
 
@@ -70,7 +70,7 @@ class Plan:
 
     def recipe(self) -> Recipe:
         """How to train."""
-        from mtp_extract.tune.loop import Recipe
+        from mtp_extract.tune.recipe import Recipe
 
         return Recipe(
             steps=self.steps or (_STEPS_OF_NEW if self.setting.directory is None else _STEPS),
@@ -98,42 +98,13 @@ class Plan:
         if self.objective is not None and self.objective not in OBJECTIVES:
             raise ValueError(f"objective {self.objective!r}: expected {' or '.join(OBJECTIVES)}.")
         self.setting.check()
-        for name in ("steps", "anchors", "draft_vocab"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise MtpExtractError(
-                    f"expected {name} of at least 1, found {getattr(self, name)}; raise it", remedies=(name,)
-                )
+        check_values(self)
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise MtpExtractError(
                 f"expected a learning rate above 0, found {self.learning_rate}; leave it out for the mode's own",
                 remedies=("learning_rate",),
             )
         self.setting.check_out(self.out, self.overwrite)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What came of it.
-
-    Attributes:
-        directory: what was written; None for nothing.
-        refused: why it was not accepted; empty if it was.
-        comparisons: before and after.
-        trained: the training.
-        corpus: the texts.
-        numbers: how many were trained.
-        record: what ``extraction.json`` says of the tuning.
-        notes: things worth knowing that are not errors.
-    """
-
-    directory: Path | None
-    refused: tuple[str, ...]
-    comparisons: Comparisons
-    trained: Trained
-    corpus: Corpus
-    numbers: int
-    record: Mapping[str, Any]
-    notes: tuple[str, ...]
 
 
 def default_directory(directory: Path) -> Path:
@@ -144,17 +115,16 @@ def default_directory(directory: Path) -> Path:
 def run_tuning(
     plan: Plan,
     say: Callable[[str], None] = lambda line: None,
-    tell: Callable[[Progress | Written], None] = lambda progress: None,
+    tell: Callable[[Status], None] = lambda status: None,
     stop: Callable[[], bool] = lambda: False,
-) -> Tuned:
+) -> Outcome:
     """Tune, measure, and write what is better.
 
     Args:
-        plan: what.
         say: told what is being done.
         tell: called after every batch of text and every step.
         stop: asked after every step: what is best so far is then measured, and written if it is better, marked as
-            interrupted; a later run with the same plan goes on.
+            interrupted; a later run with the same plan resumes there.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -163,84 +133,73 @@ def run_tuning(
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
+    from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
+    from mtp_extract.tune.writing import tuned_record
 
     pair = Pair(plan.setting, say)
     new = plan.setting.directory is None
     with memory_guard("tuning"), ExitStack() as stack:
-        # What cannot be written is said before anything is kept.
+        # What cannot be written is refused before anything is kept.
         latents = None if new else _latents(plan, pair)
         stack.enter_context(pair.working_alone())
         corpus = Corpus.of(pair, tell)
         if latents is None:
-            pair.take(_made(plan, pair, corpus))
+            pair.take(_untrained_head(plan, pair, corpus))
             latents = _latents(plan, pair)
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
-        before = _measured(pair, pair.drafter, corpus)
+        before = corpus.measured(pair, pair.drafter)
         trained = _train(plan, pair, corpus, latents, tell, stop)
         tuned = latents.tuned(trained.values)
         pair.say("measuring the tuned drafter on the held-out texts")
-        after = _measured(pair, pair.drafter_of(tuned), corpus)
-    otherwise = (before[1], after[1]) if before[1] and after[1] else None
-    comparisons = Comparisons.of(corpus, before[0], after[0], otherwise)
-    refused = comparisons.refused()
-    record = {
+        comparisons = Comparisons.of(corpus, before, corpus.measured(pair, pair.drafter_of(tuned)))
+    about = {
         "mode": "float" if new else plan.mode,
-        "base": pair.name,
-        "base_xxh3": pair.base_fingerprint,
+        **pair.as_json,
         "recipe": dataclasses.asdict(plan.recipe()),
         "numbers": latents.numbers,
-        "texts": corpus.counts,
-        "shared_sequences": round(corpus.shared, 4),
+        **corpus.as_json,
         "steps_done": trained.done,
         "best_step": trained.step,
         "interrupted": trained.interrupted,
-        "accepted": not refused,
-        "refused": list(refused),
-        **comparisons.as_json(),
     }
-    written = _write(plan, pair, tuned, trained, record, keep=plan.force or not refused)
-    notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes())
-    return Tuned(written, refused, comparisons, trained, corpus, latents.numbers, record, notes)
+    describe = partial(tuned_record, pair.origin, tuned)
+    return conclude(plan, pair, corpus, comparisons, comparisons.refused(), tuned, about, describe)
 
 
-def _made(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
-    """A head that nothing was trained of, in the directory of the work."""
+def _untrained_head(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
+    """An untrained head for the base, written into the folder of the work."""
     from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, state_sizes, write_head
 
-    place, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
+    directory, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
     config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
     if pair.accelerator.is_main_process:
         tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
         dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
         sizes = state_sizes(base, config.base_layers, corpus.trained)
-        write_head(new_head(base, config, tokens, sizes, dtype, setting.seed), place)
+        write_head(new_head(base, config, tokens, sizes, dtype, setting.seed), directory)
     pair.accelerator.wait_for_everyone()
-    return place
+    return directory
 
 
 def _latents(plan: Plan, pair: Pair) -> Latents:
-    """What is trained; that its like can be written is known before the work begins."""
+    """What is trained; refused here where its like cannot be written."""
     from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
     from mtp_extract.tune.writing import check_writable
 
-    # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And one step alone has
-    # no use for the state that it hands on.
+    # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And a round of one step
+    # never reads the state that the step hands on.
     idle = ("input_norm", *(["post_projection"] if plan.setting.draft_steps == 1 else []))
     mode = MODES[plan.mode] if plan.setting.directory is not None else NEW_HEAD
     try:
         latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)
     except MtpExtractError as error:
         raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
-    check_writable(pair.origin, latents.tuned({key: value + 1 for key, value in latents.values.items()}), plan.mode)
+    changed = latents.tuned({key: value + 1 for key, value in latents.values.items()})
+    advice = "Train norms or codes, or convert it to the transformers format first."
+    check_writable(pair.origin, changed, f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
     return latents
-
-
-def _measured(pair: Pair, drafter: Network, corpus: Corpus) -> tuple[Measured, Measured | None]:
-    """On the held-out texts, and on those of another serving."""
-    other = pair.measured(drafter, corpus.otherwise, corpus.other_temperature) if corpus.otherwise else None
-    return pair.measured(drafter, corpus.held_out), other
 
 
 def _train(
@@ -248,12 +207,15 @@ def _train(
     pair: Pair,
     corpus: Corpus,
     latents: Latents,
-    tell: Callable[[Progress], None],
+    tell: Callable[[Status], None],
     stop: Callable[[], bool],
 ) -> Trained:
+    """Train, and draw how it went."""
+    from mtp_extract.report.progress_figure import draw_progress
     from mtp_extract.tune.loop import train
+    from mtp_extract.tune.work import writing_to
 
-    recipe = plan.recipe()
+    recipe, work = plan.recipe(), plan.setting.work
     pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
     everything = [
         pair.origin.sums,
@@ -262,7 +224,7 @@ def _train(
         dataclasses.asdict(recipe),
         [text.tokens for text in (*corpus.trained, *corpus.watched)],
     ]
-    return train(
+    trained = train(
         latents,
         pair.drafter,
         pair.base,
@@ -271,32 +233,12 @@ def _train(
         recipe,
         pair.accelerator,
         lambda drafter: pair.measured(drafter, corpus.watched),
-        plan.setting.work,
+        work,
         sha256(json.dumps(everything).encode()).hexdigest(),
         tell=tell,
         stop=stop,
     )
-
-
-def _write(
-    plan: Plan, pair: Pair, tuned: Any, trained: Trained, record: Mapping[str, Any], *, keep: bool
-) -> Path | None:
-    from mtp_extract.report.progress_figure import draw_progress
-    from mtp_extract.tune.work import kept
-    from mtp_extract.tune.writing import write_tuned
-
     if pair.accelerator.is_main_process:
-        with kept(plan.setting.work):
-            draw_progress(trained.history, plan.setting.work / "progress.png")
-        if keep:
-            write_tuned(
-                pair.origin,
-                tuned,
-                plan.out,
-                record,
-                overwrite=plan.overwrite,
-                inputs=plan.setting.inputs,
-                card=plan.card,
-            )
-    pair.accelerator.wait_for_everyone()
-    return plan.out if keep else None
+        with writing_to(work):
+            draw_progress(trained.history, work / "progress.png")
+    return trained

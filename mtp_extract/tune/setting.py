@@ -1,4 +1,4 @@
-"""What every training here begins with, as the user says it: a drafter, its base, and what the base shall write."""
+"""What tuning and making a head both ask for: a drafter, its base, and the text they are trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import About
+from mtp_extract.options import About, check_values
 
 Force = Annotated[bool, About("Write also what is not better.")]
 Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
@@ -88,14 +88,14 @@ class Setting:
                 "distribution; give prompts",
                 remedies=("prompts", "temperature=0"),
             )
-        least = {"draft_steps": 1, "batch": 1, "new_tokens": self.draft_steps + 2, "seed": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise MtpExtractError(
-                    f"expected {name} of at least {bound}, found {getattr(self, name)}; raise it", remedies=(name,)
-                )
-        if not 0 <= self.temperature < math.inf:
+        check_values(self)
+        if self.new_tokens < self.draft_steps + 2:
             raise MtpExtractError(
-                f"expected a temperature of at least 0, found {self.temperature}; 0 is greedy",
+                f"expected new_tokens of at least {self.draft_steps + 2}, found {self.new_tokens}; raise it",
+                remedies=("new_tokens",),
+            )
+        if not self.temperature < math.inf:
+            raise MtpExtractError(
+                f"expected a temperature that is a number, found {self.temperature}; 0 is greedy",
                 remedies=("temperature",),
             )

@@ -1,8 +1,7 @@
 """The text a drafter is tuned on: what the base itself writes after the user's prompts.
 
-Text is made once and kept: a file of lines, one a continuation, to which a batch is added whole. A run that was
-interrupted goes on where it stopped and gets the same text, since batches and their random numbers depend on the
-prompts and the seed alone.
+Text is written once and kept in files of lines, one a continuation, a batch at a time. A run that was interrupted
+resumes with the same text, since batches and their random numbers depend on the prompts and the seed alone.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from mtp_extract.speculate.codec import Codec, Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.progress import Written
 from mtp_extract.tune.prompts import Item
-from mtp_extract.tune.work import kept
+from mtp_extract.tune.status import Status
+from mtp_extract.tune.work import writing_to
 
 _GRAM = 8
 
@@ -51,7 +50,7 @@ class Writing:
         seed: of sampled text.
         batch: prompts at a time.
         chat_template: take text as what a user says in a chat, where the base has a chat format.
-        share: of how many processes this is which: (number, of how many).
+        share: (index of this process, number of processes).
         drafts: a round; 0 for the base alone.
     """
 
@@ -66,40 +65,38 @@ class Writing:
     share: tuple[int, int] = (0, 1)
     drafts: int = 3
 
-    def prepare(self, items: Sequence[Item], tell: Callable[[Written], None] = lambda written: None) -> None:
-        """Write what is not there yet, of this process's share.
-
-        Args:
-            items: prompts.
-            tell: called after every batch that was written.
+    def prepare(self, items: Sequence[Item], tell: Callable[[Status], None] = lambda status: None) -> None:
+        """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
         Raises:
             CheckpointError: a file of text is damaged.
             OutputError: the folder cannot be written.
             PairError: a prompt cannot be encoded, or does not fit the base's context.
         """
-        jobs = self._jobs(items)
-        there = self._stored()
-        mine = [job for number, job in enumerate(jobs) if number % self.share[1] == self.share[0]]
-        left = [(seed, prompts) for seed, prompts in mine if any(self._name(p) not in there for p in prompts)]
-        texts, missing = (sum(len(prompts) for _, prompts in jobs) for jobs in (mine, left))
-        began, new = time.monotonic(), 0
-        for seed, prompts in left:
+        number, processes = self.share
+        batches, stored = self._batches(items)[number::processes], self._stored()
+        missing = [
+            (seed, prompts) for seed, prompts in batches if any(self._name(prompt) not in stored for prompt in prompts)
+        ]
+        total, left = (sum(len(prompts) for _, prompts in some) for some in (batches, missing))
+        began, written = time.monotonic(), 0
+        for seed, prompts in missing:
             self._write(seed, prompts)
-            new += len(prompts)
-            pace = (time.monotonic() - began) / new
-            tell(Written(texts - missing + new, texts, pace * (missing - new)))
+            written += len(prompts)
+            pace = (time.monotonic() - began) / written
+            tell(Status("text", total - left + written, total, pace * (left - written)))
 
     def texts(self, items: Sequence[Item]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
-        there = self._stored()
-        encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
-        return [there[self._name(prompt)] for prompt in encoded]
+        stored = self._stored()
+        return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def _jobs(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
-        """Batches, each with the seed of its random numbers."""
-        encoded = _encoded(items, self.generator.codec, chat_template=self.chat_template)
-        prompts = list({prompt.tokens: prompt for prompt in encoded}.values())
+    def _encoded(self, items: Sequence[Item]) -> list[Encoded]:
+        return _encoded(items, self.generator.codec, chat_template=self.chat_template)
+
+    def _batches(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
+        """Different prompts in batches, each with the seed of its random numbers."""
+        prompts = list({prompt.tokens: prompt for prompt in self._encoded(items)}.values())
         context = getattr(self.generator.base.config, "max_position_embeddings", None)
         longest = max(len(prompt.tokens) for prompt in prompts)
         if context is not None and longest + self.new_tokens > context:
@@ -110,8 +107,8 @@ class Writing:
             )
         parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
         # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
-        jobs = [[prompts[index] for index in group] for group in parts]
-        return [(_number([self._seed, *(prompt.tokens for prompt in job)]), job) for job in jobs]
+        batches = [[prompts[index] for index in group] for group in parts]
+        return [(_number([self._seed, *(prompt.tokens for prompt in batch)]), batch) for batch in batches]
 
     @property
     def _seed(self) -> int:
@@ -134,9 +131,8 @@ class Writing:
         return found
 
     def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
-        options = Options(
-            max_new_tokens=self.new_tokens, sampling=Sampling(self.temperature), seed=seed, drafts=self.drafts
-        )
+        sampling = Sampling(self.temperature)
+        options = Options(max_new_tokens=self.new_tokens, sampling=sampling, seed=seed, drafts=self.drafts)
         results = self.generator.generate_batch(prompts, options)
         lines = [
             {
@@ -149,8 +145,8 @@ class Writing:
         ]
         path = self.folder / f"texts-{self._key}-{self.share[0]}.jsonl"
         size = sum(len(line) for line in _whole_lines(path)) if path.is_file() else 0
-        with kept(self.folder), open(path, "ab") as file:
-            # A line that was cut off makes way.
+        with writing_to(self.folder), open(path, "ab") as file:
+            # A line that was cut off is overwritten.
             file.truncate(size)
             file.write("".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode())
             file.flush()
@@ -179,7 +175,7 @@ def _number(parts: Sequence[Any]) -> int:
 
 
 def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:
-    """Of each item, which is a text by people, windows of at most ``length`` tokens; all but BOS is aimed at.
+    """Of each item, a text by people, windows of at most ``length`` tokens; drafts aim at every token but BOS.
 
     Raises:
         PairError: a text cannot be encoded.
@@ -198,7 +194,7 @@ def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[
 
 
 def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:
-    """The share of 8-token sequences of the one's generated tokens that the other's have too."""
+    """The share of the 8-token sequences that the base wrote in ``held_out`` that it wrote in ``trained`` too."""
     seen = {gram for text in trained for gram in _grams(text)}
     grams = [gram for text in held_out for gram in _grams(text)]
     return sum(gram in seen for gram in grams) / len(grams) if grams else 0.0

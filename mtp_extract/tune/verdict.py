@@ -18,7 +18,7 @@ class Comparison:
     """Before and after, on texts that nothing was trained on or chosen by.
 
     Attributes:
-        own: whether its workload is one of those trained on, and not only looked at for harm.
+        own: whether its workload is one of those trained on; the others are measured to see whether they get worse.
     """
 
     before: Measured
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def loses(self) -> bool:
-        """Whether any draft that stood before stands less after."""
+        """Whether any draft is accepted less often after than before."""
         return bool((self.after.stands < self.before.stands).any())
 
     def as_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Comparisons:
 
     Attributes:
         overall: over all held-out texts of the workloads that were trained on.
-        workloads: by name; those of shipped prompts that were not trained on are there to see harm.
+        workloads: by name; also those of shipped prompts that were not trained on.
         otherwise: over the corpus's texts of another serving; None where it has none. It decides nothing.
         other_temperature: of that serving.
     """
@@ -72,23 +72,20 @@ class Comparisons:
 
     @classmethod
     def of(
-        cls, corpus: Corpus, before: Measured, after: Measured, otherwise: tuple[Measured, Measured] | None = None
+        cls, corpus: Corpus, before: tuple[Measured, Measured | None], after: tuple[Measured, Measured | None]
     ) -> Comparisons:
-        """Of measurements before and after.
-
-        Args:
-            corpus: the texts.
-            before, after: over those that were held out.
-            otherwise: before and after over those of another serving.
-        """
+        """Of two drafters, as :meth:`~mtp_extract.tune.corpus.Corpus.measured` measures them."""
+        (old, old_other), (new, new_other) = before, after
         workloads = {
-            name: _compared(corpus, before.of(rows), after.of(rows), own=rows[0] < corpus.own)
+            name: _compared(corpus, old.of(rows), new.of(rows), own=rows[0] < corpus.own)
             for name in dict.fromkeys(corpus.workloads)
             for rows in [[index for index, workload in enumerate(corpus.workloads) if workload == name]]
         }
-        other = otherwise and Comparison(*otherwise, compare(*otherwise), own=True)
+        other = None
+        if old_other is not None and new_other is not None:
+            other = Comparison(old_other, new_other, compare(old_other, new_other), own=True)
         own = range(corpus.own)
-        overall = _compared(corpus, before.of(own), after.of(own), own=True)
+        overall = _compared(corpus, old.of(own), new.of(own), own=True)
         return cls(overall, workloads, other, corpus.other_temperature)
 
     def refused(self) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ _LOCK = "lock"
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
-    """Around whatever writes into ``folder``, which is there afterwards.
+def writing_to(folder: Path) -> Iterator[None]:
+    """Around whatever writes into ``folder``, which is made if it is missing.
 
     Raises:
         OutputError: it cannot be written. What was in it before is still there.
@@ -33,14 +33,14 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Around a run that keeps its state in ``folder``. The lock goes with the process, however that ends.
 
     Raises:
         OutputError: another run is at work there, or it cannot be written.
     """
     lock = FileLock(folder / _LOCK)
-    with kept(folder):
+    with writing_to(folder):
         try:
             lock.acquire(timeout=0)
         except Timeout as error:

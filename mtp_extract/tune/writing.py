@@ -1,8 +1,8 @@
-"""From a tuned checkpoint to a directory that loads wherever the one it was made from does."""
+"""From a checkpoint that was made here to a directory that loads wherever the one it was made from does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ _MADE = "made here, from what the drafter's states look for"
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
-    """What a reader of ``origin`` would get, were ``checkpoint`` in it: rounded to what it is written in."""
+    """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
     tensors = dict(checkpoint.tensors)
     for role, holding in holdings_of(format_named(origin.layout), checkpoint, _dtype(origin)).items():
         if holding.rounded_to and role in tensors:
@@ -37,51 +37,38 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
-    """Whether what comes of ``origin`` can be written as it is.
+def check_writable(
+    origin: ReadDirectory,
+    like: Checkpoint,
+    what: str,
+    advice: str,
+    remedies: tuple[str, ...] = (),
+    needed: Collection[str] = (),
+) -> None:
+    """Refuse what the format of ``origin`` has no room for.
 
     Args:
-        origin: what is tuned.
-        like: the same with all that is trained changed.
-        mode: by which.
+        like: a checkpoint with all that is to be made, whatever its numbers are.
+        what: is to be made, in words.
+        advice, remedies: what to do instead.
+        needed: roles that may not be left out.
 
     Raises:
-        UnsupportedError: the format of ``origin`` has no room for it.
+        UnsupportedError: it has no room.
     """
     choice = _choice(origin)
     try:
-        choice.format.plan(choice.prepare(like).checkpoint, choice.dtype)
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{escape(origin.directory)}: expected a format with room for what {mode} makes, found {origin.layout}: "
-            f"{error} Train norms or codes, or convert it to the transformers format first.",
-            remedies=("mode=norms", "mode=qat"),
-        ) from error
-
-
-def check_head_writable(origin: ReadDirectory, like: Checkpoint) -> None:
-    """Whether an ordered head can be written beside what ``origin`` holds.
-
-    Args:
-        origin: what it is made for.
-        like: the same with such a head.
-
-    Raises:
-        UnsupportedError: the format of ``origin`` has no room for it.
-    """
-    choice = _choice(origin)
-    prepared = choice.prepare(like)
-    place = f"{escape(origin.directory)}: expected a format with room for an ordered head, found {origin.layout}"
-    advice = "Convert the drafter to the transformers format first."
-    left = [
-        holding.why for role, holding in prepared.holdings.items() if role in HEAD_ROLES and holding.kept == NOTHING
-    ]
-    if left:
-        raise UnsupportedError(f"{place}: {left[0]}. {advice}")
-    try:
+        prepared = choice.prepare(like)
+        for role, holding in prepared.holdings.items():
+            if role in needed and holding.kept == NOTHING:
+                raise UnsupportedError(f"{holding.why}.")
         choice.format.plan(prepared.checkpoint, choice.dtype)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{place}: {error} {advice}") from error
+        raise UnsupportedError(
+            f"{escape(origin.directory)}: expected a format with room for {what}, found {origin.layout}: {error} "
+            f"{advice}",
+            remedies=remedies,
+        ) from error
 
 
 def _dtype(origin: ReadDirectory) -> str:
@@ -96,23 +83,46 @@ def _choice(origin: ReadDirectory, *, overwrite: bool = False, card: CardWords =
     return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite, card=card.over(origin.old))
 
 
-def write_tuned(
+Describe = Callable[[dict[str, Any], OutputFile], dict[str, Any]]
+"""The record of a directory, and its file of weights as planned → the record with what was made here."""
+
+
+def tuned_record(origin: ReadDirectory, tuned: Checkpoint, tuning: Mapping[str, Any]) -> Describe:
+    """With ``tuning``, and how many numbers of ``tuned`` are others than those of ``origin``."""
+
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        changed = _changed(origin.checkpoint, tuned, weights)
+        return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
+
+    return describe
+
+
+def ordered_record(origin: ReadDirectory, head: Mapping[str, Any]) -> Describe:
+    """With ``head``, and where its tensors come from."""
+
+    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
+        for planned in weights.tensors:
+            if planned.role in HEAD_ROLES:
+                record["tensors"][planned.name]["why"] = _MADE
+        return {**record, "ordered_head": {**head, "made_from": origin.sums}}
+
+    return describe
+
+
+def write_made(
     origin: ReadDirectory,
-    tuned: Checkpoint,
+    made: Checkpoint,
     target: Path,
-    tuning: Mapping[str, Any],
+    describe: Describe,
     *,
     overwrite: bool,
     inputs: Inputs,
     card: CardWords = UNSAID,
 ) -> ExtractionResult:
-    """Write ``tuned`` to ``target``, in the format, type and with the codes that ``origin`` has.
+    """Write ``made`` to ``target``, in the format, type and with the codes that ``origin`` has.
 
     Args:
-        origin: what was tuned.
-        tuned: the same with other weights.
-        target: a directory that does not exist yet.
-        tuning: what the record is to say of it.
+        made: ``origin`` with other weights or another head.
         overwrite: replace ``target`` if it is a checkpoint of ours.
         inputs: what is read, and so is not replaced.
         card: what to say on the card.
@@ -120,53 +130,10 @@ def write_tuned(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-
-    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
-        changed = _changed(origin.checkpoint, tuned, weights)
-        return {**record, "tuning": {**tuning, "tuned_from": origin.sums, "changed": changed}}
-
-    return _write(origin, tuned, target, describe, overwrite=overwrite, inputs=inputs, card=card)
-
-
-def write_ordered(
-    origin: ReadDirectory,
-    ordered: Checkpoint,
-    target: Path,
-    about: Mapping[str, Any],
-    *,
-    overwrite: bool,
-    inputs: Inputs,
-    card: CardWords = UNSAID,
-) -> ExtractionResult:
-    """Write ``ordered``, which is what ``origin`` holds with an ordered head; the rest as :func:`write_tuned`.
-
-    Args:
-        about: what the record is to say of the head.
-    """
-
-    def describe(record: dict[str, Any], weights: OutputFile) -> dict[str, Any]:
-        for planned in weights.tensors:
-            if planned.role in HEAD_ROLES:
-                record["tensors"][planned.name]["why"] = _MADE
-        return {**record, "ordered_head": {**about, "made_from": origin.sums}}
-
-    return _write(origin, ordered, target, describe, overwrite=overwrite, inputs=inputs, card=card)
-
-
-def _write(
-    origin: ReadDirectory,
-    checkpoint: Checkpoint,
-    target: Path,
-    describe: Callable[[dict[str, Any], OutputFile], dict[str, Any]],
-    *,
-    overwrite: bool,
-    inputs: Inputs,
-    card: CardWords,
-) -> ExtractionResult:
-    prepared = _choice(origin, overwrite=overwrite, card=card).prepare(checkpoint)
+    prepared = _choice(origin, overwrite=overwrite, card=card).prepare(made)
     with staging(prepared, target, inputs=inputs) as staged:
-        check_codes(staged.written, checkpoint, prepared.holdings)
-        check_floats(staged.written, checkpoint, prepared.holdings)
+        check_codes(staged.written, made, prepared.holdings)
+        check_floats(staged.written, made, prepared.holdings)
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
         # What was proven was proven of other weights, or another head.
@@ -174,16 +141,16 @@ def _write(
         return finish(prepared, staged, record, target)
 
 
-def _changed(before: Checkpoint, after: Checkpoint, weights: OutputFile) -> dict[str, int]:
-    """By tensor: how many codes, or numbers where there are none, are others than before; those with none left out."""
+def _changed(origin: Checkpoint, tuned: Checkpoint, weights: OutputFile) -> dict[str, int]:
+    """By tensor: how many of its codes, or numbers where it has no codes, were changed; those with none left out."""
     counts = {}
     for planned in weights.tensors:
-        old, new = before.tensors.get(planned.role), after.tensors.get(planned.role)
+        old, new = origin.tensors.get(planned.role), tuned.tensors.get(planned.role)
         if old is None or new is None or new is old or planned.part:
             continue
         if new.scheme is not None:
-            pairs = zip(old.integers(), new.integers(), strict=True)
-            count = sum(int(np.count_nonzero(mine != theirs)) for mine, theirs in pairs)
+            chunks = zip(old.integers(), new.integers(), strict=True)
+            count = sum(int(np.count_nonzero(before != after)) for before, after in chunks)
         else:
             count = int(np.count_nonzero(read_floats(old) != read_floats(new)))
         if count:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +23,15 @@ from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.report import progress_figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune import corpus
-from mtp_extract.tune.loop import Recipe, Trained, train
+from mtp_extract.tune import corpus, pair
+from mtp_extract.tune.loop import Trained, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import States
 from mtp_extract.tune.run import Plan
 from mtp_extract.tune.setting import Setting
@@ -41,6 +44,17 @@ def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:
     codes = np.rint(weight / size).astype(np.int8)
     steps = Steps(weight.shape[1], size, np.zeros(size.shape, np.int64))
     return StoredCodes(weight.shape, bits, True, lambda: steps, lambda first, last: codes[first:last])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What uses the same text of the base runs in one process."""
+    for item in items:
+        if item.config.pluginmanager.hasplugin("xdist") and _uses_plan(item):
+            item.add_marker(pytest.mark.xdist_group("tune"))
+
+
+def _uses_plan(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent and "plan" in getattr(item, "fixturenames", ())
 
 
 @dataclass(frozen=True)
@@ -112,13 +126,18 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 OF_SETTING = frozenset(field.name for field in dataclasses.fields(Setting))
 
 
+draw_progress = progress_figure.draw_progress
+
+
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
-    """One thread, and few of the shipped prompts: each is a text that the base writes."""
+    """One thread, a base that is loaded once, no figures, and few shipped prompts: each is a text the base writes."""
     threads, few = torch.get_num_threads(), shipped_prompts()[::20]
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda: few)
+        patch.setattr(pair, "load_base", cache(pair.load_base))
+        patch.setattr(progress_figure, "draw_progress", lambda history, path: None)
         yield
     torch.set_num_threads(threads)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import run
+from typer.testing import CliRunner
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.insert.drafter import planned_insertion
@@ -27,7 +28,7 @@ def tuned(plan: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -
     """By codes, so far that some of them change."""
     out = tmp_path_factory.mktemp("qat") / "tuned"
     found = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
-    assert found.trained.step
+    assert found.record["best_step"]
     return out
 
 
@@ -51,13 +52,13 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     """Of the types that the extraction has."""
     shown = inspect_checkpoint(tuned)
     assert shown["stored_types"] == inspect_checkpoint(extracted)["stored_types"]
-    ran = run("inspect", tuned)
-    assert ran.returncode == 0, ran.stderr
-    assert "match extraction.json" in ran.stdout
+    ran = CliRunner().invoke(app, [str(tuned)])
+    assert ran.exit_code == 0, ran.output
+    assert "match extraction.json" in ran.output
     tuning = verify(tuned).record["tuning"]
     before, after = (tuning["overall"][when]["mean_accepted_length"] for when in ("before", "after"))
     said = f"tuned (qat) beside {tuning['base']}: mean accepted length {before:.3f}, then {after:.3f}"
-    assert said in " ".join(ran.stdout.split())
+    assert said in " ".join(ran.output.split())
 
 
 def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_from_every_format(plan: Callable[..., Plan], extracted: Path, tmp_path:
         n: (t["dtype"], t["shape"]) for n, t in old["tensors"].items()
     }
     before, after = weights(tmp_path / "origin"), weights(tmp_path / "tuned")
-    assert found.trained.step == 0 or any(not torch.equal(before[path], after[path]) for path in before)
+    assert found.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
     if format_ in ("mlx", "compressed-tensors", "gemma"):
         work = tmp_path / "work"
         with pytest.raises(UnsupportedError, match="origin: expected a format with room for what float makes"):

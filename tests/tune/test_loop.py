@@ -15,8 +15,9 @@ import torch
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.loop import Recipe, Trained
+from mtp_extract.tune.loop import Trained
 from mtp_extract.tune.modes import Latents
+from mtp_extract.tune.recipe import Recipe
 
 from .conftest import Tiny
 
@@ -36,7 +37,6 @@ def test_it_goes_on_as_if_nothing_had_happened(
     tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]
 ) -> None:
     whole = tiny.train(tmp_path / "whole", mode, **changes)
-    assert_same(whole, tiny.train(tmp_path / "again", mode, **changes))
     assert whole[1].done == 12
     # Stopped twice, between measurements and at one.
     for last in (5, 9):
@@ -56,15 +56,15 @@ def test_it_goes_on_as_if_nothing_had_happened(
 
 
 def test_another_seed_gives_others(tiny: Tiny, tmp_path: Path) -> None:
-    one, other = (tiny.train(tmp_path / str(seed), seed=seed)[1] for seed in (0, 1))
+    one, other = (tiny.train(tmp_path / str(seed), seed=seed, steps=1)[1] for seed in (0, 1))
     assert one.history != other.history
 
 
 def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
     calls = iter(range(100))
-    tiny.train(tmp_path / "work", stop=lambda: next(calls) == 3)
-    found = tiny.train(tmp_path / "work", learning_rate=1e-3)
-    assert_same(found, tiny.train(tmp_path / "fresh", learning_rate=1e-3))
+    tiny.train(tmp_path / "work", steps=4, stop=lambda: next(calls) == 1)
+    found = tiny.train(tmp_path / "work", steps=4, learning_rate=1e-3)
+    assert_same(found, tiny.train(tmp_path / "fresh", steps=4, learning_rate=1e-3))
 
 
 def _pickled(value: object) -> bytes:
@@ -122,14 +122,14 @@ def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> Non
     [
         ("qat", 1e-2, {"objective": "ce"}),
         # A few factors must turn the choices of random matrices: at 1e-2 they fall short of it in as many steps.
-        ("norms", 3e-2, {"objective": "ce"}),
-        ("float", 1e-2, {"objective": "kl", "temperature": 1.0}),
-        ("float", 1e-2, {"objective": "tv", "temperature": 0.8}),
+        ("norms", 6e-2, {"objective": "ce"}),
+        ("float", 2e-2, {"objective": "kl", "temperature": 1.0}),
+        ("float", 2e-2, {"objective": "tv", "temperature": 0.8}),
     ],
 )
 def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: dict[str, object]) -> None:
     """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
-    _, found = tiny.train(tmp_path, mode, steps=40, batch=5, anchors=12, learning_rate=rate, **changes)
+    _, found = tiny.train(tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes)
     steps = [entry for entry in found.history if "loss" in entry]
 
     def ends(name: str) -> tuple[float, float]:
@@ -165,8 +165,8 @@ def test_the_rate_rises_and_falls() -> None:
 def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
     half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
-    rate = {"norms": 3e-2, "qat": 1e-2}[mode]
-    latents, found = half.train(tmp_path, mode, dtype=torch.bfloat16, steps=30, batch=5, anchors=12, learning_rate=rate)
+    rate = {"norms": 6e-2, "qat": 1e-2}[mode]
+    latents, found = half.train(tmp_path, mode, dtype=torch.bfloat16, steps=16, batch=5, anchors=12, learning_rate=rate)
     assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]

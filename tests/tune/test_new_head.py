@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from string import ascii_letters
 from typing import Any
 
 import numpy as np
@@ -20,37 +18,26 @@ from safetensors.torch import load_file
 
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.data import sample_base
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import network_of
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
-from mtp_extract.evaluate import prompts as shipped
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.llama import findings_of
 from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tune import prompts
-from mtp_extract.tune.loop import Recipe, train
+from mtp_extract.tune.loop import train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
-from mtp_extract.tune.progress import Progress
+from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import Rounds, States, collate
 from mtp_extract.tune.run import Plan, run_tuning
-from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.status import Status
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
@@ -211,24 +198,9 @@ def test_the_shape_is_the_bases_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
+def whole(plan: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A small training of a head for the sample's base."""
-    folder = tmp_path_factory.mktemp("head")
-    words = [
-        f"{head}{tail}" for head in ("class ", "def ", "import ", "for ", "if ", "with ") for tail in ascii_letters
-    ]
-    sides = {prompts.TRAINED: 6, prompts.WATCHED: 4, prompts.HELD_OUT: 5}
-    chosen = [p for side, count in sides.items() for p in [w for w in words if prompts.side_of(w) == side][:count]]
-    path = folder / "code.jsonl"
-    path.write_text("".join(json.dumps({"prompt": p, "source": p, "workload": "code"}) + "\n" for p in chosen))
-    base = str(sample_base())
-    setting = Setting(
-        None, base, folder / "work", prompts=path, new_tokens=12, chat_template=False, batch=4, device="cpu"
-    )
-    every = shipped.shipped_prompts()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipped, "shipped_prompts", lambda: every[::20])
-        yield Plan(setting, folder / "head", steps=20, anchors=4, draft_vocab=128, force=True)
+    return plan(tmp_path_factory.mktemp("head") / "head", directory=None, steps=20, anchors=4, draft_vocab=128)
 
 
 def test_a_whole_training(whole: Plan, tmp_path: Path) -> None:
@@ -258,8 +230,8 @@ def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
     class CutOff(BaseException):
         pass
 
-    def at_step_7(progress: object) -> None:
-        if isinstance(progress, Progress) and progress.step == 7:
+    def at_step_7(status: Status) -> None:
+        if (status.kind, status.done) == ("step", 7):
             raise CutOff
 
     expected = whole.out if whole.out.exists() else run_tuning(whole).directory
@@ -271,7 +243,7 @@ def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
         run_tuning(plan, tell=at_step_7)
     assert not plan.out.exists()
     told: list[int] = []
-    run_tuning(plan, tell=lambda progress: told.append(progress.step) if isinstance(progress, Progress) else None)
+    run_tuning(plan, tell=lambda status: told.append(status.done) if status.kind == "step" else None)
     assert told[0] == 7
     for name in ("config.json", "model.safetensors"):
         assert (plan.out / name).read_bytes() == (expected / name).read_bytes()

@@ -11,65 +11,35 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from helpers.commands import run
 from helpers.schemas import validator
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 from mtp_extract import convert
 from mtp_extract.architecture.config import OrderedHeadConfig
+from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.evaluate import prompts as shipped
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.speculate.intervals import Interval
-from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.clusters import cluster_of
-from mtp_extract.tune.head import HeadPlan, Ordered, _chosen, _refused, run_ordered_head
+from mtp_extract.tune.head import HeadPlan, _chosen, _refused, run_ordered_head
 from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
+from mtp_extract.tune.outcome import Outcome
+from mtp_extract.tune.run import Plan
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.parity.transformers import check_transformers
 
-HEADS = ("class ", "def ", "import ", "for ", "if ", "return ", "with ", "raise ", "    self.", "try:\n    ", "from ")
-TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "name = 1\n", "x(", "ValueError", "sys")
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small() -> Any:
-    """One thread, and few of the shipped prompts."""
-    threads, every = torch.get_num_threads(), shipped.shipped_prompts()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipped, "shipped_prompts", lambda: every[::50])
-        yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    every = [head + tail for head in HEADS for tail in TAILS]
-    sides = {texts.TRAINED: 8, texts.WATCHED: 4, texts.HELD_OUT: 5}
-    chosen = [p for side, count in sides.items() for p in [q for q in every if texts.side_of(q) == side][:count]]
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    rows = [{"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chosen]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def make(
-    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Ordered]:
-    """Makings share what the base wrote."""
-    work = tmp_path_factory.mktemp("work")
-
-    def made(out: Path, directory: Path = extracted, **changes: Any) -> Ordered:
-        setting = Setting(
-            directory, str(base), work, prompts=prompts, new_tokens=16, batch=4, device="cpu", chat_template=False
-        )
+def make(plan: Callable[..., Plan]) -> Callable[..., Outcome]:
+    def made(out: Path, directory: Path | None = None, **changes: Any) -> Outcome:
+        setting = plan(out, **({} if directory is None else {"directory": directory})).setting
         settings: dict[str, Any] = {"centroids": 32, "steps": 30, "force": True}
         return run_ordered_head(HeadPlan(setting, out, **(settings | changes)))
 
@@ -77,11 +47,11 @@ def make(
 
 
 @pytest.fixture(scope="module")
-def headed(make: Callable[..., Ordered], tmp_path_factory: pytest.TempPathFactory) -> Ordered:
+def headed(make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return make(tmp_path_factory.mktemp("headed") / "out", top_k=4)
 
 
-def test_all_but_the_head_is_as_it_was(headed: Ordered, extracted: Path) -> None:
+def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None:
     """And what is added is a permutation of the tokens, and rows; record and card say what was done."""
     assert headed.directory is not None
     before, after = (load_file(directory / "model.safetensors") for directory in (extracted, headed.directory))
@@ -107,13 +77,13 @@ def test_all_but_the_head_is_as_it_was(headed: Ordered, extracted: Path) -> None
     assert "The LM head is dense" not in card
 
 
-def test_transformers_loads_it_strictly_and_computes_the_same(headed: Ordered) -> None:
+def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
     assert headed.directory is not None
     check = check_transformers(headed.directory, load_drafter(headed.directory, dtype=torch.float32), 0)
     assert check.passed, check.evidence
 
 
-def test_the_same_bytes_twice(headed: Ordered, make: Callable[..., Ordered], tmp_path: Path) -> None:
+def test_the_same_bytes_twice(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
     again = make(tmp_path / "again", top_k=4)
     assert headed.directory is not None and again.directory is not None
     for path in headed.directory.rglob("*"):
@@ -121,12 +91,12 @@ def test_the_same_bytes_twice(headed: Ordered, make: Callable[..., Ordered], tmp
             assert (again.directory / path.relative_to(headed.directory)).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_head_in_place_of_another(headed: Ordered, make: Callable[..., Ordered], tmp_path: Path) -> None:
+def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
     """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
     assert headed.directory is not None
     found = make(tmp_path / "other", headed.directory, centroids=16, top_k=16)
     assert found.directory is not None
-    assert found.kept.share == 1
+    assert found.record["kept"]["share"] == 1
     assert found.comparisons.overall.change.mean == 0
     assert found.refused == ()
     assert read_checkpoint(found.directory).config.ordered_head == OrderedHeadConfig(16, 16)
@@ -137,12 +107,12 @@ def test_a_head_in_place_of_another(headed: Ordered, make: Callable[..., Ordered
     assert not any(role.startswith("ordered_head") for role in stripped.tensors)
 
 
-def test_where_the_format_leaves_the_head_out_so_does_the_record(headed: Ordered, tmp_path: Path) -> None:
+def test_where_the_format_leaves_the_head_out_so_does_the_record(headed: Outcome, tmp_path: Path) -> None:
     assert headed.directory is not None
     assert "ordered_head" not in convert(headed.directory, tmp_path / "gguf", format="gguf").record
 
 
-def test_what_keeps_too_little_is_not_written(make: Callable[..., Ordered], tmp_path: Path) -> None:
+def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
     found = make(tmp_path / "out", top_k=1, steps=1, force=False)
     assert found.directory is None
     assert "of the dense head's choices on held-out text" in found.refused[0]
@@ -151,7 +121,7 @@ def test_what_keeps_too_little_is_not_written(make: Callable[..., Ordered], tmp_
 
 @pytest.mark.parametrize("format_", ["litert", "gguf", "gemma"])
 def test_formats_without_room_are_refused(
-    make: Callable[..., Ordered], extracted: Path, tmp_path: Path, format_: str
+    make: Callable[..., Outcome], extracted: Path, tmp_path: Path, format_: str
 ) -> None:
     convert(extracted, tmp_path / "origin", format=format_)
     with pytest.raises(UnsupportedError, match="ordered head"):
@@ -159,7 +129,7 @@ def test_formats_without_room_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_numbers_that_cannot_be_are_refused(make: Callable[..., Ordered], tmp_path: Path) -> None:
+def test_numbers_that_cannot_be_are_refused(make: Callable[..., Outcome], tmp_path: Path) -> None:
     for changes, message in [
         ({"centroids": 33}, "vocabulary of 512, found 33; use"),
         ({"top_k": 33}, "at most all 32 clusters"),
@@ -179,12 +149,12 @@ def test_options_of_one_thing_beside_the_other(tmp_path: Path) -> None:
         (["--head", "ordered", "--mode", "qat"], "--mode trains no head"),
         (["--top-k", "4"], "--top-k is of an ordered head"),
     ]:
-        found = run("tune", tmp_path, "--base", tmp_path, *options)
-        assert found.returncode == 2
-        assert message in " ".join(found.stderr.replace("│", " ").split())
+        found = CliRunner().invoke(app, [str(tmp_path), "--base", str(tmp_path), *options])
+        assert found.exit_code == 2
+        assert message in " ".join(found.output.replace("│", " ").split())
 
 
-def test_few_states_are_said_to_be_few(headed: Ordered) -> None:
+def test_few_states_are_said_to_be_few(headed: Outcome) -> None:
     assert any("a centroid; more prompts" in note for note in headed.notes)
 
 

@@ -8,20 +8,51 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import corpus
 from mtp_extract.tune.run import Plan, run_tuning
 
-COMMAND = """
-from mtp_extract.tune import corpus
-few = corpus.shipped_prompts()[::5]
-corpus.shipped_prompts = lambda: few
+FEW = 5
+
+COMMANDS = """
+import json, os, signal, sys
+# What both need is imported once.
+import accelerate, matplotlib.pyplot, transformers
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.gemma4 import modeling_gemma4
 from mtp_extract.cli.tune import main
-main()
+from mtp_extract.tune import corpus, head, loop, new_head, outcome
+few = corpus.shipped_prompts()[::int(sys.argv[1])]
+corpus.shipped_prompts = lambda: few
+children = []
+for rank in ("0", "1"):
+    children.append(os.fork())
+    if not children[-1]:
+        status = 1
+        try:
+            os.environ.update(RANK=rank, LOCAL_RANK=rank)
+            for arguments in json.loads(sys.argv[2]):
+                sys.argv = ["mtp-tune", *arguments]
+                try:
+                    main()
+                except SystemExit as ended:
+                    status = ended.code or 0
+                if status:
+                    break
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+for _ in children:
+    if os.wait()[1]:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        sys.exit(1)
 """
 
 
@@ -29,64 +60,66 @@ def lines(folder: Path) -> list[str]:
     return sorted(line for path in folder.iterdir() for line in path.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "drafts"),
-    [
-        ({"mode": "qat"}, ["--mode", "qat"], 1),
-        ({"directory": None, "draft_vocab": 128}, ["--new", "eagle3", "--draft-vocab", "128"], 3),
-    ],
-    ids=["a drafter", "a new head"],
-)
-def test_two_are_as_one(
-    plan: Callable[..., Plan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, object],
-    options: list[str],
-    drafts: int,
-) -> None:
-    """The same text, the same loss at every step, one drafter; also with one draft, where a projection is idle."""
+CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
+    # With one draft a round a projection is idle.
+    "drafter": ({"mode": "qat"}, ["--mode", "qat"], 1),
+    "head": ({"directory": None, "draft_vocab": 128}, ["--new", "eagle3", "--draft-vocab", "128"], 3),
+}
+
+
+def test_two_are_as_one(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text, the same loss at every step, one result: of a drafter that is tuned, and of a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
-    few = shipped_prompts()[::5]
+    few = shipped_prompts()[::FEW]
     monkeypatch.setattr(corpus, "shipped_prompts", lambda: few)
-    alone = plan(tmp_path / "alone", work=tmp_path / "alone.work", draft_steps=drafts, batch=3, steps=3, **changes)
-    run_tuning(alone)
-    arguments: list[str | Path] = [
-        "--prompts",
-        alone.setting.prompts,
-        "--new-tokens",
-        "16",
-        "--draft-steps",
-        str(drafts),
-        "--batch",
-        "3",
-    ]
-    arguments += ["--steps", "3", "--anchors", "6", *options, "--device", "cpu", "--no-chat-template"]
-    arguments += ["--force", "-o", tmp_path / "two", "--work", tmp_path / "two.work", "--base", alone.setting.base]
-    drafter = [alone.setting.directory] if alone.setting.directory is not None else []
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    commands = []
+    for name, (changes, options, drafts) in CASES.items():
+        alone = plan(
+            tmp_path / name,
+            work=tmp_path / f"{name}.work",
+            draft_steps=drafts,
+            new_tokens=9,
+            batch=3,
+            steps=3,
+            **changes,
+        )
+        run_tuning(alone)
+        setting, out = alone.setting, tmp_path / f"two {name}"
+        drafter = [] if setting.directory is None else [setting.directory]
+        arguments = [*drafter, "--base", setting.base, "--prompts", setting.prompts, "--draft-steps", drafts, *options]
+        arguments += ["--new-tokens", 9, "--batch", 3, "--steps", 3, "--anchors", 6, "--no-chat-template"]
+        arguments += ["--device", "cpu", "--force", "-o", out, "--work", f"{out}.work"]
+        commands.append([str(argument) for argument in arguments])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    launched |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [*launcher, "--no-python", sys.executable, "-c", COMMAND, *drafter, *arguments],
+        [sys.executable, "-c", COMMANDS, str(FEW), json.dumps(commands)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **launched, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("Wrote ") == 1
-    assert ran.stderr.count("step 3 of 3") == 1
-    assert len([*(tmp_path / "two.work/text").iterdir()]) > len([*(tmp_path / "alone.work/text").iterdir()])
-    assert lines(tmp_path / "two.work/text") == lines(tmp_path / "alone.work/text")
-    one, two = (
-        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        for name in ("alone.work", "two.work")
+    assert ran.stdout.count("Wrote ") == len(CASES)
+    assert ran.stderr.count("step 3 of 3") == len(CASES)
+    for name in CASES:
+        _assert_same(tmp_path, name, f"two {name}")
+
+
+def _assert_same(folder: Path, alone: str, two: str) -> None:
+    texts = [folder / f"{name}.work/text" for name in (alone, two)]
+    assert len([*texts[1].iterdir()]) > len([*texts[0].iterdir()])
+    assert lines(texts[1]) == lines(texts[0])
+    logs = (
+        [json.loads(line) for line in (folder / f"{name}.work/log.jsonl").read_text().splitlines()]
+        for name in (alone, two)
     )
-    assert len(one) == len(two)
-    for mine, theirs in zip(one, two, strict=True):
-        assert mine.keys() == theirs.keys()
-        if "loss" in mine:
-            assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-3)
-            assert theirs["agreement"] == pytest.approx(mine["agreement"], abs=1e-6)
-    single, double = (verify(tmp_path / name).record["tuning"] for name in ("alone", "two"))
+    for one, other in zip(*logs, strict=True):
+        assert one.keys() == other.keys()
+        if "loss" in one:
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+            assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
+    single, double = (verify(folder / name).record["tuning"] for name in (alone, two))
     assert double["texts"] == single["texts"]
     assert double["overall"]["before"] == single["overall"]["before"]

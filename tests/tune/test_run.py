@@ -6,7 +6,6 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +15,21 @@ from safetensors.numpy import load_file
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
+from mtp_extract.report import progress_figure
 from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
-from mtp_extract.tune.progress import Progress, Written
+from mtp_extract.tune.corpus import Corpus
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.run import Plan, run_tuning
-from mtp_extract.tune.work import alone
+from mtp_extract.tune.status import Status
+from mtp_extract.tune.work import locked
+
+from .conftest import draw_progress
 
 
-def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
+def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
+    monkeypatch.setattr(progress_figure, "draw_progress", draw_progress)
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
     assert found.directory == tmp_path / "tuned"
@@ -34,7 +39,7 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> No
     record = verify(found.directory).record
     validator("extraction")(record)
     assert changed == set(record["tuning"]["changed"])
-    if found.trained.step:
+    if found.record["best_step"]:
         assert changed
     assert all(before[name].ndim == 1 for name in changed)
     codes = "codes/codes.safetensors"
@@ -47,9 +52,10 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> No
     assert {name: found["trained_on_its_kind"] for name, found in workloads.items()}["code"] is True
     assert any(name.endswith(" (shipped)") and not found["trained_on_its_kind"] for name, found in workloads.items())
     assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.before.texts
-    assert (made.setting.work / "progress.png").is_file()
+    assert (made.setting.work / "progress.png").read_bytes().startswith(b"\x89PNG")
     assert (made.setting.work / "log.jsonl").is_file()
     (made.setting.work / "state.pt").unlink()
+    monkeypatch.undo()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
@@ -73,7 +79,7 @@ def test_qat(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None
             assert np.array_equal(floats[weight], (after[name].astype(np.float32) - zero.astype(np.float32)) * scale)
     told = verify(found.directory).record["tuning"]["changed"]
     assert changed == sum(count for name, count in told.items() if floats[name].ndim == 2)
-    assert found.trained.step == 0 or changed
+    assert found.record["best_step"] == 0 or changed
     load_drafter(found.directory)
 
 
@@ -87,21 +93,21 @@ def test_what_is_not_better_is_not_written(plan: Callable[..., Plan], tmp_path: 
 def test_a_stop_leaves_the_best_so_far(plan: Callable[..., Plan], tmp_path: Path) -> None:
     steps = iter(range(100))
     found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
-    assert found.trained.interrupted
-    assert found.trained.done == 4
+    assert found.record["interrupted"]
+    assert found.record["steps_done"] == 4
     assert verify(tmp_path / "tuned").record["tuning"]["interrupted"] is True
     assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
-    assert whole.trained.done > 4
-    assert not whole.trained.interrupted
+    assert whole.record["steps_done"] > 4
+    assert not whole.record["interrupted"]
 
 
 def test_a_second_stop_leaves_nothing(plan: Callable[..., Plan], tmp_path: Path) -> None:
     class Stopped(BaseException):
         pass
 
-    def tell(progress: Any) -> None:
-        if isinstance(progress, Progress) and progress.step == 2:
+    def tell(status: Status) -> None:
+        if (status.kind, status.done) == ("step", 2):
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -175,14 +181,14 @@ def test_prompts_of_another_form(tmp_path: Path, line: str) -> None:
 def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
     """While the base writes, and not a second time for what is there."""
     for first in (True, False):
-        told: list[Any] = []
+        told: list[Status] = []
         work = tmp_path / "work"
         run_tuning(plan(tmp_path / "tuned", work=work, steps=1, overwrite=True), tell=told.append)
         # The second goes on after the last step.
-        assert [type(found) for found in told].count(Progress) == first
-        written = [found for found in told if isinstance(found, Written)]
+        assert [status.kind for status in told].count("step") == first
+        written = [status for status in told if status.kind == "text"]
         assert bool(written) == first
-        assert all(0 < found.done <= found.texts for found in written)
+        assert all(0 < status.done <= status.total for status in written)
 
 
 def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +218,17 @@ def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch:
 
 
 def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
-    made = plan(tmp_path / "tuned", work=tmp_path / "work", steps=1, overwrite=True)
-    run_tuning(made)
+    pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work").setting)
+    written = Corpus.of(pair)
     path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [null], "prompt_length": 1}'):
         path.write_bytes(whole + line + b"\n")
         with pytest.raises(CheckpointError, match=r"texts-\w+-0\.jsonl: expected text that the base wrote"):
-            run_tuning(made)
+            Corpus.of(pair)
     # What was cut off is written again, with what was written beside it: a line for each text.
     path.write_bytes(whole[:-30])
-    run_tuning(made)
+    assert Corpus.of(pair) == written
     assert {*path.read_bytes().splitlines()} == {*whole.splitlines()}
 
 
@@ -235,11 +241,11 @@ def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_pat
 
 def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., Plan], tmp_path: Path) -> None:
     work = tmp_path / "work"
-    with alone(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
+    with locked(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
         run_tuning(plan(tmp_path / "tuned", work=work))
     assert found.value.remedies == ("work",)
     assert not (tmp_path / "tuned").exists()
-    with alone(work):
+    with locked(work):
         pass
 
 
@@ -251,12 +257,12 @@ def test_a_held_out_text_counts_once(plan: Callable[..., Plan], prompts: Path, t
     again = [{**row, "source": source} for row, source in zip(held, copies, strict=False)]
     path = tmp_path / "twice.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *again]), encoding="utf-8")
-    given = {"once": prompts, "twice": path}
-    once, twice = (run_tuning(plan(tmp_path / name, prompts=file, steps=1)) for name, file in given.items())
-    assert once.corpus.repeats == 0
+    once = Corpus.of(Pair(plan(tmp_path / "tuned").setting))
+    assert once.repeats == 0
+    twice = run_tuning(plan(tmp_path / "tuned", prompts=path, steps=1))
     assert twice.corpus.repeats == len(held) == twice.record["texts"]["repeats"]
-    assert twice.corpus.held_out == once.corpus.held_out
-    assert twice.corpus.units == once.corpus.units
+    assert twice.corpus.held_out == once.held_out
+    assert twice.corpus.units == once.units
     assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
 
 
