@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, rechunked
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, gathered, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
 _WORST_LAST = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT)
@@ -109,16 +109,7 @@ def _rows(stored: LazyTensor, new: LazyTensor) -> Iterator[tuple[Floats, Floats,
     for first in range(0, rows, count):
         last = min(first + count, rows)
         shape = (last - first, columns)
-        yield _gathered(stored, first, last, shape), _gathered(new, first, last, shape), steps(first, last)
-
-
-def _gathered(tensor: LazyTensor, first: int, last: int, shape: tuple[int, int]) -> Floats:
-    result = np.empty(shape, np.float32)
-    flat, at = result.reshape(-1), 0
-    for chunk in tensor.floats(first, last):
-        flat[at : at + chunk.size] = chunk
-        at += chunk.size
-    return result
+        yield gathered(stored.floats(first, last), shape), gathered(new.floats(first, last), shape), steps(first, last)
 
 
 def _steps(stored: LazyTensor) -> Callable[[int, int], Values]:

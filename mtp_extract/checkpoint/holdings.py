@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, C
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
 from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
-from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, few
 
 _MOST_NAMED = 4
 
@@ -37,7 +37,7 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     """
     changed = {role: holding for role, holding in holdings.items() if holding.rounded_to or holding.kept == NOTHING}
     if changed:
-        listed = "; ".join(f"{_named(roles)} {what}" for what, roles in _grouped(changed).items())
+        listed = "; ".join(f"{few(roles, _MOST_NAMED)} {what}" for what, roles in _grouped(changed).items())
         raise UnsupportedError(
             f"The {name} format cannot hold this drafter exactly: {listed}. Choose floats "
             "in F32, which the transformers format has, or a format that keeps scales in F32.",
@@ -52,11 +52,11 @@ def notes_of(holdings: Mapping[str, Holding]) -> tuple[str, ...]:
     for role, holding in holdings.items():
         if holding.why and (coded or holding.kept == NOTHING):
             whys["Left out" if holding.kept == NOTHING else "In floats", holding.why].append(role)
-    notes = [f"{how}: {_named(roles)}, because {why}." for (how, why), roles in whys.items()]
+    notes = [f"{how}: {few(roles, _MOST_NAMED)}, because {why}." for (how, why), roles in whys.items()]
     if not coded:
         return tuple(notes)
     rounded = {role: holding for role, holding in holdings.items() if holding.rounded_to}
-    notes += [f"Rounded: {_named(roles)}, {what}." for what, roles in _grouped(rounded).items()]
+    notes += [f"Rounded: {few(roles, _MOST_NAMED)}, {what}." for what, roles in _grouped(rounded).items()]
     return tuple(notes)
 
 
@@ -67,12 +67,6 @@ def _grouped(rounded: Mapping[str, Holding]) -> dict[str, list[str]]:
         how = f"{what} to {holding.rounded_to}, by at most {holding.bound:.1e} of each"
         groups["left out" if holding.kept == NOTHING else how].append(role)
     return groups
-
-
-def _named(roles: Iterable[str]) -> str:
-    named = list(roles)
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    return ", ".join(named[:_MOST_NAMED]) + more
 
 
 def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str, Holding]) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.graph.ledger import FoundRole
 from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import Floats, Integers, Packing
+from mtp_extract.litertlm.storage import Floats, Integers, Packing, gathered
 from mtp_extract.litertlm.tflite import TfliteModel
 
 ROW_STEP = 8
@@ -110,12 +110,7 @@ def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def read_floats(tensor: LazyTensor) -> Floats:
     """All of ``tensor``, float32, in its shape."""
-    result = np.empty(math.prod(tensor.shape), np.float32)
-    at = 0
-    for chunk in tensor.floats():
-        result[at : at + chunk.size] = chunk
-        at += chunk.size
-    return result.reshape(tensor.shape)
+    return gathered(tensor.floats(), tensor.shape)
 
 
 class FloatsOnly:

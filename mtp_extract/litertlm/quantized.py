@@ -27,6 +27,7 @@ from mtp_extract.litertlm.storage import (
     Integers,
     Packing,
     Storage,
+    gathered,
     widened,
 )
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
@@ -124,7 +125,7 @@ class QuantizedTensor:
             raise FormatError(f"{tensor.label} has {scales} scales and {quantization.zero_point_count} zero points.")
         scale, zero_point = quantization.scale, quantization.zero_point
         kind = "per_tensor" if scale.size == 1 else "per_channel"
-        return cls._checked(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)
+        return cls(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)._checked()
 
     @classmethod
     def _wide(cls, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
@@ -162,36 +163,22 @@ class QuantizedTensor:
             if stored.elements not in (1, count):
                 raise FormatError(f"{tensor.label} has {count} block scales and {stored.elements} zero points.")
             zero_point = _plain_integers(model, stored)
-        return cls._checked(tensor, location, "blockwise", 0, size, scale.reshape(blocks), zero_point)
+        return cls(tensor, location, "blockwise", 0, size, scale.reshape(blocks), zero_point)._checked()
 
-    @classmethod
-    def _checked(
-        cls,
-        tensor: Tensor,
-        location: BufferLocation,
-        kind: str,
-        axis: int,
-        block_size: int,
-        scale: Floats,
-        zero_point: npt.NDArray[np.int64],
-    ) -> QuantizedTensor:
+    def _checked(self) -> QuantizedTensor:
+        """The same with a zero point for each scale."""
+        label, scale, zero_point = self.tensor.label, self.scale, self.zero_point
         if not (np.isfinite(scale).all() and (scale >= 0).all()):
-            raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
+            raise FormatError(f"{label} has scales that are negative or not finite: the file is damaged.")
         if scale.size and scale.max() > LARGEST_SCALE:
-            raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
-        packing = CODE_TYPES[TensorType(tensor.type_id)]
-        low, high = packing.lowest, packing.highest
+            raise FormatError(f"{label} has a scale of {scale.max():g}: the file is damaged.")
+        assert self.packing is not None
+        low, high = self.packing.lowest, self.packing.highest
         if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
-            raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {low}…{high}.")
-        if zero_point.size:
-            zero_point = (
-                np.broadcast_to(zero_point.reshape(-1, *(1,) * (scale.ndim - 1)), scale.shape)
-                if (zero_point.size == 1)
-                else zero_point.reshape(scale.shape)
-            )
-        else:
-            zero_point = np.broadcast_to(np.int64(0), scale.shape)
-        return cls(tensor, location, kind, axis, block_size, scale, zero_point)
+            raise FormatError(f"{label} has zero points outside the range of its codes, {low}…{high}.")
+        if zero_point.size != scale.size:
+            zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
+        return replace(self, zero_point=zero_point.reshape(scale.shape))
 
     def rows(self, first: int, count: int) -> QuantizedTensor:
         """Rows ``[first, first + count)`` of the first axis, as a constant of their own.
@@ -316,12 +303,7 @@ class QuantizedTensor:
 
     def dequantize(self) -> Floats:
         """All values, float32, in the tensor's shape. For large tensors prefer :meth:`chunks`."""
-        result = np.empty(self.tensor.elements, np.float32)
-        at = 0
-        for chunk in self.chunks():
-            result[at : at + chunk.size] = chunk
-            at += chunk.size
-        return result.reshape(self.tensor.shape)
+        return gathered(self.chunks(), self.tensor.shape)
 
 
 def stored_floats(stored: bytes, tensor: Tensor) -> Floats:

@@ -172,6 +172,16 @@ def float_bytes(values: Floats, type_: TensorType, name: str) -> bytes:
     raise UnsupportedError(f"{name}: holds values beyond the range of {type_.name}, which the file stores.")
 
 
+def gathered(chunks: Iterable[Floats], shape: tuple[int, ...]) -> Floats:
+    """Flat chunks, each perhaps a view that the next one overwrites, as one array of ``shape``."""
+    result = np.empty(math.prod(shape), np.float32)
+    at = 0
+    for chunk in chunks:
+        result[at : at + chunk.size] = chunk
+        at += chunk.size
+    return result.reshape(shape)
+
+
 def rechunked(chunks: Iterable[npt.NDArray[Any]], unit: int) -> Iterator[npt.NDArray[Any]]:
     """The same elements in chunks of a multiple of ``unit`` (the last as it comes), each an array of its own."""
     size = max(1, CHUNK_ELEMENTS // unit) * unit

@@ -98,7 +98,8 @@ def convert(
     with staging(prepared, target, inputs=inputs, progress=progress) as staged:
         check_codes(staged.written, prepared.checkpoint, prepared.holdings)
         check_floats(staged.written, prepared.checkpoint, prepared.holdings)
-        result = finish(prepared, staged, read.record(prepared, staged, source), target, read.notes())
+        proof = read.proof(prepared, staged.written, source)
+        result = finish(prepared, staged, read.record(prepared, staged, proof), target, read.notes())
         if source is not None:
             verify_against_source(staged.directory, source)
     return result
@@ -197,11 +198,10 @@ class ReadDirectory:
             notes.append(f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.")
         return tuple(notes)
 
-    def record(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any]:
-        """The record of what was made of it."""
+    def record(self, prepared: Prepared, staged: Staged, proof: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The record of what was made of it, with ``proof``."""
         config, old = self.checkpoint.config, self.old or {}
         known = known_drafter(config) if isinstance(config, DrafterConfig) else None
-
         evidence = {
             role: {
                 **self.entries.get(role, record.UNKNOWN),
@@ -219,7 +219,7 @@ class ReadDirectory:
             set_aside=old.get("set_aside", []),
             kv_inputs=old.get("kv_inputs", {}),
             converted_from=[*old.get("converted_from", []), self._step()],
-            proof=self._proof(prepared, staged, source),
+            proof=proof,
         )
         # Where the head is left out, so is what is said of it.
         kept = ["tuning", *(["ordered_head"] if prepared.holds_ordered_head else [])]
@@ -233,15 +233,19 @@ class ReadDirectory:
             "files": self.sums,
         }
 
-    def _proof(self, prepared: Prepared, staged: Staged, source: Opened | None) -> dict[str, Any] | None:
+    def proof(self, prepared: Prepared, written: Checkpoint, source: Opened | None) -> dict[str, Any] | None:
+        """A new proof where the bundle is at hand, else the one that its record has, marked as inherited.
+
+        Raises:
+            ProofError, CheckpointError: as :func:`~mtp_extract.pipeline.extraction.prove_written`.
+        """
         if source is None:
             proof = self.old["proof"] if self.old is not None else None
             return {**proof, "inherited": True} if proof else None
         source.prefetch()
         drafter = source.drafter(self.checkpoint.mtp.sliding_window)
         rounded = any(self.rounded_before(role) for role in self.entries) or bool(prepared.made)
-        proof = prove_converted(drafter, prepared, staged.written, rounded=rounded)
-        return {**proof.as_json(), "inherited": False}
+        return {**prove_converted(drafter, prepared, written, rounded=rounded).as_json(), "inherited": False}
 
 
 def _entries(old: Mapping[str, Any] | None, floats: Checkpoint) -> dict[str, Mapping[str, Any]]:

@@ -137,7 +137,7 @@ def write_made(
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(staged.directory, staged.written)
         # What was proven was proven of other weights, or another head.
-        record = describe({**origin.record(prepared, staged, None), "proof": None}, staged.weights)
+        record = describe(origin.record(prepared, staged, proof=None), staged.weights)
         return finish(prepared, staged, record, target)
 
 

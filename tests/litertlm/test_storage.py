@@ -102,6 +102,19 @@ def test_floats_that_a_type_cannot_hold() -> None:
     assert float_bytes(np.array([1.0, -2.5], np.float32), TensorType.BFLOAT16, "norm") == b"\x80\x3f\x20\xc0"
 
 
+@pytest.mark.parametrize("type_", [TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_floats_that_are_not_finite_are_stored_in_no_type(type_: TensorType, value: float) -> None:
+    with pytest.raises(UnsupportedError, match="norm: holds values beyond"):
+        float_bytes(np.array([1.0, value], np.float32), type_, "norm")
+
+
+@pytest.mark.parametrize("type_", CODE_TYPES)
+def test_the_ends_of_a_type_are_those_of_its_codes(type_: TensorType) -> None:
+    packing = CODE_TYPES[type_]
+    assert (packing.lowest, packing.highest) == (packing.codes.min(), packing.codes.max())
+
+
 def test_a_row_of_zeros_has_a_scale() -> None:
     for kind, axis, block in (("per_channel", 0, 0), ("blockwise", 0, 4)):
         storage = Storage(TensorType.INT4, (2, 8), kind, axis, block)
