@@ -40,15 +40,10 @@ Found = TypeVar("Found", Agreement, Ranks)
 
 @dataclass(frozen=True)
 class Continuations:
-    """The base's greedy continuations. One entry a prompt, in order.
+    """The base's greedy continuations. One entry a prompt, in order."""
 
-    Attributes:
-        prompts: texts and workloads.
-        texts: prompt and continuation.
-    """
-
-    prompts: tuple[Prompt, ...]
-    texts: tuple[Text, ...]
+    prompts: tuple[Prompt, ...]  # texts and workloads
+    texts: tuple[Text, ...]  # prompt and continuation
 
     @property
     def usable(self) -> tuple[int, ...]:

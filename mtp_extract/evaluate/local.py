@@ -14,15 +14,10 @@ from mtp_extract.speculate.result import Generation
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """Generates in batches of prompts of similar length.
+    """Generates in batches of prompts of similar length."""
 
-    Attributes:
-        generator: base, drafter and tokenizer.
-        batch: prompts at a time.
-    """
-
-    generator: SpeculativeGenerator
-    batch: int = 16
+    generator: SpeculativeGenerator  # base, drafter and tokenizer
+    batch: int = 16  # prompts at a time
 
     def generate(self, prompts: Sequence[Prompt], options: Options) -> list[Generation]:
         """Continue every prompt; results in their order.

@@ -19,17 +19,11 @@ from mtp_extract.speculate.teacher import Agreement
 
 @dataclass(frozen=True)
 class Measured:
-    """Over anchors that have all K targets. N anchors.
+    """Over anchors that have all K targets. N anchors."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        anchor: int64 [N], position of the pending token.
-        stands: F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving.
-    """
-
-    text: Tensor
-    anchor: Tensor
-    stands: Tensor
+    text: Tensor  # int64 [N], index of the text
+    anchor: Tensor  # int64 [N], position of the pending token
+    stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
 
     def of(self, texts: Sequence[int]) -> Measured:
         """The part that belongs to these texts."""
@@ -71,17 +65,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """The difference in mean accepted length between two drafters on the same anchors, after less before.
+    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
 
-    Attributes:
-        mean: over anchors; NaN without any.
-        interval: of it, 95 % over texts; None with too few, and then nothing is certain.
-        texts: how many have an anchor.
-    """
-
-    mean: float
-    interval: Interval | None
-    texts: int
+    mean: float  # over anchors; NaN without any
+    interval: Interval | None  # of it, 95 % over texts; None with too few, and then nothing is certain
+    texts: int  # how many have an anchor
 
     @property
     def better(self) -> bool:

@@ -23,18 +23,12 @@ class AdaptiveDrafts:
     conditional acceptance, each step's rate drawn towards that of all steps while it has seen little. With
     a measured cost ratio the choice depends on the clock: greedy text does not, sampled text with a fixed
     seed does.
-
-    Attributes:
-        most: largest K.
-        least: smallest K; at least 1, so that acceptance goes on being seen.
-        cost_ratio: time of one draft step over time of one verification; None measures it.
-        memory: weight a past round keeps with each new one, in (0, 1].
     """
 
-    most: int = 8
-    least: int = 1
-    cost_ratio: float | None = None
-    memory: float = 0.95
+    most: int = 8  # largest K
+    least: int = 1  # smallest K; at least 1, so that acceptance goes on being seen
+    cost_ratio: float | None = None  # time of one draft step over time of one verification; None measures it
+    memory: float = 0.95  # weight a past round keeps with each new one, in (0, 1]
 
     def __post_init__(self) -> None:
         if not count("least", self.least, least=1) <= count("most", self.most, least=1):

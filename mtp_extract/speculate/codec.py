@@ -20,15 +20,11 @@ _SECONDS, _A_SECOND = 10, 100
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the base is fed it.
+    """A prompt as the base is fed it."""
 
-    Attributes:
-        tokens: ids.
-        bos: who opened it with the base's BOS token: ``template``, ``tokenizer`` or ``prompt`` (its own text or
-            ids); None when it does not begin with one.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # ids
+    # who opened it with the base's BOS token: ``template``, ``tokenizer`` or ``prompt`` (its own text or ids); None
+    # when it does not begin with one
     bos: str | None
 
 

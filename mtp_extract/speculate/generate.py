@@ -38,26 +38,18 @@ from mtp_extract.speculate.trees import AutoTree, Tree
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate.
+    """How to generate."""
 
-    Attributes:
-        max_new_tokens: most tokens to generate, at least 1.
-        drafts: K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
-        sampling: greedy by default.
-        stop_token_ids: tokens that end the text; None takes the base's ``generation_config.eos_token_id``.
-        seed: of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the
-            batch alone.
-        stop: texts that end the text, and are not part of it; they need a tokenizer.
-        chat_template: take a prompt that is text as what a user says in a chat.
-    """
-
-    max_new_tokens: int = 256
+    max_new_tokens: int = 256  # most tokens to generate, at least 1
+    # K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
     drafts: int | AdaptiveDrafts | Tree | AutoTree = 3
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=Sampling)  # greedy by default
+    # tokens that end the text; None takes the base's ``generation_config.eos_token_id``
     stop_token_ids: Sequence[int] | None = None
+    # of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the batch alone.
     seed: int = 0
-    stop: str | Sequence[str] = ()
-    chat_template: bool = False
+    stop: str | Sequence[str] = ()  # texts that end the text, and are not part of it; they need a tokenizer
+    chat_template: bool = False  # take a prompt that is text as what a user says in a chat
 
     def __post_init__(self) -> None:
         count("max_new_tokens", self.max_new_tokens, least=1)
@@ -146,25 +138,15 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where the active sequences stand when a round begins, on the device: nothing of it is read in Python.
+    """Where the active sequences stand when a round begins, on the device: nothing of it is read in Python."""
 
-    Attributes:
-        cache: the base's K and V.
-        fed: what the base was fed last.
-        hidden: [batch, width], the state that predicted the pending token.
-        pending: int64 [batch].
-        position: int64 [batch], that of the pending token.
-        left: int64 [batch], tokens that may still be added.
-        numbers: random ones.
-    """
-
-    cache: SlotCache
-    fed: Fed
-    hidden: Tensor
-    pending: Tensor
-    position: Tensor
-    left: Tensor
-    numbers: _Numbers
+    cache: SlotCache  # the base's K and V
+    fed: Fed  # what the base was fed last
+    hidden: Tensor  # [batch, width], the state that predicted the pending token
+    pending: Tensor  # int64 [batch]
+    position: Tensor  # int64 [batch], that of the pending token
+    left: Tensor  # int64 [batch], tokens that may still be added
+    numbers: _Numbers  # random ones
 
     def after(self, fed: Fed, verdict: Verdict) -> _Standing:
         """After a round."""

@@ -29,20 +29,13 @@ class Nodes:
     """A tree for every sequence: the pending token at index 0, then the drafts, parents before their children.
 
     Where all sequences have the same shape, ``depth``, ``parent``, ``rank`` and ``sees`` have a batch of one.
-
-    Attributes:
-        tokens: int64 [batch, nodes].
-        depth: int64 [batch, nodes], steps from the root.
-        parent: int64 [batch, nodes]; the root's is the root.
-        rank: int64 [batch, nodes], the place of the draft among those of its parent, by the drafter's probability.
-        sees: bool [batch, nodes, nodes]: the column is the row's node itself, or on the way to it.
     """
 
-    tokens: Tensor
-    depth: Tensor
-    parent: Tensor
-    rank: Tensor
-    sees: Tensor
+    tokens: Tensor  # int64 [batch, nodes]
+    depth: Tensor  # int64 [batch, nodes], steps from the root
+    parent: Tensor  # int64 [batch, nodes]; the root's is the root
+    rank: Tensor  # int64 [batch, nodes], the place of the draft among those of its parent, by the drafter's probability
+    sees: Tensor  # bool [batch, nodes, nodes]: the column is the row's node itself, or on the way to it
 
     @classmethod
     def root(cls, pending: Tensor) -> Nodes:
@@ -53,18 +46,13 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Level:
-    """One step of a fixed tree.
+    """One step of a fixed tree."""
 
-    Attributes:
-        inner: int64, which drafts of the level before have children; None: all.
-        parents: int64, of each of these, where its own parent stood among those stepped before; None: in order.
-        most: children of one draft, by rank.
-        picked: int64, of each draft of this level, its place in [those stepped, ranks], flat; None: all, in order.
-    """
-
-    inner: Tensor | None
+    inner: Tensor | None  # int64, which drafts of the level before have children; None: all
+    # int64, of each of these, where its own parent stood among those stepped before; None: in order
     parents: Tensor | None
-    most: int
+    most: int  # children of one draft, by rank
+    # int64, of each draft of this level, its place in [those stepped, ranks], flat; None: all, in order
     picked: Tensor | None
 
 

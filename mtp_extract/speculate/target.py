@@ -21,13 +21,9 @@ _MASK_FORMS = {"sdpa": False, "eager": True}
 
 @dataclass(frozen=True)
 class FullPass(Fed):
-    """One forward over whole sequences, without a cache.
+    """One forward over whole sequences, without a cache."""
 
-    Attributes:
-        shared_kv: layer type → K and V, each [batch, KV heads, length, head_dim].
-    """
-
-    shared_kv: Mapping[str, KV]
+    shared_kv: Mapping[str, KV]  # layer type → K and V, each [batch, KV heads, length, head_dim]
 
 
 class Base:

@@ -50,21 +50,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was drafted and what the text says, for every anchor. N anchors, K steps.
+    """What was drafted and what the text says, for every anchor. N anchors, K steps."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        anchor: int64 [N], position of the pending token.
-        drafts: int64 [N, K].
-        targets: int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end.
-        top5: bool [N, K], the target is among the five most likely.
-    """
-
-    text: Tensor
-    anchor: Tensor
-    drafts: Tensor
-    targets: Tensor
-    top5: Tensor
+    text: Tensor  # int64 [N], index of the text
+    anchor: Tensor  # int64 [N], position of the pending token
+    drafts: Tensor  # int64 [N, K]
+    targets: Tensor  # int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end
+    top5: Tensor  # bool [N, K], the target is among the five most likely
 
     @property
     def steps(self) -> int:
@@ -104,15 +96,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps.
+    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        ranks: int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1
-            past the text's end, and more than any tree holds where it cannot draft them at all.
-    """
-
-    text: Tensor
+    text: Tensor  # int64 [N], index of the text
+    # int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1 past the
+    # text's end, and more than any tree holds where it cannot draft them at all.
     ranks: Tensor
 
     def of(self, texts: Sequence[int]) -> Ranks:

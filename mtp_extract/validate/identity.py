@@ -40,19 +40,12 @@ from mtp_extract.report.tables import REPORT_FILES
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked.
+    """One thing that was checked."""
 
-    Attributes:
-        name: key in the report.
-        what: what it asks.
-        passed: None where it was not run.
-        evidence: figures, or what is wrong, the first place first.
-    """
-
-    name: str
-    what: str
-    passed: bool | None
-    evidence: str
+    name: str  # key in the report
+    what: str  # what it asks
+    passed: bool | None  # None where it was not run
+    evidence: str  # figures, or what is wrong, the first place first
 
 
 NEEDED = ("config", "files", "tensors", "execution")
@@ -171,17 +164,11 @@ def _differences(expected: Mapping[str, Any], found: Mapping[str, Any], prefix: 
 
 @dataclass(frozen=True)
 class _Compared:
-    """Every role of a directory, beside the file's.
+    """Every role of a directory, beside the file's."""
 
-    Attributes:
-        check: whether all are the file's.
-        different: roles that are not, in the order of execution.
-        rounded: roles that are the file's but for one rounding.
-    """
-
-    check: Check
-    different: tuple[str, ...]
-    rounded: frozenset[str]
+    check: Check  # whether all are the file's
+    different: tuple[str, ...]  # roles that are not, in the order of execution
+    rounded: frozenset[str]  # roles that are the file's but for one rounding
 
 
 def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compared:

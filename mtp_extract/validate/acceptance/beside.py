@@ -20,45 +20,27 @@ from mtp_extract.validate.acceptance.pair import PairFacts
 
 @dataclass(frozen=True)
 class DrafterFacts:
-    """What a drafter is, by its record and its weights.
+    """What a drafter is, by its record and its weights."""
 
-    Attributes:
-        name: as it is called beside the others.
-        format: the layout of its directory.
-        made: "extracted" from a bundle, "tuned", or "unknown" where no record says.
-        mode: how it was tuned; None if it was not.
-        ordered_head: None for a dense head.
-        reads: in one draft step.
-    """
-
-    name: str
-    format: str
-    made: str
-    mode: str | None
-    ordered_head: OrderedHeadConfig | None
-    reads: StepReads
+    name: str  # as it is called beside the others
+    format: str  # the layout of its directory
+    made: str  # "extracted" from a bundle, "tuned", or "unknown" where no record says
+    mode: str | None  # how it was tuned; None if it was not
+    ordered_head: OrderedHeadConfig | None  # None for a dense head
+    reads: StepReads  # in one draft step
 
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """How it drafts.
-
-    Attributes:
-        agreement: over all texts.
-        workloads: the same by workload.
-        generation: by name of what was drafted.
-        change: in mean accepted length from the first drafter to this one; 0 for the first itself.
-        changes: the same by workload.
-        pair: what a round of it and the base holds; None where no text was long enough to draft from.
-    """
+    """How it drafts."""
 
     facts: DrafterFacts
-    agreement: WorkloadFigures
-    workloads: Mapping[str, WorkloadFigures]
-    generation: GenerationResult
-    change: Change
-    changes: Mapping[str, Change]
-    pair: PairFacts | None
+    agreement: WorkloadFigures  # over all texts
+    workloads: Mapping[str, WorkloadFigures]  # the same by workload
+    generation: GenerationResult  # by name of what was drafted
+    change: Change  # in mean accepted length from the first drafter to this one; 0 for the first itself
+    changes: Mapping[str, Change]  # the same by workload
+    pair: PairFacts | None  # what a round of it and the base holds; None where no text was long enough to draft from
 
 
 def facts_of(directory: Path, name: str) -> DrafterFacts:

@@ -16,19 +16,13 @@ from mtp_extract.validate.acceptance.wanted import Wanted, steps_to_rank
 
 @dataclass(frozen=True)
 class Drafting:
-    """What is drafted a round.
+    """What is drafted a round."""
 
-    Attributes:
-        name: of a chain its number of drafts, of a tree what it was asked for as.
-        what: a chain's number of drafts, or a tree.
-        expected: mean accepted length: of a chain from agreement, of a tree from ranks; None for one that is grown.
-        chosen_on: indices of the texts whose ranks chose the tree; empty where none did.
-    """
-
-    name: str
-    what: int | Tree | AutoTree
+    name: str  # of a chain its number of drafts, of a tree what it was asked for as
+    what: int | Tree | AutoTree  # a chain's number of drafts, or a tree
+    # mean accepted length: of a chain from agreement, of a tree from ranks; None for one that is grown
     expected: float | None
-    chosen_on: tuple[int, ...] = ()
+    chosen_on: tuple[int, ...] = ()  # indices of the texts whose ranks chose the tree; empty where none did
 
     @property
     def drafts(self) -> int:

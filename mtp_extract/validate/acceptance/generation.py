@@ -32,73 +32,48 @@ _FLOAT32_TIE = 1e-3
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a text first differs from the base's own.
+    """Where a text first differs from the base's own."""
 
-    Attributes:
-        prompt: index.
-        token: index among the generated tokens.
-        tie: whether the margin is within what the base's dtype can tell apart.
-        margin: logit of the base's token less that of the other, in one forward over the text. Near 0 the two
-            tie, and the shape of a matrix product decides. None where one text only ends earlier.
-    """
-
-    prompt: int
-    token: int
+    prompt: int  # index
+    token: int  # index among the generated tokens
+    # logit of the base's token less that of the other, in one forward over the text. Near 0 the two tie, and the shape
+    # of a matrix product decides. None where one text only ends earlier.
     margin: float | None
-    tie: bool
+    tie: bool  # whether the margin is within what the base's dtype can tell apart
 
 
 @dataclass(frozen=True)
 class DraftLengthResult:
-    """One chain, or one tree.
+    """One chain, or one tree."""
 
-    Attributes:
-        name: "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree.
-        tree: what it can be asked for as again; None of a chain.
-        paths: of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is
-            grown anew in every round.
-        drafts: most that the base verifies a round.
-        depth: most steps of the drafter a round; of a chain, as many as drafts.
-        accepted, rounds: over all prompts but those whose text repeats another's; rounds that drafted something.
-        drafted: steps of the drafter in these rounds; in a chain each is one draft.
-        acceptance: accepted / drafted.
-        mean_accepted_length: 1 + accepted / rounds.
-        mean_accepted_interval: 95 % of that, over prompts; None with too few.
-        expected: mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from
-            the ranks of the base's tokens; None of a tree that is grown.
-        chosen_on: how many texts chose the tree by their ranks; 0 where none did.
-        elsewhere: mean accepted length of the prompts that did not choose the tree; None where none did.
-        unconditional: by step, drafts that stand together with all before them, of rounds that drafted it.
-        conditional: by step, of those that accepted all before it.
-        identical_prompts: texts equal to the base's, of ``prompts``.
-        divergences: the others.
-        base_tokens_per_s, speculative_tokens_per_s: batch of one, after the first token.
-        verify_ms, draft_ms: mean of a round, batch of one.
-    """
-
-    name: str
-    tree: str | None
+    name: str  # "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree
+    tree: str | None  # what it can be asked for as again; None of a chain
+    # of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is grown anew in
+    # every round
     paths: tuple[tuple[int, ...], ...] | None
-    drafts: int
-    depth: int
-    accepted: int
-    drafted: int
-    rounds: int
-    acceptance: float
-    mean_accepted_length: float
-    mean_accepted_interval: Interval | None
+    drafts: int  # most that the base verifies a round
+    depth: int  # most steps of the drafter a round; of a chain, as many as drafts
+    accepted: int  # over all prompts but those whose text repeats another's
+    drafted: int  # steps of the drafter in these rounds; in a chain each is one draft
+    rounds: int  # over the same prompts, that drafted something
+    acceptance: float  # accepted / drafted
+    mean_accepted_length: float  # 1 + accepted / rounds
+    mean_accepted_interval: Interval | None  # 95 % of that, over prompts; None with too few
+    # mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from the ranks
+    # of the base's tokens; None of a tree that is grown
     expected: float | None
-    chosen_on: int
-    elsewhere: float | None
+    chosen_on: int  # how many texts chose the tree by their ranks; 0 where none did
+    elsewhere: float | None  # mean accepted length of the prompts that did not choose the tree; None where none did
+    # by step, drafts that stand together with all before them, of rounds that drafted it
     unconditional: tuple[Proportion, ...]
-    conditional: tuple[Proportion, ...]
+    conditional: tuple[Proportion, ...]  # by step, of those that accepted all before it
     prompts: int
-    identical_prompts: int
-    divergences: tuple[Divergence, ...]
-    base_tokens_per_s: float
-    speculative_tokens_per_s: float
-    verify_ms: float
-    draft_ms: float
+    identical_prompts: int  # texts equal to the base's, of ``prompts``
+    divergences: tuple[Divergence, ...]  # the others
+    base_tokens_per_s: float  # batch of one, after the first token
+    speculative_tokens_per_s: float  # likewise
+    verify_ms: float  # mean of a round, batch of one
+    draft_ms: float  # likewise
 
     @property
     def identical(self) -> bool:
@@ -129,17 +104,11 @@ class DraftLengthResult:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """All chains, then all trees.
+    """All chains, then all trees."""
 
-    Attributes:
-        lengths: one each, of different names.
-        timed: prompts behind the times.
-        base_ms: one forward of the base over one token.
-    """
-
-    lengths: tuple[DraftLengthResult, ...]
-    timed: int
-    base_ms: float
+    lengths: tuple[DraftLengthResult, ...]  # one each, of different names
+    timed: int  # prompts behind the times
+    base_ms: float  # one forward of the base over one token
 
     @property
     def chains(self) -> tuple[DraftLengthResult, ...]:

@@ -20,21 +20,13 @@ from mtp_extract.speculate.teacher import Agreement, Text
 
 @dataclass(frozen=True)
 class TrivialResult:
-    """A trivial drafter beside the real one.
+    """A trivial drafter beside the real one."""
 
-    Attributes:
-        name: "most frequent token" or "bigram".
-        share: of positions at which it drafts the base's token.
-        difference: real less trivial.
-        interval: 95 % of that, over texts; None with too few.
-        texts: how many.
-    """
-
-    name: str
-    share: float
-    difference: float
-    interval: Interval | None
-    texts: int
+    name: str  # "most frequent token" or "bigram"
+    share: float  # of positions at which it drafts the base's token
+    difference: float  # real less trivial
+    interval: Interval | None  # 95 % of that, over texts; None with too few
+    texts: int  # how many
 
     @property
     def better(self) -> bool:

@@ -38,21 +38,13 @@ _SHARE_OF_RANGE = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """One draft step.
+    """One draft step."""
 
-    Attributes:
-        label: where it is from.
-        embedding: [base width], scaled.
-        hidden: [base width].
-        kv: layer type → K and V, each [KV heads, position + 1, head_dim].
-        position: the query's, and the last visible slot.
-    """
-
-    label: str
-    embedding: Floats
-    hidden: Floats
-    kv: Mapping[str, tuple[Floats, Floats]]
-    position: int
+    label: str  # where it is from
+    embedding: Floats  # [base width], scaled
+    hidden: Floats  # [base width]
+    kv: Mapping[str, tuple[Floats, Floats]]  # layer type → K and V, each [KV heads, position + 1, head_dim]
+    position: int  # the query's, and the last visible slot
 
 
 def random_cases(config: DrafterConfig, interface: Interface, count: int, seed: int) -> list[Case]:

@@ -51,25 +51,15 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences over all samples. ``range`` is the interpreter's largest output less its smallest, per sample.
+    """Differences over all samples. ``range`` is the interpreter's largest output less its smallest, per sample."""
 
-    Attributes:
-        n: samples.
-        max_abs: largest absolute difference.
-        max_of_range: largest difference as a share of the sample's range.
-        relative: largest ‖difference‖ / ‖interpreter's‖.
-        cosine: smallest cosine.
-        top1: share of samples with the same largest entry.
-        top5: mean share of the five largest entries in common.
-    """
-
-    n: int
-    max_abs: float
-    max_of_range: float
-    relative: float
-    cosine: float
-    top1: float
-    top5: float
+    n: int  # samples
+    max_abs: float  # largest absolute difference
+    max_of_range: float  # largest difference as a share of the sample's range
+    relative: float  # largest ‖difference‖ / ‖interpreter's‖
+    cosine: float  # smallest cosine
+    top1: float  # share of samples with the same largest entry
+    top5: float  # mean share of the five largest entries in common
 
 
 @dataclass(frozen=True)
@@ -83,33 +73,20 @@ class RoleParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result.
+    """The result."""
 
-    Attributes:
-        kernels: the interpreter's.
-        float, emulated: of the logits.
-        emulated_alone: emulated, each value rounded by itself even where the last bit of a sum decides.
-        float_projected, emulated_projected: of the projected state.
-        roles: in order of execution, for every operator whose result could be read.
-        kinds: how many matrices the graph multiplies in which way.
-        rounded_attention: whether the graph computes attention in integers too.
-        followed: values rounded as the interpreter did, of all rounded.
-        weights: how the checkpoint's tensors compare with the file's.
-        cases: where the samples are from.
-    """
-
-    kernels: str
-    float: Comparison
-    emulated: Comparison
-    emulated_alone: Comparison
-    float_projected: Comparison
-    emulated_projected: Comparison
-    roles: tuple[RoleParity, ...]
-    kinds: Mapping[str, int]
-    rounded_attention: bool
-    followed: Followed
-    weights: Restored
-    cases: tuple[str, ...]
+    kernels: str  # the interpreter's
+    float: Comparison  # of the logits
+    emulated: Comparison  # of the logits
+    emulated_alone: Comparison  # emulated, each value rounded by itself even where the last bit of a sum decides
+    float_projected: Comparison  # of the projected state
+    emulated_projected: Comparison  # of the projected state
+    roles: tuple[RoleParity, ...]  # in order of execution, for every operator whose result could be read
+    kinds: Mapping[str, int]  # how many matrices the graph multiplies in which way
+    rounded_attention: bool  # whether the graph computes attention in integers too
+    followed: Followed  # values rounded as the interpreter did, of all rounded
+    weights: Restored  # how the checkpoint's tensors compare with the file's
+    cases: tuple[str, ...]  # where the samples are from
 
     @property
     def agrees(self) -> bool:

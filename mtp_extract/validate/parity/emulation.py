@@ -50,16 +50,11 @@ _FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one matrix is multiplied.
+    """How one matrix is multiplied."""
 
-    Attributes:
-        kind: "float", "dynamic" or "static".
-        input, output: recorded scales, for static.
-    """
-
-    kind: str
-    input: Activation | None
-    output: Activation | None
+    kind: str  # "float", "dynamic" or "static"
+    input: Activation | None  # recorded scales, for static
+    output: Activation | None  # likewise
 
 
 def schemes(source: SourceDrafter) -> dict[str, Scheme]:
@@ -136,17 +131,11 @@ class Guide:
 
 @dataclass(frozen=True)
 class Restored:
-    """How the checkpoint's tensors compare with the file's. Roles, in the order of the graph.
+    """How the checkpoint's tensors compare with the file's. Roles, in the order of the graph."""
 
-    Attributes:
-        exact: equal.
-        rounded: equal once rounded to BF16 or F16, or with its scales rounded.
-        different: neither.
-    """
-
-    exact: tuple[str, ...]
-    rounded: tuple[str, ...]
-    different: tuple[str, ...]
+    exact: tuple[str, ...]  # equal
+    rounded: tuple[str, ...]  # equal once rounded to BF16 or F16, or with its scales rounded
+    different: tuple[str, ...]  # neither
 
 
 @dataclass(frozen=True)

@@ -57,40 +57,24 @@ class Codes:
 
 @dataclass(frozen=True)
 class Cache:
-    """One cache input.
+    """One cache input."""
 
-    Attributes:
-        name: of the signature input.
-        shape: as declared; ``[1, KV heads, slots, head_dim]``, or with the last two exchanged.
-        transposed: whether the last two are exchanged.
-        codes: None for float.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool
-    codes: Codes | None
+    name: str  # of the signature input
+    shape: tuple[int, ...]  # as declared; ``[1, KV heads, slots, head_dim]``, or with the last two exchanged
+    transposed: bool  # whether the last two are exchanged
+    codes: Codes | None  # None for float
 
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs of a drafter's signature.
+    """The inputs of a drafter's signature."""
 
-    Attributes:
-        caches: layer type → K, V.
-        slots: length of the caches.
-        window: slots a sliding layer sees; None without sliding layers.
-        activations: how the input of that name is stored; None for float.
-        activations_largest: the largest number that survives the first quantization; None where it is float.
-        others: the inputs that are no caches.
-    """
-
-    caches: Mapping[str, tuple[Cache, Cache]]
-    slots: int
-    window: int | None
-    activations: Codes | None
-    activations_largest: float | None
-    others: frozenset[str]
+    caches: Mapping[str, tuple[Cache, Cache]]  # layer type → K, V
+    slots: int  # length of the caches
+    window: int | None  # slots a sliding layer sees; None without sliding layers
+    activations: Codes | None  # how the input of that name is stored; None for float
+    activations_largest: float | None  # the largest number that survives the first quantization; None where it is float
+    others: frozenset[str]  # the inputs that are no caches
 
 
 def codes_of(tensor: Tensor) -> Codes | None:

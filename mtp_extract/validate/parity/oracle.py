@@ -65,21 +65,13 @@ class Kernels(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """The operator that reads a role's constant.
+    """The operator that reads a role's constant."""
 
-    Attributes:
-        role: "layers.0.q_proj", …
-        node: the operator.
-        tensor: its result in the signature's own subgraph; None when it stays inside a composite.
-        operand: what it multiplies the constant with, likewise.
-        factor: the graph computes ``factor`` times the reference's value.
-    """
-
-    role: str
-    node: Node
-    tensor: Tensor | None
-    operand: Tensor | None
-    factor: float
+    role: str  # "layers.0.q_proj", …
+    node: Node  # the operator
+    tensor: Tensor | None  # its result in the signature's own subgraph; None when it stays inside a composite
+    operand: Tensor | None  # what it multiplies the constant with, likewise
+    factor: float  # the graph computes ``factor`` times the reference's value
 
 
 def readings(source: SourceDrafter) -> dict[str, Reading]:
@@ -167,20 +159,13 @@ def _execution_order(role: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class OracleRun:
-    """What the interpreter computed, as float32, flattened.
+    """What the interpreter computed, as float32, flattened."""
 
-    Attributes:
-        logits: [vocabulary].
-        projected: [base width].
-        watched: role → the result of its operator, divided by the role's factor.
-        operands: role of a matrix → what it was multiplied with.
-        products: layer → operand and result of Q·K, operand and result of P·V, where they are integers; shaped.
-    """
-
-    logits: NDArray[np.float32]
-    projected: NDArray[np.float32]
-    watched: Mapping[str, NDArray[np.float32]]
-    operands: Mapping[str, NDArray[np.float32]]
+    logits: NDArray[np.float32]  # [vocabulary]
+    projected: NDArray[np.float32]  # [base width]
+    watched: Mapping[str, NDArray[np.float32]]  # role → the result of its operator, divided by the role's factor
+    operands: Mapping[str, NDArray[np.float32]]  # role of a matrix → what it was multiplied with
+    # layer → operand and result of Q·K, operand and result of P·V, where they are integers; shaped
     products: Mapping[str, tuple[NDArray[np.float32] | None, ...]]
 
 
