@@ -20,7 +20,8 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import position_masks
 from mtp_extract.graph.drafter import ACTIVATIONS
-from mtp_extract.validate.parity.interface import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Cache, Interface
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
+from mtp_extract.validate.parity.interface import Cache, Interface
 
 if TYPE_CHECKING:
     from mtp_extract.speculate.target import Base

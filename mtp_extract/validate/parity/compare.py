@@ -73,8 +73,6 @@ class RoleParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result."""
-
     kernels: str  # the interpreter's
     float: Comparison  # of the logits
     emulated: Comparison  # of the logits
@@ -127,12 +125,8 @@ def measure_parity(
     """Compare ``drafter`` with the interpreter on ``samples`` random cases, and on ``cases`` besides.
 
     Args:
-        drafter: what was extracted, on the CPU.
-        source: the file it came from, open.
+        drafter: on the CPU.
         cases: more cases, given the interface: those from a base model.
-        samples: random ones.
-        seed: of the random ones.
-        kernels: the interpreter's.
 
     Raises:
         PairError: the file holds a drafter of another shape.
@@ -161,6 +155,9 @@ def measure_parity(
     def compare(name: str, pick: Callable[[Any], Floats]) -> Comparison:
         return _compare([pick(run) for run in ours[name]], [pick(run) for run in theirs])
 
+    def compare_role(role: str) -> RoleParity:
+        return RoleParity(role, *(compare(name, lambda run: run.watched[role]) for name in ("float", "emulated")))
+
     return Parity(
         kernels=kernels.value,
         float=compare("float", lambda run: run.logits),
@@ -168,10 +165,7 @@ def measure_parity(
         emulated_alone=compare("alone", lambda run: run.logits),
         float_projected=compare("float", lambda run: run.projected),
         emulated_projected=compare("emulated", lambda run: run.projected),
-        roles=tuple(
-            RoleParity(role, compare("float", _watched(role)), compare("emulated", _watched(role)))
-            for role in _in_order(theirs[0].watched)
-        ),
+        roles=tuple(map(compare_role, theirs[0].watched)),
         kinds=dict(Counter(scheme.kind for scheme in plan.values())),
         rounded_attention=bool(attention),
         followed=guided.followed,
@@ -222,14 +216,6 @@ def _guide(run: OracleRun, plan: Mapping[str, Scheme]) -> Guide:
     )
 
 
-def _watched(role: str) -> Callable[[Any], Floats]:
-    def pick(run: Any) -> Floats:
-        found: Floats = run.watched[role]
-        return found
-
-    return pick
-
-
 _SHAPE = (
     "hidden_size",
     "backbone_hidden_size",
@@ -278,23 +264,6 @@ def _reference(model: MtpDrafter, arguments: Iterable[Any], roles: Iterable[str]
         for handle in handles:
             handle.remove()
     return _Run(logits.float().numpy().reshape(-1), projected.float().numpy().reshape(-1), watched)
-
-
-_PARTS = (
-    *("pre_attention_norm", "q_proj", "q_norm", "o_proj", "post_attention_norm"),
-    *("pre_ffw_norm", "gate_proj", "up_proj", "down_proj", "post_ffw_norm", "layer_scalar"),
-)
-_AROUND = {"pre_projection": -1, "final_norm": 1 << 20, "lm_head": (1 << 20) + 1, "post_projection": (1 << 20) + 2}
-
-
-def _in_order(roles: Iterable[str]) -> list[str]:
-    def key(role: str) -> tuple[int, int]:
-        if role in _AROUND:
-            return _AROUND[role], 0
-        _, layer, part = role.split(".")
-        return int(layer), _PARTS.index(part)
-
-    return sorted(roles, key=key)
 
 
 @np.errstate(all="ignore")
