@@ -29,7 +29,7 @@ def _steps(text: str) -> list[int]:
 
 
 def _trees(asked: Sequence[str]) -> list[str]:
-    from mtp_extract.validate.acceptance.wanted import parse_wanted
+    from mtp_extract.validate.acceptance.drafting import parse_wanted
 
     try:
         return [text for text in asked if parse_wanted(text)]

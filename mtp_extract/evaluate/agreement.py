@@ -21,13 +21,12 @@ from typing import TypeVar
 import torch
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.evaluate.batches import generate_in_batches, groups
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.arithmetic import Proportion
-from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
@@ -60,7 +59,7 @@ class Continuations:
         """Share of eight-token runs of the continuations that stand earlier in the same one: how much is loops."""
         seen = total = 0
         for text in self.texts:
-            new = text.tokens[text.prompt_length :]
+            new = text.continuation
             runs = [tuple(new[at : at + _RUN]) for at in range(len(new) - _RUN + 1)]
             seen, total = seen + len(runs) - len(set(runs)), total + len(runs)
         return seen / total if total else 0.0
@@ -104,10 +103,16 @@ class WorkloadFigures:
 
 
 def continue_greedily(
-    engine: LocalEngine, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, new_tokens: int
+    generator: SpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[Encoded],
+    *,
+    new_tokens: int,
+    batch: int,
 ) -> Continuations:
     """The base's own text after each prompt, without drafts."""
-    results = engine.generate(encoded, Options(max_new_tokens=new_tokens, drafts=0))
+    options = Options(max_new_tokens=new_tokens, drafts=0)
+    results = generate_in_batches(generator, encoded, options, batch=batch)
     texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
     return Continuations(tuple(prompts), tuple(texts))
 

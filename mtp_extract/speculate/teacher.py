@@ -43,6 +43,16 @@ class Text:
     prompt_length: int
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """What was given."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def continuation(self) -> tuple[int, ...]:
+        """What the base wrote."""
+        return self.tokens[self.prompt_length :]
+
+    @property
     def anchors(self) -> range:
         """Pending positions: first generated token to last but one; never 0, with nothing before it."""
         return range(max(1, self.prompt_length), len(self.tokens) - 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtp_extract.evaluate.agreement import WorkloadFigures
-from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.identity import NEEDED, Check
@@ -32,17 +32,17 @@ class Validation:
 
     directory: str  # the checkpoint
     source: str | None  # name of the file it was compared with
-    base: BaseFacts | None  # the base model
     settings: Mapping[str, Any]  # prompts, lengths, seeds: what a second run needs
-    checks: tuple[Check, ...]  # what was checked against the file; empty without one
-    parity: Parity | None  # against the interpreter
-    agreement: WorkloadFigures | None  # over all texts
-    workloads: Mapping[str, WorkloadFigures]  # the same by workload
-    trivial: tuple[TrivialResult, ...]  # what drafters that know nothing of the base reach on the same texts
-    controls: tuple[ControlResult, ...]  # in the order of the table
-    generation: GenerationResult | None  # chains and trees
-    drafters: tuple[DrafterFigures, ...]  # this one first, then those beside it, on the same texts
-    notes: tuple[str, ...]  # things worth knowing that are not errors
+    base: BaseFacts | None = None
+    checks: tuple[Check, ...] = ()  # against the file; empty without one
+    parity: Parity | None = None  # with the interpreter
+    agreement: WorkloadFigures | None = None  # over all texts
+    workloads: Mapping[str, WorkloadFigures] = field(default_factory=dict)  # the same by workload
+    trivial: tuple[TrivialResult, ...] = ()  # what drafters that know nothing of the base reach on the same texts
+    controls: tuple[ControlResult, ...] = ()  # in the order of the table
+    generation: GenerationResult | None = None  # chains and trees
+    drafters: tuple[DrafterFigures, ...] = ()  # this one first, then those it is compared with, on the same texts
+    notes: tuple[str, ...] = ()  # things worth knowing that are not errors
 
     @property
     def proven(self) -> bool:

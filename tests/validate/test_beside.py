@@ -25,7 +25,7 @@ from mtp_extract.evaluate.reads import reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.report.tables import measurements
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.beside import facts_of
+from mtp_extract.validate.acceptance.drafters import facts_of
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.result import Validation

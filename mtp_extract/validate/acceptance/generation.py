@@ -7,27 +7,27 @@ are of a batch of one, where drafting pays, over a few prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 
 from mtp_extract.evaluate.agreement import Continuations
-from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.evaluate.batches import generate_in_batches
 from mtp_extract.speculate.arithmetic import Proportion
-from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval, share_interval
 from mtp_extract.speculate.result import Generation, Round, conditional_by_step, unconditional_by_step
 from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 _FASTER = 0.9
 """Of the time of one token: what chance alone does not make of the time of a round."""
 
-
-# What the order of additions over a whole model can move a logit by, in float32.
 _FLOAT32_TIE = 1e-3
+"""What the order of additions over a whole model can move a logit by, in float32."""
 
 
 @dataclass(frozen=True)
@@ -142,30 +142,28 @@ class GenerationResult:
 
 
 def measure_generation(
-    engine: LocalEngine,
-    base: Base,
+    generator: SpeculativeGenerator,
     continuations: Continuations,
     draftings: Sequence[Drafting],
     *,
+    batch: int,
     new_tokens: int,
     timed: int,
 ) -> GenerationResult:
     """Generate with each of ``draftings``.
 
     Args:
-        engine: generates.
-        base: its base, which says how near two tokens were where texts part.
         continuations: what the base alone wrote; texts must equal these.
         draftings: chains and trees, of different names.
+        batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
     """
-    prompts = [text.tokens[: text.prompt_length] for text in continuations.texts]
-    chosen = _spread(continuations, timed)
+    texts, chosen = continuations.texts, _spread(continuations, timed)
 
     def run(indices: Sequence[int], drafting: Drafting | None) -> list[Generation]:
-        drafts = 0 if drafting is None else drafting.what
-        return engine.generate([prompts[i] for i in indices], Options(max_new_tokens=new_tokens, drafts=drafts))
+        options = Options(max_new_tokens=new_tokens, drafts=0 if drafting is None else drafting.what)
+        return generate_in_batches(generator, [texts[i].prompt for i in indices], options, batch=batch)
 
     def one_by_one(drafting: Drafting | None) -> list[Generation]:
         return [result for index in chosen for result in run([index], drafting)]
@@ -175,28 +173,17 @@ def measure_generation(
     plain = one_by_one(None)
     results = []
     for drafting in draftings:
-        together = run(range(len(prompts)), drafting)
-        alone = one_by_one(drafting)
-        wrong = [
-            _divergence(base, continuations, index, result.tokens)
-            for index, result in enumerate(together)
-            if result.tokens != _own(continuations, index)
-        ]
+        together, alone = run(range(len(texts)), drafting), one_by_one(drafting)
+        differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
         # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
-        wrong += [
-            _divergence(base, continuations, index, fast.tokens)
-            for index, fast, slow in zip(chosen, alone, plain, strict=True)
-            if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
-        ]
-        counted = [result for index, result in enumerate(together) if index not in continuations.repeats]
-        rounds = _drafting_rounds(counted)
-        timed_rounds = _drafting_rounds(alone)
+        for index, fast, slow in zip(chosen, alone, plain, strict=True):
+            if fast.tokens != slow.tokens:
+                differing.setdefault(index, fast.tokens)
+        wrong = [_divergence(generator.base, texts[i], i, tokens) for i, tokens in differing.items()]
+        counted = {i: result for i, result in enumerate(together) if i not in continuations.repeats}
+        others = [result for i, result in counted.items() if i not in drafting.chosen_on]
+        rounds, timed_rounds = _drafting_rounds(counted.values()), _drafting_rounds(alone)
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
-        others = [
-            result
-            for index, result in enumerate(together)
-            if index not in drafting.chosen_on and index not in continuations.repeats
-        ]
         results.append(
             DraftLengthResult(
                 name=drafting.name,
@@ -209,7 +196,7 @@ def measure_generation(
                 rounds=len(rounds),
                 acceptance=accepted / drafted if drafted else math.nan,
                 mean_accepted_length=_mean_length(rounds),
-                mean_accepted_interval=_interval([result.rounds for result in counted], drafting.depth),
+                mean_accepted_interval=_interval(counted.values(), drafting.depth),
                 expected=drafting.expected,
                 chosen_on=len(drafting.chosen_on),
                 elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
@@ -220,15 +207,19 @@ def measure_generation(
                 divergences=tuple(wrong),
                 base_tokens_per_s=_rate(plain),
                 speculative_tokens_per_s=_rate(alone),
-                verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else math.nan,
-                draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else math.nan,
+                verify_ms=_mean([r.verify_ms for r in timed_rounds]),
+                draft_ms=_mean([r.draft_ms for r in timed_rounds]),
             )
         )
-    base_rounds = [r.verify_ms for result in plain for r in result.rounds]
-    return GenerationResult(tuple(results), len(chosen), fmean(base_rounds) if base_rounds else math.nan)
+    base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
+    return GenerationResult(tuple(results), len(chosen), base_ms)
 
 
-def _drafting_rounds(results: Sequence[Generation]) -> list[Round]:
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _drafting_rounds(results: Iterable[Generation]) -> list[Round]:
     return [r for result in results for r in result.rounds if r.drafted]
 
 
@@ -236,16 +227,11 @@ def _mean_length(rounds: Sequence[Round]) -> float:
     return 1 + sum(r.accepted for r in rounds) / len(rounds) if rounds else math.nan
 
 
-def _interval(prompts: Sequence[Sequence[Round]], depth: int) -> Interval | None:
+def _interval(results: Iterable[Generation], depth: int) -> Interval | None:
     """Of the mean accepted length, 95 % over prompts, of rounds of at most ``depth`` steps; None with too few."""
-    drafting = [[r for r in rounds if r.drafted] for rounds in prompts]
-    found = share_interval([sum(r.accepted for r in kept) / depth for kept in drafting], list(map(len, drafting)))
+    prompts = [_drafting_rounds([result]) for result in results]
+    found = share_interval([sum(r.accepted for r in rounds) / depth for rounds in prompts], list(map(len, prompts)))
     return found and found.scaled(depth, 1.0)
-
-
-def _own(continuations: Continuations, index: int) -> tuple[int, ...]:
-    text = continuations.texts[index]
-    return text.tokens[text.prompt_length :]
 
 
 def _spread(continuations: Continuations, count: int) -> list[int]:
@@ -259,9 +245,9 @@ def _spread(continuations: Continuations, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _divergence(base: Base, continuations: Continuations, prompt: int, found: tuple[int, ...]) -> Divergence:
-    """Where ``found`` leaves the base's own text, and how near the two tokens were there."""
-    text, own = continuations.texts[prompt], _own(continuations, prompt)
+def _divergence(base: Base, text: Text, prompt: int, found: tuple[int, ...]) -> Divergence:
+    """Where ``found`` leaves the base's own ``text``, and how near the two tokens were there."""
+    own = text.continuation
     at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
     if at is None:
         return Divergence(prompt, min(len(own), len(found)), None, False)

@@ -74,7 +74,7 @@ class PairFacts:
     buffers: Mapping[str, tuple[Held, ...]]
 
 
-def look(
+def measure_pair(
     base: Base, drafter: Network, prompt: Sequence[int], drafting: Drafting, *, new_tokens: int
 ) -> PairFacts | None:
     """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft.
@@ -85,9 +85,9 @@ def look(
         drafting: what to draft.
         new_tokens: most tokens to generate.
     """
-    seen, options = _Seen(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
-    with seen.beside(base, drafter.final_norm):
-        (done,) = SpeculativeGenerator(base, _Watched(drafter, seen)).generate_batch([list(prompt)], options)
+    seen, options = _Observations(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
+    with seen.attached(base, drafter.final_norm):
+        (done,) = SpeculativeGenerator(base, _Observed(drafter, seen)).generate_batch([list(prompt)], options)
     if seen.cache is None or not done.drafted:
         return None
     seen.take_in(seen.cache)
@@ -132,7 +132,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @dataclass
-class _Seen:
+class _Observations:
     """What went by, each at its largest."""
 
     rounds: int = 0  # that were begun
@@ -154,7 +154,7 @@ class _Seen:
                 self.note("target_kv_cache", what, "batch heads slots head_dim", cache.read(layer)[0], 2 * layers)
 
     @contextmanager
-    def beside(self, base: Base, norm: nn.Module) -> Iterator[None]:
+    def attached(self, base: Base, norm: nn.Module) -> Iterator[None]:
         """Look at each forward of the base, and at what the drafter's last norm gives."""
         body, head = base.model.model, base.model.lm_head
         with ExitStack() as stack:
@@ -211,11 +211,11 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _Observed:
     """A drafter whose tensors are looked at."""
 
     drafter: Network
-    seen: _Seen
+    seen: _Observations
 
     @property
     def needs(self) -> Needs:
