@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from mtp_extract.errors import PairError, escape
-from mtp_extract.speculate.apart import apart
+from mtp_extract.speculate.bounded import run_bounded
 from mtp_extract.speculate.numbers import count
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -178,7 +178,9 @@ class Codec:
                 raise PairError(f"expected messages with role and content, found {escape(message)}")
         write = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
         try:
-            return apart(lambda: [write(list(messages)) for messages in chats], _SECONDS + len(chats) // _A_SECOND)
+            return run_bounded(
+                lambda: [write(list(messages)) for messages in chats], _SECONDS + len(chats) // _A_SECOND
+            )
         except RuntimeError as error:
             reason = escape(str(error).split("\n")[0])
             raise PairError(
