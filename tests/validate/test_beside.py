@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import run
+from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.random_assistants import GEOMETRIES, random_assistant
 from helpers.schemas import validator
@@ -250,7 +250,7 @@ def test_one_that_does_not_fit_is_named(plan: Plan, checkpoint: Path, tmp_path: 
 
 
 def test_without_a_base_there_is_nothing_to_compare(checkpoint: Path) -> None:
-    result = run("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         "error: expected a base for the drafters to be compared beside, found none; give the model they draft for "
