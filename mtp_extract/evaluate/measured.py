@@ -6,7 +6,6 @@ Intervals are over texts, which are independent, not over their positions. Two d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,21 +13,15 @@ import torch
 from torch import Tensor
 
 from mtp_extract.speculate.intervals import Interval, difference_interval, share_interval
-from mtp_extract.speculate.teacher import Agreement
+from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(OfTexts):
     """Over anchors that have all K targets. N anchors."""
 
-    text: Tensor  # int64 [N], index of the text
     anchor: Tensor  # int64 [N], position of the pending token
     stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
-
-    def of(self, texts: Sequence[int]) -> Measured:
-        """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Measured(self.text[kept], self.anchor[kept], self.stands[kept])
 
     @property
     def mean_accepted_length(self) -> float:

@@ -40,11 +40,7 @@ class AdaptiveDrafts:
 
 
 class DraftLength:
-    """The K of the next round: fixed, or adapted by what :meth:`observe` is told. Of a tree, its depth.
-
-    Args:
-        drafts: a fixed K, 0 for none; how to adapt it; or a tree.
-    """
+    """The K of the next round: fixed, 0 for none, or adapted by what was observed. Of a tree, its depth."""
 
     def __init__(self, drafts: int | AdaptiveDrafts | Tree | AutoTree) -> None:
         self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
@@ -76,13 +72,7 @@ class DraftLength:
         ]
 
     def observe(self, rounds: Iterable[tuple[int, int]], *, draft_ms_per_step: float, verify_ms: float) -> None:
-        """Learn from one round.
-
-        Args:
-            rounds: (drafted, accepted) of each sequence.
-            draft_ms_per_step: time of one draft step.
-            verify_ms: time of the verification.
-        """
+        """Learn from a round: (drafted, accepted) of each sequence, the times of a draft step and of the verification."""
         if self.policy is None:
             return
         memory = self.policy.memory

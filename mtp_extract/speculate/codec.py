@@ -42,12 +42,7 @@ def _messages(prompt: Prompt, chat_template: bool) -> list[Any] | None:
 
 
 class Codec:
-    """A tokenizer, as generation uses it.
-
-    Args:
-        tokenizer: the base's; None leaves token ids as the only prompts, and results without text.
-        vocab_size: tokens the base has.
-    """
+    """The base's tokenizer as generation uses it. None leaves token ids as the only prompts, and results without text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -65,12 +60,9 @@ class Codec:
     def encode_all(self, prompts: Sequence[Prompt], *, chat_template: bool = False) -> list[Encoded]:
         """Token ids of each of ``prompts``.
 
-        Ids are taken as given, text as the tokenizer makes it, messages as the base's chat template writes them, and
-        what begins the answer after them. A BOS token is there if the template or the tokenizer says so, and once.
-
-        Args:
-            prompts: text, ids or messages.
-            chat_template: take text as what a user says in a chat.
+        Ids are taken as given, text as the tokenizer makes it or, with ``chat_template``, as what a user says in a
+        chat; messages as the base's chat template writes them, and what begins the answer after them. A BOS token is
+        there if the template or the tokenizer says so, and once.
 
         Raises:
             PairError: text without a tokenizer, messages without a template or such as it refuses, a template that

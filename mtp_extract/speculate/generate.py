@@ -82,8 +82,7 @@ class SpeculativeGenerator:
 
     Args:
         base: a Gemma 4 model of transformers, on one or several devices.
-        drafter: from :func:`mtp_extract.drafter.load_drafter`, on any device; or any other
-            :class:`~mtp_extract.drafter.protocol.Drafter`.
+        drafter: from :func:`mtp_extract.drafter.load.load_any`, or any other, on any device.
         tokenizer: the base's; only needed for prompts and results as text.
 
     Raises:

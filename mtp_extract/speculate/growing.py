@@ -57,12 +57,7 @@ class _Level:
 
 
 class FixedTree:
-    """A tree's shape as tensors, made once.
-
-    Args:
-        tree: the shape.
-        device: where tokens are.
-    """
+    """A tree's shape as tensors on the device of the tokens, made once."""
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         def upload(numbers: Sequence[int]) -> Tensor:
@@ -97,14 +92,7 @@ class FixedTree:
 
 
 def grow_fixed(drafter: Drafter, state: DraftState, pending: Tensor, tree: FixedTree) -> Nodes:
-    """The drafter's likeliest tokens, in a tree of fixed shape.
-
-    Args:
-        drafter: drafts.
-        state: of the start of a round.
-        pending: int64 [batch].
-        tree: the shape.
-    """
+    """The drafter's likeliest tokens from the ``state`` at the start of a round, after ``pending`` int64 [batch]."""
     tokens = level = pending[:, None]
     parts = [tokens]
     for at in tree.levels:
@@ -124,10 +112,8 @@ def grow_by_confidence(
     """The drafts of the greatest values, as :class:`~mtp_extract.speculate.trees.AutoTree` has it.
 
     Args:
-        drafter: drafts.
-        state: of the start of a round.
+        state: at the start of a round.
         pending: int64 [batch].
-        tree: how large it may become.
         widths: drafts at each step, :meth:`AutoTree.widths`.
         temperature: at which the base's tokens are drawn; below :data:`SURE` it counts as that.
     """

@@ -28,7 +28,7 @@ class ActiveSequence:
     finish_reason: str = ""
 
     def add(self, tokens: Sequence[int], ends: Callable[[list[int]], bool], most: int) -> list[int]:
-        """Append up to the first token that ends the text, and notice the end. Returns what was appended."""
+        """Append up to the first token that ends the text, and note why it ended; returns what was appended."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
@@ -41,12 +41,7 @@ class ActiveSequence:
 
 
 class RandomNumbers:
-    """Random numbers of the sequences, on the device: those of many rounds in one upload.
-
-    Args:
-        count: numbers a round.
-        upload: to the device.
-    """
+    """Random numbers of the sequences, ``count`` a round, on the device: those of many rounds in one upload."""
 
     ROUNDS = 16
 

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ _LOGITS_AT_ONCE = 1 << 28
 _TOP = 5
 _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max
+
+_Part = TypeVar("_Part", bound="OfTexts")
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,21 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What was drafted and what the text says, for every anchor. N anchors, K steps."""
+class OfTexts:
+    """What was found at anchors of several texts, a row each in every field."""
 
     text: Tensor  # int64 [N], index of the text
+
+    def of(self: _Part, texts: Sequence[int]) -> _Part:
+        """The part that belongs to these texts."""
+        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
+        return type(self)(*(getattr(self, field.name)[kept] for field in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True)
+class Agreement(OfTexts):
+    """What was drafted and what the text says, for every anchor. N anchors, K steps."""
+
     anchor: Tensor  # int64 [N], position of the pending token
     drafts: Tensor  # int64 [N, K]
     targets: Tensor  # int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end
@@ -72,11 +86,6 @@ class Agreement:
     def steps(self) -> int:
         """K."""
         return self.drafts.shape[1]
-
-    def of(self, texts: Sequence[int]) -> Agreement:
-        """The part that belongs to these texts: for figures by workload."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Agreement(*(getattr(self, field.name)[kept] for field in dataclasses.fields(self)))
 
     def top1_at(self, step: int) -> Proportion:
         """Anchors whose draft at ``step`` (from 0) is the target, of those with a target there."""
@@ -105,18 +114,12 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(OfTexts):
     """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps."""
 
-    text: Tensor  # int64 [N], index of the text
     # int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1 past the
     # text's end, and more than any tree holds where it cannot draft them at all.
     ranks: Tensor
-
-    def of(self, texts: Sequence[int]) -> Ranks:
-        """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Ranks(self.text[kept], self.ranks[kept])
 
     def shares(self, width: int) -> list[list[float]]:
         """By step, then rank: how often the text's token had it, where all before it had one below ``width``."""
@@ -254,11 +257,9 @@ def draft(drafter: Drafter, state: DraftState, token: Tensor, aims: Tensor, step
     """Drafts int64 and top-5 membership bool, each [batch, queries, steps], on the CPU.
 
     Args:
-        drafter: from ``state`` on.
-        state: the start of a round.
+        state: of ``drafter``, at the start of a round.
         token: int64 [batch, queries], the pending tokens.
         aims: int64 [batch, queries, steps].
-        steps: K.
     """
     drafts, top5 = [], []
     for step in range(steps):

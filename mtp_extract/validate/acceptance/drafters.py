@@ -96,8 +96,6 @@ def measure_drafter(
         written: the base's own text.
         agreement: of this drafter with it.
         first: of the drafter that this one is compared with.
-        chains, trees: what to draft.
-        batch: prompts at a time.
         new_tokens: as the text was made with.
         timed: how many prompts to time.
     """

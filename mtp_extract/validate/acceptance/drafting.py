@@ -114,9 +114,7 @@ def draftings(
     Args:
         chains: numbers of drafts.
         trees: by name.
-        continuations: the base's own text.
         conditional: acceptance by step of a chain, from agreement over these texts.
-        batch: texts at a time.
     """
     from mtp_extract.evaluate.agreement import measure_ranks
 

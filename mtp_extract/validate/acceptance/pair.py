@@ -77,14 +77,7 @@ class PairFacts:
 def measure_pair(
     base: Base, drafter: Network, prompt: Sequence[int], drafting: Drafting, *, new_tokens: int
 ) -> PairFacts | None:
-    """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft.
-
-    Args:
-        base, drafter: the pair.
-        prompt: token ids.
-        drafting: what to draft.
-        new_tokens: most tokens to generate.
-    """
+    """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft."""
     seen, options = _Observations(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
     with seen.attached(base, drafter.final_norm):
         (done,) = SpeculativeGenerator(base, _Observed(drafter, seen)).generate_batch([list(prompt)], options)

@@ -122,11 +122,7 @@ def measure_parity(
     seed: int = 0,
     kernels: Kernels = Kernels.XNNPACK,
 ) -> Parity:
-    """Compare ``drafter`` with the interpreter on ``samples`` random cases, and on ``cases`` besides.
-
-    Args:
-        drafter: on the CPU.
-        cases: more cases, given the interface: those from a base model.
+    """Compare ``drafter``, on the CPU, with the interpreter: on ``samples`` random cases, and on those from a base.
 
     Raises:
         PairError: the file holds a drafter of another shape.

@@ -199,18 +199,13 @@ class Emulation:
     decides which one it becomes: a step of 1/255 of a row. A drafter rounds tens of thousands of values a
     call, so a few differ in every call. With :meth:`follow`, a value is rounded to the interpreter's code
     where ours lies within ``1/200`` of a step of rounding so too; everywhere else it is rounded by itself.
-
-    Args:
-        plan: role → how it is multiplied.
-        attention: layer → how its attention is rounded.
-        kernels: whose way of quantizing rows.
     """
 
     def __init__(
         self,
         drafter: MtpDrafter,
-        plan: Mapping[str, Scheme],
-        attention: Mapping[str, AttentionScheme],
+        plan: Mapping[str, Scheme],  # by role
+        attention: Mapping[str, AttentionScheme],  # by layer
         kernels: Kernels = Kernels.XNNPACK,
     ) -> None:
         self.drafter = drafter.with_config(drafter.config)

@@ -152,12 +152,7 @@ class OracleRun:
 
 
 class Oracle:
-    """An interpreter that holds the drafter of ``source``.
-
-    Args:
-        source: from ``mtp_extract.open(…).drafter()``; must stay open while this is built.
-        kernels: which CPU kernels.
-        threads: of the interpreter.
+    """An interpreter that holds the drafter of ``source``, which must stay open while this is built.
 
     Raises:
         UnsupportedError: its weights lie in another section, or the interpreter refuses the graph, or is not there.
