@@ -162,15 +162,8 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
 
 
 def _step(part: Agreement, step: int) -> StepFigures:
-    aimed, hit = part.targets[:, step] >= 0, part.drafts == part.targets
-    before = hit[:, :step].all(dim=1)
-    return StepFigures(
-        top1=_share(part.top1_at(step), part.text, hit[:, step], aimed),
-        top5=_share(part.top5_at(step), part.text, part.top5[:, step], aimed),
-        conditional=_share(part.conditional_at(step), part.text, hit[:, step], aimed & before),
-        unconditional=_share(part.unconditional_at(step), part.text, hit[:, step] & before, aimed),
-    )
-
-
-def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
-    return Share(whole.successes, whole.trials, share_over_texts(text[among], hit[among]))
+    found = {}
+    for name, (hit, among) in part.counted(step).items():
+        rate = part.rate(name, step)
+        found[name] = Share(rate.successes, rate.trials, share_over_texts(part.text[among], hit[among]))
+    return StepFigures(**found)

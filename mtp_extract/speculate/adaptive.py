@@ -72,7 +72,7 @@ class DraftLength:
         ]
 
     def observe(self, rounds: Iterable[tuple[int, int]], *, draft_ms_per_step: float, verify_ms: float) -> None:
-        """Learn from a round: (drafted, accepted) of each sequence, the times of a draft step and of the verification."""
+        """Learn from a round: (drafted, accepted) of each sequence, times of a draft step and of the verification."""
         if self.policy is None:
             return
         memory = self.policy.memory

@@ -42,7 +42,7 @@ def _messages(prompt: Prompt, chat_template: bool) -> list[Any] | None:
 
 
 class Codec:
-    """The base's tokenizer as generation uses it. None leaves token ids as the only prompts, and results without text."""
+    """The base's tokenizer as generation uses it; with None prompts are token ids, and results have no text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer

@@ -87,30 +87,26 @@ class Agreement(OfTexts):
         """K."""
         return self.drafts.shape[1]
 
-    def top1_at(self, step: int) -> Proportion:
-        """Anchors whose draft at ``step`` (from 0) is the target, of those with a target there."""
-        return _proportion(self._hit[:, step], self._aimed[:, step])
+    def counted(self, step: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Figure → the anchors that count for it at ``step`` (from 0), and those among which; bool [N] each.
 
-    def top5_at(self, step: int) -> Proportion:
-        """Anchors whose five most likely drafts at ``step`` hold the target, of those with a target there."""
-        return _proportion(self.top5[:, step], self._aimed[:, step])
+        ``top1`` and ``top5`` are of all anchors with a target there; ``conditional`` of those among them that hit at
+        every step before (``accepted_i / accepted_(i-1)``); ``unconditional`` counts hits at all steps up to this one
+        (``accepted_i / rounds``).
+        """
+        hit, aimed = self.drafts == self.targets, self.targets[:, step] != _NO_TARGET
+        before = hit[:, :step].all(dim=1)
+        return {
+            "top1": (hit[:, step], aimed),
+            "top5": (self.top5[:, step], aimed),
+            "conditional": (hit[:, step], aimed & before),
+            "unconditional": (hit[:, step] & before, aimed),
+        }
 
-    def conditional_at(self, step: int) -> Proportion:
-        """``accepted_i / accepted_(i-1)``: hits at ``step``, of the anchors that hit at every step before."""
-        before = self._hit[:, :step].all(dim=1)
-        return _proportion(self._hit[:, step], self._aimed[:, step] & before)
-
-    def unconditional_at(self, step: int) -> Proportion:
-        """``accepted_i / rounds``: anchors that hit at all steps up to this, of those with a target there."""
-        return _proportion(self._hit[:, : step + 1].all(dim=1), self._aimed[:, step])
-
-    @property
-    def _aimed(self) -> Tensor:
-        return self.targets != _NO_TARGET
-
-    @property
-    def _hit(self) -> Tensor:
-        return self.drafts == self.targets
+    def rate(self, figure: str, step: int) -> Proportion:
+        """A figure of :meth:`counted`, as a share."""
+        hit, among = self.counted(step)[figure]
+        return Proportion(int((hit & among).sum()), int(among.sum()))
 
 
 @dataclass(frozen=True)
@@ -128,10 +124,6 @@ class Ranks(OfTexts):
             known = [rank for rank in row if rank >= 0]
             rounds.append((list(takewhile(lambda rank: rank < width, known)), len(known)))
         return rank_shares(rounds, width)
-
-
-def _proportion(hit: Tensor, among: Tensor) -> Proportion:
-    return Proportion(int((hit & among).sum()), int(among.sum()))
 
 
 @torch.inference_mode()

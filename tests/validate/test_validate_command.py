@@ -18,6 +18,9 @@ from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
 from mtp_extract.validate.result import Validation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 RUNNER = CliRunner()
 
 

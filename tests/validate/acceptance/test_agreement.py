@@ -21,6 +21,9 @@ from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.run import _loops_note
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 STEPS = 3
 
 

@@ -15,6 +15,9 @@ from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import draftings, parse_wanted
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 NEW_TOKENS = 24  # As the continuations were made.
 NAMES = ("1", "4", "1x1x1x1", "3x2x1", "auto:6", "best:6")
 TREES = dict(map(parse_wanted, NAMES[2:]))

@@ -15,6 +15,8 @@ from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, run_controls
 
+pytestmark = pytest.mark.xdist_group("sample pair")
+
 EACH = 8
 
 

@@ -29,6 +29,9 @@ from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 PROMPT = (2, 7, 9, 3, 5, 30, 21)
 NEW = 12
 DRAFTED = {
