@@ -1,4 +1,4 @@
-"""What ranges a drafter's activations have beside its base, over real prompts."""
+"""The ranges of a drafter's activations as it drafts for its base, over real prompts."""
 
 from __future__ import annotations
 

@@ -139,17 +139,17 @@ def measure_parity(
     alone, guided = (Emulation(restored, plan, attention, kernels) for _ in range(2))
     models = {"float": plain, "alone": alone.drafter, "emulated": guided.drafter}
     oracle = Oracle(source, kernels)
-    ours: dict[str, list[_Run]] = {name: [] for name in models}
-    theirs: list[OracleRun] = []
+    reference: dict[str, list[_Run]] = {name: [] for name in models}
+    interpreted: list[OracleRun] = []
     for case in chosen:
-        theirs.append(oracle.run(signature_inputs(case, interface)))
-        guided.follow(_guide(theirs[-1], plan))
+        interpreted.append(oracle.run(signature_inputs(case, interface)))
+        guided.follow(_guide(interpreted[-1], plan))
         for name, model in models.items():
             arguments = reference_arguments(case, drafter.config, interface, as_stored=name != "float")
-            ours[name].append(_reference(model, arguments, theirs[-1].watched))
+            reference[name].append(_reference(model, arguments, interpreted[-1].watched))
 
     def compare(name: str, pick: Callable[[Any], Floats]) -> Comparison:
-        return _compare([pick(run) for run in ours[name]], [pick(run) for run in theirs])
+        return _compare([pick(run) for run in reference[name]], [pick(run) for run in interpreted])
 
     def compare_role(role: str) -> RoleParity:
         return RoleParity(role, *(compare(name, lambda run: run.watched[role]) for name in ("float", "emulated")))
@@ -161,7 +161,7 @@ def measure_parity(
         emulated_alone=compare("alone", lambda run: run.logits),
         float_projected=compare("float", lambda run: run.projected),
         emulated_projected=compare("emulated", lambda run: run.projected),
-        roles=tuple(map(compare_role, theirs[0].watched)),
+        roles=tuple(map(compare_role, interpreted[0].watched)),
         kinds=dict(Counter(scheme.kind for scheme in plan.values())),
         rounded_attention=bool(attention),
         followed=guided.followed,
@@ -186,13 +186,13 @@ def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any
         f"{emulated.max_of_range:.1e} once ties are rounded as it rounds them, the same top token in "
         f"{round(emulated.top1 * emulated.n)} of {emulated.n} samples"
     )
-    if not parity.agrees and (why := _broken()):
+    if not parity.agrees and (why := _unreliable()):
         return parity, Check("interpreter", what, None, f"{why}; {figures}")
     where = f"; first apart at {parity.first_apart}" if parity.first_apart else ""
     return parity, Check("interpreter", what, parity.agrees, figures + where)
 
 
-def _broken() -> str:
+def _unreliable() -> str:
     """Why Google's interpreter is no judge here; empty where it is one."""
     with known_good() as (_, drafter, source):
         try:
@@ -263,9 +263,9 @@ def _reference(model: MtpDrafter, arguments: Iterable[Any], roles: Iterable[str]
 
 
 @np.errstate(all="ignore")
-def _compare(ours: Sequence[Floats], theirs: Sequence[Floats]) -> Comparison:
+def _compare(reference: Sequence[Floats], interpreted: Sequence[Floats]) -> Comparison:
     """Sample by sample; a value that is not finite makes every figure say so."""
-    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(ours, theirs, strict=True)]
+    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(reference, interpreted, strict=True)]
     absolute = [float(np.abs(a - b).max()) for a, b in pairs]
     return Comparison(
         n=len(pairs),
