@@ -117,12 +117,7 @@ def continue_greedily(
 
 
 def measure_agreement(
-    base: Base,
-    drafter: Drafter,
-    continuations: Continuations,
-    steps: int,
-    *,
-    batch: int,
+    base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
 ) -> Agreement:
     """Teacher forcing over all texts, a batch at a time; ``text`` indexes ``continuations``.
 

@@ -76,10 +76,6 @@ tree followed by their ranks; and the times of drafting and verifying, in ms."""
 class SpeculativeGenerator:
     """A base model and a drafter, ready to generate.
 
-    >>> generator = SpeculativeGenerator(base, load_drafter("DIR"), tokenizer)      # doctest: +SKIP
-    >>> result = generator.generate([{"role": "user", "content": "Hi"}], drafts=3)  # doctest: +SKIP
-    >>> result.text, result.acceptance, result.mean_accepted_length                 # doctest: +SKIP
-
     Args:
         base: a Gemma 4 model of transformers, on one or several devices.
         drafter: from :func:`mtp_extract.drafter.load.load_any`, or any other, on any device.

@@ -88,15 +88,15 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
     format_ = format_of(directory)
     found = require_mtp(format_.read_config(directory))
     config = _config(original, found)
-    written, tensors = None, _check("tensors", False, "they were not read")
+    written: Checkpoint | None = None
     compared: _Compared | None = None
     try:
         written = format_.read(directory)
         # Scales are read when they are asked for, and may turn out to be damaged.
         compared = _tensors(written, original, format_.name)
-        tensors = (
-            compared.check if not compared.check.passed else _with_codes(directory, written, original, compared.check)
-        )
+        tensors = compared.check
+        if tensors.passed:
+            tensors = _with_codes(directory, written, original, tensors)
     except (DrafterError, CheckpointError) as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
