@@ -15,7 +15,7 @@ from helpers.variant_files import HERE
 NEED_TORCH = (
     "adversary",
     "drafter",
-    "evaluate/test_local.py",
+    "evaluate/test_batches.py",
     "speculate",
     "tune",
     "validate",

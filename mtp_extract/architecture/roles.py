@@ -85,7 +85,7 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
 
 
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
-    """Every role of a model with ``num_layers`` layers, in the order in which tensors are written."""
+    """Every role of a model with ``num_layers`` layers, in the order of execution, which is that of writing."""
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
     first = next(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))
     last = max(i for i, role in enumerate(table) if role.name.startswith(_LAYERS))

@@ -14,8 +14,7 @@ from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.report.page import page, plain_json
 from mtp_extract.report.tables import Table, share, words
 from mtp_extract.report.web import web_page
-from mtp_extract.speculate.intervals import Interval
-from mtp_extract.speculate.texts import LEAST_TEXTS
+from mtp_extract.speculate.intervals import LEAST_TEXTS, Interval
 
 _BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
 _FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})

@@ -21,17 +21,15 @@ from typing import TypeVar
 import torch
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.evaluate.batches import generate_in_batches, groups
 from mtp_extract.evaluate.measured import of_agreement, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.arithmetic import Proportion
-from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.codec import Encoded
-from mtp_extract.speculate.generate import Options
-from mtp_extract.speculate.intervals import Interval
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.intervals import Interval, repeats
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
-from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
 
@@ -40,15 +38,10 @@ Found = TypeVar("Found", Agreement, Ranks)
 
 @dataclass(frozen=True)
 class Continuations:
-    """The base's greedy continuations. One entry a prompt, in order.
+    """The base's greedy continuations. One entry a prompt, in order."""
 
-    Attributes:
-        prompts: texts and workloads.
-        texts: prompt and continuation.
-    """
-
-    prompts: tuple[Prompt, ...]
-    texts: tuple[Text, ...]
+    prompts: tuple[Prompt, ...]  # texts and workloads
+    texts: tuple[Text, ...]  # prompt and continuation
 
     @property
     def usable(self) -> tuple[int, ...]:
@@ -65,7 +58,7 @@ class Continuations:
         """Share of eight-token runs of the continuations that stand earlier in the same one: how much is loops."""
         seen = total = 0
         for text in self.texts:
-            new = text.tokens[text.prompt_length :]
+            new = text.continuation
             runs = [tuple(new[at : at + _RUN]) for at in range(len(new) - _RUN + 1)]
             seen, total = seen + len(runs) - len(set(runs)), total + len(runs)
         return seen / total if total else 0.0
@@ -109,21 +102,22 @@ class WorkloadFigures:
 
 
 def continue_greedily(
-    engine: LocalEngine, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, new_tokens: int
+    generator: SpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[Encoded],
+    *,
+    new_tokens: int,
+    batch: int,
 ) -> Continuations:
     """The base's own text after each prompt, without drafts."""
-    results = engine.generate(encoded, Options(max_new_tokens=new_tokens, drafts=0))
+    options = Options(max_new_tokens=new_tokens, drafts=0)
+    results = generate_in_batches(generator, encoded, options, batch=batch)
     texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
     return Continuations(tuple(prompts), tuple(texts))
 
 
 def measure_agreement(
-    base: Base,
-    drafter: Drafter,
-    continuations: Continuations,
-    steps: int,
-    *,
-    batch: int,
+    base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
 ) -> Agreement:
     """Teacher forcing over all texts, a batch at a time; ``text`` indexes ``continuations``.
 
@@ -163,15 +157,8 @@ def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> Workloa
 
 
 def _step(part: Agreement, step: int) -> StepFigures:
-    aimed, hit = part.targets[:, step] >= 0, part.drafts == part.targets
-    before = hit[:, :step].all(dim=1)
-    return StepFigures(
-        top1=_share(part.top1_at(step), part.text, hit[:, step], aimed),
-        top5=_share(part.top5_at(step), part.text, part.top5[:, step], aimed),
-        conditional=_share(part.conditional_at(step), part.text, hit[:, step], aimed & before),
-        unconditional=_share(part.unconditional_at(step), part.text, hit[:, step] & before, aimed),
-    )
-
-
-def _share(whole: Proportion, text: torch.Tensor, hit: torch.Tensor, among: torch.Tensor) -> Share:
-    return Share(whole.successes, whole.trials, share_over_texts(text[among], hit[among]))
+    found = {}
+    for name, (hit, among) in part.counted(step).items():
+        rate = part.rate(name, step)
+        found[name] = Share(rate.successes, rate.trials, share_over_texts(part.text[among], hit[among]))
+    return StepFigures(**found)

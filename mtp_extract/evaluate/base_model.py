@@ -28,24 +28,15 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A loaded base.
+    """A loaded base."""
 
-    Attributes:
-        name: as given.
-        model, tokenizer: of transformers.
-        device: where the drafter goes: the device of the base's embedding.
-        devices: every device that holds a part, in words.
-        dtype: of the weights, in words.
-        notes: what was decided on the way.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    device: torch.device
-    devices: tuple[str, ...]
-    dtype: str
-    notes: tuple[str, ...]
+    name: str  # as given
+    model: Any  # of transformers
+    tokenizer: Any  # of transformers
+    device: torch.device  # where the drafter goes: the device of the base's embedding
+    devices: tuple[str, ...]  # every device that holds a part, in words
+    dtype: str  # of the weights, in words
+    notes: tuple[str, ...]  # what was decided on the way
 
     @property
     def drafter_dtype(self) -> torch.dtype:

@@ -37,12 +37,7 @@ def _require(module: str) -> None:
 
 
 def unusable(module: str, *names: str) -> str:
-    """Why ``module`` cannot be used, for a check that is left out then; empty where it can.
-
-    Args:
-        module: imported here.
-        names: what it has to hold.
-    """
+    """Why ``module`` cannot be imported or lacks ``names``, for a check that is left out then; empty where it can."""
     top = module.partition(".")[0]
     package = _PACKAGES.get(top, top)
     try:

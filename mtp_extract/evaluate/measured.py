@@ -6,7 +6,6 @@ Intervals are over texts, which are independent, not over their positions. Two d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,27 +13,15 @@ import torch
 from torch import Tensor
 
 from mtp_extract.speculate.intervals import Interval, difference_interval, share_interval
-from mtp_extract.speculate.teacher import Agreement
+from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Over anchors that have all K targets. N anchors.
+class Measured(OfTexts):
+    """Over anchors that have all K targets. N anchors."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        anchor: int64 [N], position of the pending token.
-        stands: F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving.
-    """
-
-    text: Tensor
-    anchor: Tensor
-    stands: Tensor
-
-    def of(self, texts: Sequence[int]) -> Measured:
-        """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Measured(self.text[kept], self.anchor[kept], self.stands[kept])
+    anchor: Tensor  # int64 [N], position of the pending token
+    stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
 
     @property
     def mean_accepted_length(self) -> float:
@@ -71,17 +58,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """The difference in mean accepted length between two drafters on the same anchors, after less before.
+    """The difference in mean accepted length between two drafters on the same anchors, after less before."""
 
-    Attributes:
-        mean: over anchors; NaN without any.
-        interval: of it, 95 % over texts; None with too few, and then nothing is certain.
-        texts: how many have an anchor.
-    """
-
-    mean: float
-    interval: Interval | None
-    texts: int
+    mean: float  # over anchors; NaN without any
+    interval: Interval | None  # of it, 95 % over texts; None with too few, and then nothing is certain
+    texts: int  # how many have an anchor
 
     @property
     def better(self) -> bool:

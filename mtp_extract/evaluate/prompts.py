@@ -64,13 +64,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def encode_prompts(prompts: Iterable[Prompt], codec: Codec, *, chat_template: bool) -> list[Encoded]:
-    """Token ids of each prompt, in the base's chat format where asked for and defined.
-
-    Args:
-        prompts: texts.
-        codec: the base's tokenizer.
-        chat_template: apply the base's chat template, if it has one.
-    """
+    """Token ids of each prompt, in the base's chat format where asked for and defined."""
     templated = chat_template and codec.has_template
     bos = getattr(codec.tokenizer, "bos_token_id", None)
     encoded = codec.encode_all([prompt.text for prompt in prompts], chat_template=templated)

@@ -30,18 +30,13 @@ class Reads:
     """What of the drafter's own weights one step of one sequence reads, each once; in bytes, or in parameters.
 
     What is the base's is not among them: its K and V, its embedding of a token, its hidden states.
-
-    Attributes:
-        body: everything but the head.
-        head: all rows of a dense one; of an ordered one the centroids, and the rows and indices of ``top_k`` clusters.
-        once_a_round: beside its steps, however many they are: of an EAGLE-3 head, what fuses the base's states.
-        stored: all weights.
     """
 
-    body: int
+    body: int  # everything but the head
+    # all rows of a dense one; of an ordered one the centroids, and the rows and indices of ``top_k`` clusters
     head: int
-    once_a_round: int
-    stored: int
+    once_a_round: int  # beside its steps, however many they are: of an EAGLE-3 head, what fuses the base's states
+    stored: int  # all weights
 
     @property
     def total(self) -> int:
@@ -51,15 +46,10 @@ class Reads:
 
 @dataclass(frozen=True)
 class StepReads:
-    """The same in two units.
+    """The same in two units."""
 
-    Attributes:
-        bytes: as they are stored: codes with their scales, floats with the size of their type.
-        parameters: numbers of the network, whatever a number is stored as; neither scales nor indices.
-    """
-
-    bytes: Reads
-    parameters: Reads
+    bytes: Reads  # as they are stored: codes with their scales, floats with the size of their type
+    parameters: Reads  # numbers of the network, whatever a number is stored as; neither scales nor indices
 
 
 @dataclass(frozen=True)

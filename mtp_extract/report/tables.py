@@ -13,7 +13,7 @@ from typing import Any
 
 from mtp_extract.io.place import listing
 from mtp_extract.report import markdown
-from mtp_extract.speculate.texts import LEAST_TEXTS
+from mtp_extract.speculate.intervals import LEAST_TEXTS
 
 REPORT = "report.json"
 PAGE = "report.md"

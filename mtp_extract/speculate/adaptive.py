@@ -23,18 +23,12 @@ class AdaptiveDrafts:
     conditional acceptance, each step's rate drawn towards that of all steps while it has seen little. With
     a measured cost ratio the choice depends on the clock: greedy text does not, sampled text with a fixed
     seed does.
-
-    Attributes:
-        most: largest K.
-        least: smallest K; at least 1, so that acceptance goes on being seen.
-        cost_ratio: time of one draft step over time of one verification; None measures it.
-        memory: weight a past round keeps with each new one, in (0, 1].
     """
 
-    most: int = 8
-    least: int = 1
-    cost_ratio: float | None = None
-    memory: float = 0.95
+    most: int = 8  # largest K
+    least: int = 1  # smallest K; at least 1, so that acceptance goes on being seen
+    cost_ratio: float | None = None  # time of one draft step over time of one verification; None measures it
+    memory: float = 0.95  # weight a past round keeps with each new one, in (0, 1]
 
     def __post_init__(self) -> None:
         if not count("least", self.least, least=1) <= count("most", self.most, least=1):
@@ -46,11 +40,7 @@ class AdaptiveDrafts:
 
 
 class DraftLength:
-    """The K of the next round: fixed, or adapted by what :meth:`observe` is told. Of a tree, its depth.
-
-    Args:
-        drafts: a fixed K, 0 for none; how to adapt it; or a tree.
-    """
+    """The K of the next round: fixed, 0 for none, or adapted by what was observed. Of a tree, its depth."""
 
     def __init__(self, drafts: int | AdaptiveDrafts | Tree | AutoTree) -> None:
         self.policy = drafts if isinstance(drafts, AdaptiveDrafts) else None
@@ -82,13 +72,7 @@ class DraftLength:
         ]
 
     def observe(self, rounds: Iterable[tuple[int, int]], *, draft_ms_per_step: float, verify_ms: float) -> None:
-        """Learn from one round.
-
-        Args:
-            rounds: (drafted, accepted) of each sequence.
-            draft_ms_per_step: time of one draft step.
-            verify_ms: time of the verification.
-        """
+        """Learn from a round: (drafted, accepted) of each sequence, times of a draft step and of the verification."""
         if self.policy is None:
             return
         memory = self.policy.memory

@@ -30,36 +30,20 @@ def expected_tokens(conditional: Sequence[float]) -> float:
     return total
 
 
-def speedup(
-    conditional: Sequence[float],
-    *,
-    draft_cost: float,
-    verify_cost: float = 1.0,
-    verify_cost_per_draft: float = 0.0,
-) -> float:
+def speedup(conditional: Sequence[float], *, draft_cost: float) -> float:
     """Tokens a unit of time with drafting, over tokens a unit of time without.
 
-    A round of K drafts takes ``verify_cost + K · (draft_cost + verify_cost_per_draft)``; plain decoding takes
-    ``verify_cost`` a token. Costs share any one unit.
+    A round of K drafts takes ``1 + K · draft_cost``, and plain decoding 1 a token: the unit is one forward of the base.
+    What a further token adds to that forward is small while memory bandwidth is the limit, and not counted.
 
     Args:
         conditional: per-step conditional acceptance; its length is K.
-        draft_cost: one step of the drafter.
-        verify_cost: one base forward over a single token.
-        verify_cost_per_draft: what each further token adds to that forward (small while memory bandwidth
-            is the limit).
+        draft_cost: time of one step of the drafter over that of one forward of the base.
     """
-    cost = verify_cost + len(conditional) * (draft_cost + verify_cost_per_draft)
-    return expected_tokens(conditional) * verify_cost / cost
+    return expected_tokens(conditional) / (1 + len(conditional) * draft_cost)
 
 
-def best_draft_length(
-    conditional: Sequence[float],
-    *,
-    draft_cost: float,
-    verify_cost: float = 1.0,
-    verify_cost_per_draft: float = 0.0,
-) -> int:
+def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
     """The K from 0 to ``len(conditional)`` with the greatest :func:`speedup`; the smallest such K in a tie.
 
     >>> best_draft_length([0.8] * 8, draft_cost=0.1)
@@ -69,16 +53,8 @@ def best_draft_length(
     >>> best_draft_length([0.1] * 8, draft_cost=0.2)
     0
     """
-
-    def gain(drafts: int) -> float:
-        return speedup(
-            conditional[:drafts],
-            draft_cost=draft_cost,
-            verify_cost=verify_cost,
-            verify_cost_per_draft=verify_cost_per_draft,
-        )
-
-    return max(range(len(conditional) + 1), key=lambda drafts: (gain(drafts), -drafts))
+    gains = [speedup(conditional[:drafts], draft_cost=draft_cost) for drafts in range(len(conditional) + 1)]
+    return gains.index(max(gains))
 
 
 @dataclass(frozen=True)

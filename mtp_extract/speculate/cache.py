@@ -28,17 +28,12 @@ NEVER = torch.iinfo(torch.int64).max
 
 @dataclass
 class _Kind:
-    """The slots of all layers with the same window.
+    """The slots of all layers with the same window."""
 
-    Attributes:
-        positions: int64 [batch, slots], the position each slot holds.
-        source: int64 [batch, 1, writes, 1], indices into the queries that are to be stored; None stores all.
-        target: int64 [batch, 1, writes, 1], the slot of each.
-    """
-
-    positions: Tensor
+    positions: Tensor  # int64 [batch, slots], the position each slot holds
+    # int64 [batch, 1, writes, 1], indices into the queries that are to be stored; None stores all
     source: Tensor | None = None
-    target: Tensor | None = None
+    target: Tensor | None = None  # int64 [batch, 1, writes, 1], the slot of each
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from mtp_extract.errors import PairError, escape
-from mtp_extract.speculate.apart import apart
+from mtp_extract.speculate.bounded import run_bounded
 from mtp_extract.speculate.numbers import count
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -20,15 +20,11 @@ _SECONDS, _A_SECOND = 10, 100
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the base is fed it.
+    """A prompt as the base is fed it."""
 
-    Attributes:
-        tokens: ids.
-        bos: who opened it with the base's BOS token: ``template``, ``tokenizer`` or ``prompt`` (its own text or
-            ids); None when it does not begin with one.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # ids
+    # who opened it with the base's BOS token: ``template``, ``tokenizer`` or ``prompt`` (its own text or ids); None
+    # when it does not begin with one
     bos: str | None
 
 
@@ -46,12 +42,7 @@ def _messages(prompt: Prompt, chat_template: bool) -> list[Any] | None:
 
 
 class Codec:
-    """A tokenizer, as generation uses it.
-
-    Args:
-        tokenizer: the base's; None leaves token ids as the only prompts, and results without text.
-        vocab_size: tokens the base has.
-    """
+    """The base's tokenizer as generation uses it; with None prompts are token ids, and results have no text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -69,12 +60,9 @@ class Codec:
     def encode_all(self, prompts: Sequence[Prompt], *, chat_template: bool = False) -> list[Encoded]:
         """Token ids of each of ``prompts``.
 
-        Ids are taken as given, text as the tokenizer makes it, messages as the base's chat template writes them, and
-        what begins the answer after them. A BOS token is there if the template or the tokenizer says so, and once.
-
-        Args:
-            prompts: text, ids or messages.
-            chat_template: take text as what a user says in a chat.
+        Ids are taken as given, text as the tokenizer makes it or, with ``chat_template``, as what a user says in a
+        chat; messages as the base's chat template writes them, and what begins the answer after them. A BOS token is
+        there if the template or the tokenizer says so, and once.
 
         Raises:
             PairError: text without a tokenizer, messages without a template or such as it refuses, a template that
@@ -182,7 +170,9 @@ class Codec:
                 raise PairError(f"expected messages with role and content, found {escape(message)}")
         write = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
         try:
-            return apart(lambda: [write(list(messages)) for messages in chats], _SECONDS + len(chats) // _A_SECOND)
+            return run_bounded(
+                lambda: [write(list(messages)) for messages in chats], _SECONDS + len(chats) // _A_SECOND
+            )
         except RuntimeError as error:
             reason = escape(str(error).split("\n")[0])
             raise PairError(

@@ -15,49 +15,40 @@ what is known of the base keep the way down that was accepted, as if it had been
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Fed
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
-from mtp_extract.speculate.cache import SlotCache
-from mtp_extract.speculate.codec import Codec, Encoded, Prompt
+from mtp_extract.speculate.codec import Codec, Prompt
 from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.result import Chunk, Generation, Round
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
+from mtp_extract.speculate.state import ActiveSequence, LoopState, Marks, RandomNumbers, at_index
 from mtp_extract.speculate.target import Base, check_pair
-from mtp_extract.speculate.timing import Marks
 from mtp_extract.speculate.trees import AutoTree, Tree
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate.
+    """How to generate."""
 
-    Attributes:
-        max_new_tokens: most tokens to generate, at least 1.
-        drafts: K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
-        sampling: greedy by default.
-        stop_token_ids: tokens that end the text; None takes the base's ``generation_config.eos_token_id``.
-        seed: of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the
-            batch alone.
-        stop: texts that end the text, and are not part of it; they need a tokenizer.
-        chat_template: take a prompt that is text as what a user says in a chat.
-    """
-
-    max_new_tokens: int = 256
+    max_new_tokens: int = 256  # most tokens to generate, at least 1
+    # K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
     drafts: int | AdaptiveDrafts | Tree | AutoTree = 3
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=Sampling)  # greedy by default
+    # tokens that end the text; None takes the base's ``generation_config.eos_token_id``
     stop_token_ids: Sequence[int] | None = None
+    # of the random numbers, any whole number. A sequence's numbers depend on the seed and its place in the batch alone.
     seed: int = 0
-    stop: str | Sequence[str] = ()
-    chat_template: bool = False
+    stop: str | Sequence[str] = ()  # texts that end the text, and are not part of it; they need a tokenizer
+    chat_template: bool = False  # take a prompt that is text as what a user says in a chat
 
     def __post_init__(self) -> None:
         count("max_new_tokens", self.max_new_tokens, least=1)
@@ -77,146 +68,17 @@ class Options:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-@dataclass
-class _Sequence:
-    """A sequence under way. ``generator`` lives on the CPU: its numbers are the same on every device."""
-
-    row: int
-    prompt: Encoded
-    generator: torch.Generator
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    finish_reason: str = ""
-
-    def add(self, tokens: Sequence[int], ends: Callable[[list[int]], bool], most: int) -> list[int]:
-        """Append up to the first token that ends the text, and notice the end. Returns what was appended."""
-        before = len(self.tokens)
-        for token in tokens:
-            self.tokens.append(token)
-            if ends(self.tokens):
-                self.finish_reason = "stop"
-                break
-        else:
-            self.finish_reason = "length" if len(self.tokens) >= most else ""
-        return self.tokens[before:]
-
-
-class _Numbers:
-    """Random numbers of the sequences, on the device: those of many rounds in one upload.
-
-    Args:
-        count: numbers a round.
-        upload: to the device.
-    """
-
-    ROUNDS = 16
-
-    def __init__(self, count: int, upload: Callable[[Tensor], Tensor]) -> None:
-        self._count, self._upload = count, upload
-        self._numbers: list[Tensor] = []
-
-    def first(self, sequences: Sequence[_Sequence]) -> Tensor:
-        """F64 [batch] in [0, 1), one for each sequence, from its own generator."""
-        return self._take(sequences, 1).squeeze(1)
-
-    def next(self, sequences: Sequence[_Sequence]) -> Tensor:
-        """F64 [batch, count] in [0, 1), those of one round."""
-        if not self._numbers:
-            self._numbers = list(torch.split(self._take(sequences, self.ROUNDS * self._count), self._count, dim=1))
-        return self._numbers.pop(0)
-
-    def of_tokens(self, sequences: Sequence[_Sequence], index: Tensor) -> Tensor:
-        """F64 [batch, n] in [0, 1), one for each place of ``index`` in the text, counted from the second token.
-
-        A place has its number whatever is drafted. There are ``count`` of them, and no :meth:`next`.
-        """
-        if not self._numbers:
-            self._numbers = [self._take(sequences, self._count)]
-        return self._numbers[0].gather(1, index)
-
-    def keep(self, rows: Tensor) -> _Numbers:
-        """Of these sequences alone, int64 [kept]."""
-        self._numbers = [numbers[rows] for numbers in self._numbers]
-        return self
-
-    def _take(self, sequences: Sequence[_Sequence], count: int) -> Tensor:
-        rows = [torch.rand(count, generator=sequence.generator, dtype=torch.float64) for sequence in sequences]
-        return self._upload(torch.stack(rows))
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """Where the active sequences stand when a round begins, on the device: nothing of it is read in Python.
-
-    Attributes:
-        cache: the base's K and V.
-        fed: what the base was fed last.
-        hidden: [batch, width], the state that predicted the pending token.
-        pending: int64 [batch].
-        position: int64 [batch], that of the pending token.
-        left: int64 [batch], tokens that may still be added.
-        numbers: random ones.
-    """
-
-    cache: SlotCache
-    fed: Fed
-    hidden: Tensor
-    pending: Tensor
-    position: Tensor
-    left: Tensor
-    numbers: _Numbers
-
-    def after(self, fed: Fed, verdict: Verdict) -> _Standing:
-        """After a round."""
-        added = verdict.accepted + 1
-        hidden = _at(fed.hidden, verdict.accepted)
-        position, left = self.position + added, self.left - added
-        return _Standing(self.cache, fed, hidden, verdict.following, position, left, self.numbers)
-
-    def keep(self, rows: Tensor) -> _Standing:
-        """These sequences alone, int64 [kept]."""
-        self.cache.keep(rows)
-        return _Standing(
-            self.cache,
-            self.fed.keep(rows),
-            self.hidden[rows.to(self.hidden.device)],
-            self.pending[rows],
-            self.position[rows],
-            self.left[rows],
-            self.numbers.keep(rows),
-        )
-
-
-_Turn = tuple[_Standing, list[list[int]], tuple[float, float]]
-"""Where a round leads; of each sequence drafts accepted, the token after them, steps drafted, and the drafts, in a tree
-followed by their ranks; and the times of drafting and verifying, in ms."""
-
-
-def _at(states: Tensor, index: Tensor) -> Tensor:
-    """[batch, width]: of ``states`` [batch, length, width], those at ``index`` [batch]."""
-    return states[torch.arange(len(states), device=states.device), index.to(states.device)]
-
-
-@dataclass(frozen=True)
-class _Event:
-    """Tokens of one sequence in one round; ``account`` is None for the first token."""
-
-    row: int
-    tokens: tuple[int, ...]
-    account: Round | None
+_RoundResult = tuple[LoopState, list[list[int]], tuple[float, float]]
+"""The state after a round; of each sequence drafts accepted, the token after them, steps drafted, and the drafts, in a
+tree followed by their ranks; and the times of drafting and verifying, in ms."""
 
 
 class SpeculativeGenerator:
     """A base model and a drafter, ready to generate.
 
-    >>> generator = SpeculativeGenerator(base, load_drafter("DIR"), tokenizer)      # doctest: +SKIP
-    >>> result = generator.generate([{"role": "user", "content": "Hi"}], drafts=3)  # doctest: +SKIP
-    >>> result.text, result.acceptance, result.mean_accepted_length                 # doctest: +SKIP
-
     Args:
         base: a Gemma 4 model of transformers, on one or several devices.
-        drafter: from :func:`mtp_extract.drafter.load_drafter`, on any device; or any other
-            :class:`~mtp_extract.drafter.protocol.Drafter`.
+        drafter: from :func:`mtp_extract.drafter.load.load_any`, or any other, on any device.
         tokenizer: the base's; only needed for prompts and results as text.
 
     Raises:
@@ -261,7 +123,7 @@ class SpeculativeGenerator:
             PairError: as :meth:`generate`.
         """
         run = _Run(self, prompts, options or Options())
-        for _ in run.events():
+        for _ in run.rounds():
             pass
         return [run.result(row) for row in range(len(prompts))]
 
@@ -275,9 +137,9 @@ class SpeculativeGenerator:
         """
         run = _Run(self, [prompt], options or Options())
         given = 0
-        for event in run.events():
+        for tokens, account in run.rounds():
             text = run.text_so_far(0)
-            yield Chunk(text[given:], event.tokens, event.account)
+            yield Chunk(text[given:], tokens, account)
             given = max(given, len(text))
 
 
@@ -295,19 +157,13 @@ class _Run:
         self.stop = options.stop_strings
         if self.stop:
             self.codec.require("stop strings")
-        stops = options.stop_token_ids
-        if stops is None:
-            stops = self.base.stop_token_ids
+        stops = self.base.stop_token_ids if options.stop_token_ids is None else options.stop_token_ids
         # A stop string that is a special token never shows in the text.
         special = [token for token in map(self.codec.special, self.stop) if token is not None]
         self.stop_tokens = frozenset((*stops, *special))
         encoded = self.codec.encode_all(prompts, chat_template=options.chat_template)
         self.sequences = [
-            _Sequence(
-                row,
-                prompt,
-                torch.Generator().manual_seed((options.seed * 1_000_003 + row) % (1 << 64)),
-            )
+            ActiveSequence(prompt, torch.Generator().manual_seed((options.seed * 1_000_003 + row) % (1 << 64)))
             for row, prompt in enumerate(encoded)
         ]
         self.active = list(self.sequences)
@@ -340,27 +196,27 @@ class _Run:
         )
 
     @torch.inference_mode()
-    def events(self) -> Iterator[_Event]:
-        """Run to the end, yielding each sequence's tokens round by round."""
+    def rounds(self) -> Iterator[tuple[tuple[int, ...], Round | None]]:
+        """Run to the end, round by round: the tokens of each sequence and its account, None for the first token."""
         if not self.active:
             return
-        standing, first = self._prefill()
+        loop, first = self._prefill()
         for sequence, (token,) in zip(self.active, first, strict=True):
             added = sequence.add([token], self.ends, self.options.max_new_tokens)
-            yield _Event(sequence.row, tuple(added), None)
+            yield tuple(added), None
         while True:
             rows = [i for i, sequence in enumerate(self.active) if not sequence.finish_reason]
             if len(rows) < len(self.active):
                 self.active = [self.active[i] for i in rows]
                 if not self.active:
                     return
-                standing = standing.keep(self._upload(torch.tensor(rows)))
+                loop = loop.keep(self._upload(torch.tensor(rows)))
                 self._rows = rows if self._previous is not None else None
-            standing, emitted = self._round(standing)
-            for sequence, added, account in emitted:
-                yield _Event(sequence.row, tuple(added), account)
+            loop, emitted = self._round(loop)
+            for added, account in emitted:
+                yield tuple(added), account
 
-    def _prefill(self) -> tuple[_Standing, list[list[int]]]:
+    def _prefill(self) -> tuple[LoopState, list[list[int]]]:
         """Feed the prompts: where the sequences stand then, and the first new token of each."""
         prompts = [torch.tensor(sequence.prompt.tokens) for sequence in self.active]
         tokens = self._upload(torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True))
@@ -368,11 +224,11 @@ class _Run:
         batch, longest = tokens.shape
         queries, most = self.length.verified + 1, self.options.max_new_tokens
         cache = self.base.new_cache(batch=batch, capacity=longest + most + queries, queries=queries)
-        numbers = _Numbers(most + self.length.most if self.length.tree else 2 * self.length.most + 1, self._upload)
+        numbers = RandomNumbers(most + self.length.most if self.length.tree else 2 * self.length.most + 1, self._upload)
         marks = Marks(self.base.device)
         marks.mark()
         fed = self.base.forward(tokens, torch.zeros_like(lengths), cache, lengths, self.drafter.needs.layers)
-        hidden = _at(fed.hidden, lengths - 1)
+        hidden = at_index(fed.hidden, lengths - 1)
         logits = self.base.logits(hidden)
         if self.options.sampling.greedy:
             first = logits.argmax(-1)
@@ -381,19 +237,17 @@ class _Run:
         marks.mark()
         found = self._to_host(first[:, None])
         self.prefill_ms = sum(marks.milliseconds())
-        return _Standing(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
+        return LoopState(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
 
-    def _round(self, standing: _Standing) -> tuple[_Standing, list[tuple[_Sequence, list[int], Round]]]:
+    def _round(self, loop: LoopState) -> tuple[LoopState, list[tuple[list[int], Round]]]:
         """One round of all active sequences."""
         most = self.options.max_new_tokens
         limits = [min(self.length.value, most - len(sequence.tokens) - 1) for sequence in self.active]
         drafted = max(limits)
-
         marks = Marks(self.base.device)
         marks.mark()
-        turn = self._branching if self.length.tree else self._straight
-        following, table, (draft_ms, verify_ms) = turn(standing, drafted, marks)
-
+        one_round = self._tree_round if self.length.tree else self._chain_round
+        following, table, (draft_ms, verify_ms) = one_round(loop, drafted, marks)
         emitted = []
         for sequence, most_steps, (held, new, steps, *rest) in zip(self.active, limits, table, strict=True):
             limit = min(most_steps, steps)
@@ -401,24 +255,24 @@ class _Run:
             accepted, ranks = min(held, len(added)), tuple(rest[drafted : drafted + held])
             account = Round(limit, accepted, len(added), draft_ms if limit else 0.0, verify_ms, ranks[:accepted])
             sequence.rounds.append(account)
-            emitted.append((sequence, added, account))
+            emitted.append((added, account))
         self.length.observe(
-            [(account.drafted, account.accepted) for _, _, account in emitted],
+            [(account.drafted, account.accepted) for _, account in emitted],
             draft_ms_per_step=draft_ms / drafted if drafted else 0.0,
             verify_ms=verify_ms,
         )
         return following, emitted
 
-    def _straight(self, standing: _Standing, drafted: int, marks: Marks) -> _Turn:
+    def _chain_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
         """Draft a chain and verify it."""
         sampling = self.options.sampling
-        uniform = None if sampling.greedy else standing.numbers.next(self.active)
-        drafts, q = self._draft(standing, drafted, uniform)
+        uniform = None if sampling.greedy else loop.numbers.next(self.active)
+        drafts, q = self._draft(loop, drafted, uniform)
         marks.mark()
-        tokens = torch.cat((standing.pending[:, None], drafts), dim=1)
-        fed = self.base.forward(tokens, standing.position, standing.cache, layers=self.drafter.needs.layers)
+        tokens = torch.cat((loop.pending[:, None], drafts), dim=1)
+        fed = self.base.forward(tokens, loop.position, loop.cache, layers=self.drafter.needs.layers)
         logits = self.base.logits(fed.hidden)
-        limit = (standing.left - 1).clamp(max=self.length.value)
+        limit = (loop.left - 1).clamp(max=self.length.value)
         if uniform is None:
             verdict = verify_greedy(logits.argmax(-1), drafts, limit)
         else:
@@ -426,35 +280,30 @@ class _Run:
             judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
             verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
         steps = torch.full_like(verdict.accepted, drafted)
-        return self._turned(standing.after(fed, verdict), verdict, steps, [drafts], marks)
+        return self._read_back(loop.after(fed, verdict), verdict, steps, [drafts], marks)
 
-    def _branching(self, standing: _Standing, drafted: int, marks: Marks) -> _Turn:
+    def _tree_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
         """Draft a tree and verify it."""
-        sampling, cache, position = self.options.sampling, standing.cache, standing.position
-        nodes = self._tree(standing, drafted)
+        sampling, cache, position = self.options.sampling, loop.cache, loop.position
+        nodes = self._tree(loop, drafted)
         marks.mark()
         fed = self.base.forward(nodes.tokens, position, cache, layers=self.drafter.needs.layers, tree=nodes)
         logits = self.base.logits(fed.hidden)
         if sampling.greedy:
             choices = logits.argmax(-1)
         else:
-            place = (self.options.max_new_tokens - 1 - standing.left)[:, None] + nodes.depth
-            choices = draw(sampling.probabilities(logits), standing.numbers.of_tokens(self.active, place))
-        verdict, path = verify_tree(choices, nodes, standing.left - 1, drafted)
+            place = (self.options.max_new_tokens - 1 - loop.left)[:, None] + nodes.depth
+            choices = draw(sampling.probabilities(logits), loop.numbers.of_tokens(self.active, place))
+        verdict, path = verify_tree(choices, nodes, loop.left - 1, drafted)
         cache.take(position, path)
         fed = fed.along(path, position[:, None] + torch.arange(drafted + 1, device=position.device))
         steps = nodes.depth.amax(1).expand(len(path))
         ranks = nodes.rank.expand(len(path), -1).gather(1, path)
-        return self._turned(standing.after(fed, verdict), verdict, steps, [fed.tokens[:, 1:], ranks[:, 1:]], marks)
+        return self._read_back(loop.after(fed, verdict), verdict, steps, [fed.tokens[:, 1:], ranks[:, 1:]], marks)
 
-    def _turned(
-        self,
-        following: _Standing,
-        verdict: Verdict,
-        steps: Tensor,
-        drafts: list[Tensor],
-        marks: Marks,
-    ) -> _Turn:
+    def _read_back(
+        self, following: LoopState, verdict: Verdict, steps: Tensor, drafts: list[Tensor], marks: Marks
+    ) -> _RoundResult:
         """Take to the host what it has to know of a round."""
         marks.mark()
         heads = [part[:, None] for part in (verdict.accepted, verdict.following, steps)]
@@ -462,12 +311,12 @@ class _Run:
         draft_ms, verify_ms = marks.milliseconds()
         return following, table, (draft_ms, verify_ms)
 
-    def _tree(self, standing: _Standing, depth: int) -> Nodes:
+    def _tree(self, loop: LoopState, depth: int) -> Nodes:
         """Drafts of at most ``depth`` steps."""
-        tree, pending = self.length.tree, standing.pending
+        tree, pending = self.length.tree, loop.pending
         if not depth:
             return Nodes.root(pending)
-        state = self._start(standing)
+        state = self._start(loop)
         if isinstance(tree, AutoTree):
             heat = self.options.sampling.temperature
             return grow_by_confidence(self.drafter, state, pending, tree, tree.widths(depth), heat)
@@ -476,14 +325,14 @@ class _Run:
             self._shapes[depth] = FixedTree(tree.to_depth(depth), pending.device)
         return grow_fixed(self.drafter, state, pending, self._shapes[depth])
 
-    def _draft(self, standing: _Standing, drafted: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _draft(self, loop: LoopState, drafted: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         """Drafts [batch, K], and the distributions [batch, K, vocabulary] drawn from (empty if greedy)."""
-        device, pending = self.base.device, standing.pending
+        device, pending = self.base.device, loop.pending
         tokens, distributions = [], []
         nothing = torch.empty(len(pending), 0, self.base.vocab_size, device=device)
         if not drafted:
             return torch.empty(len(pending), 0, dtype=torch.long, device=device), nothing
-        state = self._start(standing)
+        state = self._start(loop)
         token = pending
         for step in range(drafted):
             logits, state = self.drafter.step(state, token[:, None])
@@ -496,14 +345,14 @@ class _Run:
             tokens.append(token)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
-    def _start(self, standing: _Standing) -> DraftState:
+    def _start(self, loop: LoopState) -> DraftState:
         """The drafter's state at the start of a round."""
         known = BaseState(
-            standing.position[:, None],
-            standing.hidden[:, None],
+            loop.position[:, None],
+            loop.hidden[:, None],
             self.base.embed,
-            *self.base.read_kv(standing.cache),
-            standing.fed,
+            *self.base.read_kv(loop.cache),
+            loop.fed,
             self._previous,
             self._rows,
         )

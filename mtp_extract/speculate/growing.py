@@ -29,20 +29,13 @@ class Nodes:
     """A tree for every sequence: the pending token at index 0, then the drafts, parents before their children.
 
     Where all sequences have the same shape, ``depth``, ``parent``, ``rank`` and ``sees`` have a batch of one.
-
-    Attributes:
-        tokens: int64 [batch, nodes].
-        depth: int64 [batch, nodes], steps from the root.
-        parent: int64 [batch, nodes]; the root's is the root.
-        rank: int64 [batch, nodes], the place of the draft among those of its parent, by the drafter's probability.
-        sees: bool [batch, nodes, nodes]: the column is the row's node itself, or on the way to it.
     """
 
-    tokens: Tensor
-    depth: Tensor
-    parent: Tensor
-    rank: Tensor
-    sees: Tensor
+    tokens: Tensor  # int64 [batch, nodes]
+    depth: Tensor  # int64 [batch, nodes], steps from the root
+    parent: Tensor  # int64 [batch, nodes]; the root's is the root
+    rank: Tensor  # int64 [batch, nodes], the place of the draft among those of its parent, by the drafter's probability
+    sees: Tensor  # bool [batch, nodes, nodes]: the column is the row's node itself, or on the way to it
 
     @classmethod
     def root(cls, pending: Tensor) -> Nodes:
@@ -53,28 +46,18 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Level:
-    """One step of a fixed tree.
+    """One step of a fixed tree."""
 
-    Attributes:
-        inner: int64, which drafts of the level before have children; None: all.
-        parents: int64, of each of these, where its own parent stood among those stepped before; None: in order.
-        most: children of one draft, by rank.
-        picked: int64, of each draft of this level, its place in [those stepped, ranks], flat; None: all, in order.
-    """
-
-    inner: Tensor | None
+    inner: Tensor | None  # int64, which drafts of the level before have children; None: all
+    # int64, of each of these, where its own parent stood among those stepped before; None: in order
     parents: Tensor | None
-    most: int
+    most: int  # children of one draft, by rank
+    # int64, of each draft of this level, its place in [those stepped, ranks], flat; None: all, in order
     picked: Tensor | None
 
 
 class FixedTree:
-    """A tree's shape as tensors, made once.
-
-    Args:
-        tree: the shape.
-        device: where tokens are.
-    """
+    """A tree's shape as tensors on the device of the tokens, made once."""
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
         def upload(numbers: Sequence[int]) -> Tensor:
@@ -109,14 +92,7 @@ class FixedTree:
 
 
 def grow_fixed(drafter: Drafter, state: DraftState, pending: Tensor, tree: FixedTree) -> Nodes:
-    """The drafter's likeliest tokens, in a tree of fixed shape.
-
-    Args:
-        drafter: drafts.
-        state: of the start of a round.
-        pending: int64 [batch].
-        tree: the shape.
-    """
+    """The drafter's likeliest tokens from the ``state`` at the start of a round, after ``pending`` int64 [batch]."""
     tokens = level = pending[:, None]
     parts = [tokens]
     for at in tree.levels:
@@ -136,10 +112,8 @@ def grow_by_confidence(
     """The drafts of the greatest values, as :class:`~mtp_extract.speculate.trees.AutoTree` has it.
 
     Args:
-        drafter: drafts.
-        state: of the start of a round.
+        state: at the start of a round.
         pending: int64 [batch].
-        tree: how large it may become.
         widths: drafts at each step, :meth:`AutoTree.widths`.
         temperature: at which the base's tokens are drawn; below :data:`SURE` it counts as that.
     """

@@ -11,14 +11,8 @@ from mtp_extract.errors import MtpExtractError, escape
 def count(what: str, value: Any, *, least: int, advice: str = "") -> int:
     """``value`` as an int: any integer type, but neither a float, however whole, nor a bool.
 
-    Args:
-        what: its name, for the message.
-        value: as given.
-        least: smallest that is allowed.
-        advice: what to do, for the message.
-
     Raises:
-        MtpExtractError: not a whole number, or less than ``least``.
+        MtpExtractError: not a whole number, or less than ``least``; it names ``what`` and gives ``advice``.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

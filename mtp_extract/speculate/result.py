@@ -11,65 +11,41 @@ from mtp_extract.speculate.arithmetic import Proportion
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one sequence: draft, verify, accept.
+    """One round of one sequence: draft, verify, accept."""
 
-    Attributes:
-        drafted: drafts proposed and judged; of a tree, its steps. 0 when one token was left to generate, so that none
-            was worth drafting.
-        accepted: drafts that stand and were emitted.
-        emitted: tokens the round added: accepted plus one, unless a stop token ended the text among the
-            drafts.
-        draft_ms: wall time of all draft steps; in a batch, of the whole batch.
-        verify_ms: wall time of the base's forward and the judgement; in a batch, of the whole batch.
-        ranks: of a tree, the rank of each accepted draft among those of its parent.
-    """
-
+    # drafts proposed and judged; of a tree, its steps. 0 when one token was left to generate, so that none was worth
+    # drafting.
     drafted: int
-    accepted: int
-    emitted: int
-    draft_ms: float
-    verify_ms: float
-    ranks: tuple[int, ...] = ()
+    accepted: int  # drafts that stand and were emitted
+    emitted: int  # tokens the round added: accepted plus one, unless a stop token ended the text among the drafts
+    draft_ms: float  # wall time of all draft steps; in a batch, of the whole batch
+    verify_ms: float  # wall time of the base's forward and the judgement; in a batch, of the whole batch
+    ranks: tuple[int, ...] = ()  # of a tree, the rank of each accepted draft among those of its parent
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One step of a stream.
+    """One step of a stream."""
 
-    Attributes:
-        text: what to append; may be empty while a character is incomplete, or a stop string may have begun.
-        tokens: the tokens of this round.
-        round: its account, or None for the first token, which comes from the prompt's own forward.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    round: Round | None
+    text: str  # what to append; may be empty while a character is incomplete, or a stop string may have begun
+    tokens: tuple[int, ...]  # the tokens of this round
+    round: Round | None  # its account, or None for the first token, which comes from the prompt's own forward
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The result for one prompt.
+    """The result for one prompt."""
 
-    Attributes:
-        prompt_tokens: as fed to the base.
-        bos: who opened the prompt with a BOS token: ``template``, ``tokenizer`` or ``prompt`` (the caller's own text or
-            ids); None when it does not begin with one.
-        tokens: generated, the stop token or those that spell a stop string included.
-        text: ``tokens`` decoded without special tokens, up to the stop string; None without a tokenizer.
-        finish_reason: ``stop`` at a stop token or stop string, ``length`` at ``max_new_tokens``.
-        rounds: the account of each round. The first token comes from the prompt's forward and belongs to
-            none.
-        prefill_ms: wall time of the prompt's forward.
-    """
-
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]  # as fed to the base
+    # who opened the prompt with a BOS token: ``template``, ``tokenizer`` or ``prompt`` (the caller's own text or ids);
+    # None when it does not begin with one
     bos: str | None
-    tokens: tuple[int, ...]
-    text: str | None
-    finish_reason: str
+    tokens: tuple[int, ...]  # generated, the stop token or those that spell a stop string included
+    text: str | None  # ``tokens`` decoded without special tokens, up to the stop string; None without a tokenizer
+    finish_reason: str  # ``stop`` at a stop token or stop string, ``length`` at ``max_new_tokens``
+    # the account of each round. The first token comes from the prompt's forward and belongs to none.
     rounds: tuple[Round, ...]
-    prefill_ms: float
+    prefill_ms: float  # wall time of the prompt's forward
 
     @property
     def drafted(self) -> int:

@@ -29,17 +29,11 @@ _COLD = 1e-3
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; applied in this order to base and drafter alike.
+    """How tokens are chosen; applied in this order to base and drafter alike."""
 
-    Attributes:
-        temperature: logits are divided by it. 0 is greedy: the argmax, and nothing is random.
-        top_k: keep the k most likely tokens, and those tied with the k-th; None keeps all.
-        top_p: keep the smallest set of most likely tokens whose mass reaches it; None keeps all.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float = 0.0  # logits are divided by it. 0 is greedy: the argmax, and nothing is random.
+    top_k: int | None = None  # keep the k most likely tokens, and those tied with the k-th; None keeps all
+    top_p: float | None = None  # keep the smallest set of most likely tokens whose mass reaches it; None keeps all
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")):
@@ -82,15 +76,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification decided, per sequence: int64 [batch] each.
+    """What a verification decided, per sequence: int64 [batch] each."""
 
-    Attributes:
-        accepted: how many of the drafts stand.
-        following: the token after them: the base's choice at the first rejection, or after the last draft.
-    """
-
-    accepted: Tensor
-    following: Tensor
+    accepted: Tensor  # how many of the drafts stand
+    following: Tensor  # the token after them: the base's choice at the first rejection, or after the last draft
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

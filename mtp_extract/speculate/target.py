@@ -21,13 +21,9 @@ _MASK_FORMS = {"sdpa": False, "eager": True}
 
 @dataclass(frozen=True)
 class FullPass(Fed):
-    """One forward over whole sequences, without a cache.
+    """One forward over whole sequences, without a cache."""
 
-    Attributes:
-        shared_kv: layer type → K and V, each [batch, KV heads, length, head_dim].
-    """
-
-    shared_kv: Mapping[str, KV]
+    shared_kv: Mapping[str, KV]  # layer type → K and V, each [batch, KV heads, length, head_dim]
 
 
 class Base:
@@ -48,16 +44,14 @@ class Base:
         layer_types = getattr(config, "layer_types", None)
         if config is None or not layer_types or not hasattr(model, "lm_head") or not hasattr(model, "model"):
             raise PairError(
-                "expected a Gemma 4 base model with layer_types and an LM head, found "
-                f"{type(model).__name__}; load it with "
-                "AutoModelForCausalLM, and give the base model, not the drafter"
+                f"expected a Gemma 4 base model with layer_types and an LM head, found {type(model).__name__}; load it "
+                "with AutoModelForCausalLM, and give the base model, not the drafter"
             )
         attention = getattr(config, "_attn_implementation", "sdpa")
         if attention not in _MASK_FORMS:
             raise PairError(
-                f"expected attention implementation {' or '.join(_MASK_FORMS)}, found {escape(attention)}, "
-                "which takes no explicit "
-                "mask; load the base with attn_implementation='sdpa'"
+                f"expected attention implementation {' or '.join(_MASK_FORMS)}, found {escape(attention)}, which takes "
+                "no explicit mask; load the base with attn_implementation='sdpa'"
             )
         self.model = model
         self.config = config

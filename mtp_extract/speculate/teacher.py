@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ _TOP = 5
 _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max
 
+_Part = TypeVar("_Part", bound="OfTexts")
+
 
 @dataclass(frozen=True)
 class Text:
@@ -43,82 +46,76 @@ class Text:
     prompt_length: int
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """What was given."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def continuation(self) -> tuple[int, ...]:
+        """What the base wrote."""
+        return self.tokens[self.prompt_length :]
+
+    @property
     def anchors(self) -> range:
         """Pending positions: first generated token to last but one; never 0, with nothing before it."""
         return range(max(1, self.prompt_length), len(self.tokens) - 1)
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What was drafted and what the text says, for every anchor. N anchors, K steps.
+class OfTexts:
+    """What was found at anchors of several texts, a row each in every field."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        anchor: int64 [N], position of the pending token.
-        drafts: int64 [N, K].
-        targets: int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end.
-        top5: bool [N, K], the target is among the five most likely.
-    """
+    text: Tensor  # int64 [N], index of the text
 
-    text: Tensor
-    anchor: Tensor
-    drafts: Tensor
-    targets: Tensor
-    top5: Tensor
+    def of(self: _Part, texts: Sequence[int]) -> _Part:
+        """The part that belongs to these texts."""
+        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
+        return type(self)(*(getattr(self, field.name)[kept] for field in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True)
+class Agreement(OfTexts):
+    """What was drafted and what the text says, for every anchor. N anchors, K steps."""
+
+    anchor: Tensor  # int64 [N], position of the pending token
+    drafts: Tensor  # int64 [N, K]
+    targets: Tensor  # int64 [N, K], the text's tokens at anchor + 1 …; -1 past its end
+    top5: Tensor  # bool [N, K], the target is among the five most likely
 
     @property
     def steps(self) -> int:
         """K."""
         return self.drafts.shape[1]
 
-    def of(self, texts: Sequence[int]) -> Agreement:
-        """The part that belongs to these texts: for figures by workload."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Agreement(*(getattr(self, field.name)[kept] for field in dataclasses.fields(self)))
+    def counted(self, step: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Figure → the anchors that count for it at ``step`` (from 0), and those among which; bool [N] each.
 
-    def top1_at(self, step: int) -> Proportion:
-        """Anchors whose draft at ``step`` (from 0) is the target, of those with a target there."""
-        return _proportion(self._hit[:, step], self._aimed[:, step])
+        ``top1`` and ``top5`` are of all anchors with a target there; ``conditional`` of those among them that hit at
+        every step before (``accepted_i / accepted_(i-1)``); ``unconditional`` counts hits at all steps up to this one
+        (``accepted_i / rounds``).
+        """
+        hit, aimed = self.drafts == self.targets, self.targets[:, step] != _NO_TARGET
+        before = hit[:, :step].all(dim=1)
+        return {
+            "top1": (hit[:, step], aimed),
+            "top5": (self.top5[:, step], aimed),
+            "conditional": (hit[:, step], aimed & before),
+            "unconditional": (hit[:, step] & before, aimed),
+        }
 
-    def top5_at(self, step: int) -> Proportion:
-        """Anchors whose five most likely drafts at ``step`` hold the target, of those with a target there."""
-        return _proportion(self.top5[:, step], self._aimed[:, step])
-
-    def conditional_at(self, step: int) -> Proportion:
-        """``accepted_i / accepted_(i-1)``: hits at ``step``, of the anchors that hit at every step before."""
-        before = self._hit[:, :step].all(dim=1)
-        return _proportion(self._hit[:, step], self._aimed[:, step] & before)
-
-    def unconditional_at(self, step: int) -> Proportion:
-        """``accepted_i / rounds``: anchors that hit at all steps up to this, of those with a target there."""
-        return _proportion(self._hit[:, : step + 1].all(dim=1), self._aimed[:, step])
-
-    @property
-    def _aimed(self) -> Tensor:
-        return self.targets != _NO_TARGET
-
-    @property
-    def _hit(self) -> Tensor:
-        return self.drafts == self.targets
+    def rate(self, figure: str, step: int) -> Proportion:
+        """A figure of :meth:`counted`, as a share."""
+        hit, among = self.counted(step)[figure]
+        return Proportion(int((hit & among).sum()), int(among.sum()))
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps.
+class Ranks(OfTexts):
+    """How likely the drafter thought the text's tokens, each after those before it. N anchors, K steps."""
 
-    Attributes:
-        text: int64 [N], index of the text.
-        ranks: int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1
-            past the text's end, and more than any tree holds where it cannot draft them at all.
-    """
-
-    text: Tensor
+    # int64 [N, K], how many tokens it would draft before them; of tokens that tie the first comes first. -1 past the
+    # text's end, and more than any tree holds where it cannot draft them at all.
     ranks: Tensor
-
-    def of(self, texts: Sequence[int]) -> Ranks:
-        """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return Ranks(self.text[kept], self.ranks[kept])
 
     def shares(self, width: int) -> list[list[float]]:
         """By step, then rank: how often the text's token had it, where all before it had one below ``width``."""
@@ -127,10 +124,6 @@ class Ranks:
             known = [rank for rank in row if rank >= 0]
             rounds.append((list(takewhile(lambda rank: rank < width, known)), len(known)))
         return rank_shares(rounds, width)
-
-
-def _proportion(hit: Tensor, among: Tensor) -> Proportion:
-    return Proportion(int((hit & among).sum()), int(among.sum()))
 
 
 @torch.inference_mode()
@@ -256,11 +249,9 @@ def draft(drafter: Drafter, state: DraftState, token: Tensor, aims: Tensor, step
     """Drafts int64 and top-5 membership bool, each [batch, queries, steps], on the CPU.
 
     Args:
-        drafter: from ``state`` on.
-        state: the start of a round.
+        state: of ``drafter``, at the start of a round.
         token: int64 [batch, queries], the pending tokens.
         aims: int64 [batch, queries, steps].
-        steps: K.
     """
     drafts, top5 = [], []
     for step in range(steps):

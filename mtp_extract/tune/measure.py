@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.masks import LITERT
+from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.measured import Measured, of_agreement
-from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE

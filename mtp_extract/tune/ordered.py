@@ -21,8 +21,8 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, IndexTensor, LazyTensor, read_floats
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.measured import share_over_texts
-from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.centroids import Learned, learn_centroids, ranks

@@ -18,7 +18,7 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.masks import Convention
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseState, DraftState, Fed, Needs
-from mtp_extract.speculate.batches import groups
+from mtp_extract.evaluate.batches import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 

@@ -1,4 +1,4 @@
-"""What ranges a drafter's activations have beside its base, over real prompts."""
+"""The ranges of a drafter's activations as it drafts for its base, over real prompts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def measure_ranges(
     from mtp_extract.drafter.load import load_drafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.local import LocalEngine
     from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
     from mtp_extract.speculate.generate import SpeculativeGenerator
 
@@ -59,13 +58,14 @@ def measure_ranges(
     seen: dict[str, tuple[Range, Range]] = {}
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        mine = _range(inputs[0]), _range(output)
-        seen[role] = tuple(map(_joined, seen[role], mine)) if role in seen else mine  # type: ignore[assignment]
+        now = _range(inputs[0]), _range(output)
+        before = seen.get(role, now)
+        seen[role] = _joined(before[0], now[0]), _joined(before[1], now[1])
 
     matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
-        written = continue_greedily(LocalEngine(generator, _BATCH), chosen, encoded, new_tokens=new_tokens)
+        written = continue_greedily(generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH)
         hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.

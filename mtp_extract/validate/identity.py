@@ -49,19 +49,12 @@ from mtp_extract.report.tables import REPORT_FILES
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked.
+    """One thing that was checked."""
 
-    Attributes:
-        name: key in the report.
-        what: what it asks.
-        passed: None where it was not run.
-        evidence: figures, or what is wrong, the first place first.
-    """
-
-    name: str
-    what: str
-    passed: bool | None
-    evidence: str
+    name: str  # key in the report
+    what: str  # what it asks
+    passed: bool | None  # None where it was not run
+    evidence: str  # figures, or what is wrong, the first place first
 
 
 NEEDED = ("config", "files", "tensors", "execution")
@@ -104,13 +97,15 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
     format_ = format_of(directory)
     found = require_mtp(format_.read_config(directory))
     config = _config(original, found)
-    written, tensors = None, _check("tensors", False, "they were not read")
+    written: Checkpoint | None = None
     compared: _Compared | None = None
     try:
         written = format_.read(directory)
         # Scales are read when they are asked for, and may turn out to be damaged.
         compared = _tensors(written, original, format_.name)
-        tensors = compared.check if not compared.check.passed else _beside(directory, written, original, compared.check)
+        tensors = compared.check
+        if tensors.passed:
+            tensors = _with_codes(directory, written, original, tensors)
     except (DrafterError, CheckpointError) as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
@@ -146,9 +141,9 @@ def _files(directory: Path) -> Check:
 
 def _config(original: Checkpoint, found: DrafterConfig) -> Check:
     """By what is read from it, whatever form that has: what it says besides is a matter of the files."""
-    mine, theirs = (_meaning(config) for config in (original.mtp, found))
-    count, wrong = _differences(mine, theirs)
-    wrong += [f"{key}: the graph has none" for key in theirs if key not in mine]
+    expected, here = _meaning(original.mtp), _meaning(found)
+    count, wrong = _differences(expected, here)
+    wrong += [f"{key}: the graph has none" for key in here if key not in expected]
     if wrong:
         return _check("config", False, few(wrong, separator="; "))
     return _check("config", True, f"{count} values agree")
@@ -167,30 +162,24 @@ def _differences(expected: Mapping[str, Any], found: Mapping[str, Any], prefix: 
     wrong: list[str] = []
     for key, value in expected.items():
         name = f"{prefix}{key}"
-        theirs = found.get(key)
-        if isinstance(value, Mapping) and isinstance(theirs, Mapping):
-            inner = _differences(value, theirs, f"{name}.")
+        here = found.get(key)
+        if isinstance(value, Mapping) and isinstance(here, Mapping):
+            inner = _differences(value, here, f"{name}.")
             count, wrong = count + inner[0], wrong + inner[1]
             continue
         count += 1
-        if value != theirs:
-            wrong.append(f"{name} is {escape(value)} in the graph, {escape(theirs)} here")
+        if value != here:
+            wrong.append(f"{name} is {escape(value)} in the graph, {escape(here)} here")
     return count, wrong
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """Every role of a directory, beside the file's.
+    """Every role of a directory, compared with the file's."""
 
-    Attributes:
-        check: whether all are the file's.
-        different: roles that are not, in the order of execution.
-        rounded: roles that are the file's but for one rounding.
-    """
-
-    check: Check
-    different: tuple[str, ...]
-    rounded: frozenset[str]
+    check: Check  # whether all are the file's
+    different: tuple[str, ...]  # roles that are not, in the order of execution
+    rounded: frozenset[str]  # roles that are the file's but for one rounding
 
 
 def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compared:
@@ -222,7 +211,7 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
     if ordered:
         evidence = "; ".join(f"{names[role]} {wrong[role]}" for role in ordered)
         return _Compared(_check("tensors", False, evidence), ordered, rounded)
-    return _Compared(_check("tensors", True, _told(types, steps.values())), (), rounded)
+    return _Compared(_check("tensors", True, _summary(types, steps.values())), (), rounded)
 
 
 def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
@@ -267,7 +256,7 @@ def _type(tensor: LazyTensor) -> str:
     return tensor.stored.dtype if isinstance(tensor, StoredWeight) else ""
 
 
-def _told(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
+def _summary(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
     """What all tensors are: how many codes, in what the others are, and what was rounded."""
     codes, count = types.get(CODES, 0), sum(types.values())
     floats = " and ".join(sorted(name for name in types if name not in (CODES, "")))
@@ -308,8 +297,8 @@ def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint,
     return _check("execution", True, "; ".join(in_words(proof.as_json())))
 
 
-def _beside(directory: Path, written: Checkpoint, original: Checkpoint, tensors: Check) -> Check:
-    """``tensors``, where the codes beside the floats, if there are any, are the file's, too.
+def _with_codes(directory: Path, written: Checkpoint, original: Checkpoint, tensors: Check) -> Check:
+    """``tensors``, where the codes that are kept with the floats, if there are any, are the file's, too.
 
     Raises:
         CheckpointError: they are not those of the floats.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtp_extract.evaluate.agreement import WorkloadFigures
-from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.identity import NEEDED, Check
@@ -28,37 +28,21 @@ class BaseFacts:
 
 @dataclass(frozen=True)
 class Validation:
-    """The result. What was not asked for is None.
+    """The result. What was not asked for is None."""
 
-    Attributes:
-        directory: the checkpoint.
-        source: name of the file it was compared with.
-        base: the base model.
-        settings: prompts, lengths, seeds: what a second run needs.
-        checks: what was checked against the file; empty without one.
-        parity: against the interpreter.
-        agreement: over all texts.
-        workloads: the same by workload.
-        trivial: what drafters that know nothing of the base reach on the same texts.
-        controls: in the order of the table.
-        generation: chains and trees.
-        drafters: this one first, then those beside it, on the same texts.
-        notes: things worth knowing that are not errors.
-    """
-
-    directory: str
-    source: str | None
-    base: BaseFacts | None
-    settings: Mapping[str, Any]
-    checks: tuple[Check, ...]
-    parity: Parity | None
-    agreement: WorkloadFigures | None
-    workloads: Mapping[str, WorkloadFigures]
-    trivial: tuple[TrivialResult, ...]
-    controls: tuple[ControlResult, ...]
-    generation: GenerationResult | None
-    drafters: tuple[DrafterFigures, ...]
-    notes: tuple[str, ...]
+    directory: str  # the checkpoint
+    source: str | None  # name of the file it was compared with
+    settings: Mapping[str, Any]  # prompts, lengths, seeds: what a second run needs
+    base: BaseFacts | None = None
+    checks: tuple[Check, ...] = ()  # against the file; empty without one
+    parity: Parity | None = None  # with the interpreter
+    agreement: WorkloadFigures | None = None  # over all texts
+    workloads: Mapping[str, WorkloadFigures] = field(default_factory=dict)  # the same by workload
+    trivial: tuple[TrivialResult, ...] = ()  # what drafters that know nothing of the base reach on the same texts
+    controls: tuple[ControlResult, ...] = ()  # in the order of the table
+    generation: GenerationResult | None = None  # chains and trees
+    drafters: tuple[DrafterFigures, ...] = ()  # this one first, then those it is compared with, on the same texts
+    notes: tuple[str, ...] = ()  # things worth knowing that are not errors
 
     @property
     def proven(self) -> bool:

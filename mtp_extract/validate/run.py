@@ -15,28 +15,19 @@ from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
 from mtp_extract.options import About, whole_numbers
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.wanted import Wanted, parse_wanted
+from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
-    from mtp_extract.bundle import Drafter as SourceDrafter
     from mtp_extract.drafter.load import Network
-    from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.evaluate.base_model import LoadedBase
     from mtp_extract.evaluate.prompts import Prompt
     from mtp_extract.speculate.codec import Encoded
     from mtp_extract.speculate.generate import SpeculativeGenerator
-    from mtp_extract.speculate.target import Base
-    from mtp_extract.speculate.teacher import Agreement
-    from mtp_extract.validate.acceptance.beside import DrafterFacts, DrafterFigures
-    from mtp_extract.validate.acceptance.controls import ControlResult
-    from mtp_extract.validate.acceptance.drafting import Drafting
-    from mtp_extract.validate.acceptance.pair import PairFacts
-    from mtp_extract.validate.identity import Check
+    from mtp_extract.validate.acceptance.drafters import DrafterFacts, DrafterFigures
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
 
-_MOST_STEPS = 64
 _MOST_SAMPLES = 4096
 _MOST_REPEATED = 0.25
 
@@ -129,6 +120,17 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
+    _check(plan)
+    with ExitStack() as stack:
+        directory = plan.directory
+        if directory is None:
+            say("extracting the sample")
+            directory = stack.enter_context(_sample())
+        return _measure(plan, directory, say, stack)
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what cannot be measured, before anything is loaded."""
     if plan.base is None and plan.source is None:
         raise MtpExtractError(
             "expected a base, a source or both, found neither; there is nothing to validate against",
@@ -149,40 +151,36 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         require("transformers")
     if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
         raise MtpExtractError("expected at least 2 new tokens, a batch of at least 1 and at least 1 sample")
-    if not plan.draft_steps or not 1 <= min(plan.draft_steps) <= max(plan.draft_steps) <= _MOST_STEPS:
+    if not plan.draft_steps or not 1 <= min(plan.draft_steps) <= max(plan.draft_steps) <= MOST_STEPS:
         raise MtpExtractError(
-            f"expected draft steps of 1 to {_MOST_STEPS}, found {', '.join(map(str, plan.draft_steps))}",
+            f"expected draft steps of 1 to {MOST_STEPS}, found {', '.join(map(str, plan.draft_steps))}",
             remedies=("draft_steps",),
         )
     if not 0 <= plan.seed < 1 << 63 or plan.samples > _MOST_SAMPLES:
         raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
-    with ExitStack() as stack:
-        directory = plan.directory
-        if directory is None:
-            from mtp_extract.data import sample_bundle
-            from mtp_extract.pipeline.extraction import extract
-
-            say("extracting the sample")
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
-            extract(str(sample_bundle()), directory)
-            stack.enter_context(_one_thread())
-        return _measure(plan, directory, say, stack)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """The sample's matrices are too small to share: threads would mostly wait for each other."""
+def _sample() -> Iterator[Path]:
+    """The sample's checkpoint. Its matrices are too small to share: threads would mostly wait for each other."""
     import torch
 
+    from mtp_extract.data import sample_bundle
+    from mtp_extract.pipeline.extraction import extract
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "sample-mtp-drafter"
+        extract(str(sample_bundle()), directory)
+        torch.set_num_threads(1)
+        try:
+            yield directory
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validation:
+    """Against the file, beside the base, and in other programs."""
     import torch
 
     from mtp_extract.bundle import open_bundle
@@ -197,9 +195,12 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
     from mtp_extract.validate.result import Validation
 
     config = format_of(directory).read_config(directory)
-    source: SourceDrafter | None = None
-    checks: tuple[Check, ...] = ()
-    comparable, remarks = True, tuple[str, ...]()
+    result = Validation(
+        directory="the sample" if plan.directory is None else public_name(str(directory)),
+        source=Path(plan.source).name if plan.source is not None else None,
+        settings={"seed": plan.seed},
+    )
+    source, comparable, cases = None, True, None
     if plan.source is not None:
         say("deriving every tensor from the file again, and executing both")
         opened = stack.enter_context(open_bundle(plan.source))
@@ -207,31 +208,14 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
         source = drafter_for(opened, require_mtp(config))
         checks, comparable = check_identity(directory, source)
         opened.source.confirm()
-        remarks = opened.source.notes
-    steps = tuple(sorted(set(plan.draft_steps)))
-    result = Validation(
-        directory="the sample" if plan.directory is None else public_name(str(directory)),
-        source=Path(plan.source).name if plan.source is not None else None,
-        base=None,
-        settings={"seed": plan.seed},
-        checks=checks,
-        parity=None,
-        agreement=None,
-        workloads={},
-        trivial=(),
-        controls=(),
-        generation=None,
-        drafters=(),
-        notes=remarks,
-    )
-    if not comparable or any(check.passed is False for check in checks):
+        result = replace(result, checks=checks, notes=opened.source.notes)
+    if not comparable or any(check.passed is False for check in result.checks):
         # What is refuted needs no second opinion, and may hold numbers that nothing can run.
-        return replace(result, notes=(*remarks, "It is refuted already, so nothing was measured."))
+        return replace(result, notes=(*result.notes, "It is refuted already, so nothing was measured."))
     with memory_guard("loading the drafter"):
         drafter = load_any(directory, dtype=torch.float32)
-    cases = None
     if plan.base is not None:
-        result, cases = _against_base(plan, plan.base, directory, steps, result, say)
+        result, cases = _beside_base(plan, plan.base, directory, result, say)
     if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, plan.seed)
@@ -240,29 +224,118 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
             parity, interpreted = check_interpreter(drafter, source, cases=cases, samples=plan.samples, seed=plan.seed)
         asked = (loaded, interpreted)
         unasked = [f"{check.name} was not checked: {check.evidence}" for check in asked if check.passed is None]
-        result = replace(result, parity=parity, checks=(*checks, *asked), notes=(*result.notes, *unasked))
+        result = replace(result, parity=parity, checks=(*result.checks, *asked), notes=(*result.notes, *unasked))
     return result
 
 
-def _disturbed(drafters: Sequence[DrafterFigures]) -> tuple[str, ...]:
-    """A note where times cannot be right."""
-    names = [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]
-    if not names:
-        return ()
-    return (
-        f"Times and speedups mean nothing here ({', '.join(names)}): rounds took less time than a single token of the "
-        "base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it.",
+def _beside_base(
+    plan: Plan, base: str, directory: Path, result: Validation, say: Say
+) -> tuple[Validation, Callable[[Interface], list[Case]]]:
+    """``result`` with everything that needs the base, and parity cases from it."""
+    from mtp_extract.checkpoint.checkpoint import require_mtp
+    from mtp_extract.drafter.mtp import MtpDrafter
+    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
+    from mtp_extract.evaluate.base_model import load_base, memory_guard
+    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
+    from mtp_extract.speculate.intervals import repeats_note
+    from mtp_extract.validate.acceptance.controls import ControlResult, run_controls
+    from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
+    from mtp_extract.validate.acceptance.trivial import compare_trivial
+    from mtp_extract.validate.parity.cases import base_cases
+    from mtp_extract.validate.result import BaseFacts
+
+    prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
+    directories = (directory, *plan.beside)
+    facts = [facts_of(*named) for named in zip(directories, _names(result.directory, plan.beside), strict=True)]
+    say(f"loading the base {base}")
+    loaded = load_base(base, plan.device)
+    # All of them before anything is measured: one that does not fit is said now, and not in an hour.
+    with memory_guard("loading the drafters"):
+        pairs = [_pair(loaded, place) for place in directories]
+    drafter, generator = pairs[0]
+    encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
+    _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
+    _check_widths(plan.wanted, generator.base.vocab_size)
+    steps = sorted(set(plan.draft_steps))
+    controls: list[ControlResult] = []
+    drafters: list[DrafterFigures] = []
+    with memory_guard("running the base"):
+        say(f"continuing {len(prompts)} prompts with the base alone")
+        written = continue_greedily(generator, prompts, encoded, new_tokens=plan.new_tokens, batch=plan.batch)
+        first = None
+        for known, (network, own) in zip(facts, pairs, strict=True):
+            of = f" with {known.name}" if plan.beside else ""
+            say(f"drafting after every token of them{of}")
+            agreement = measure_agreement(own.base, network, written, steps[-1], batch=plan.batch)
+            first = first or agreement
+            say(f"generating with {_rounds(steps, plan.wanted)}{of}")
+            drafters.append(
+                measure_drafter(
+                    known,
+                    network,
+                    own,
+                    written,
+                    agreement,
+                    first,
+                    chains=steps,
+                    trees=plan.wanted,
+                    batch=plan.batch,
+                    new_tokens=plan.new_tokens,
+                    timed=plan.timed,
+                )
+            )
+        assert first is not None
+        notes = [*loaded.notes, *_tuned_note(facts), *_loops_note(written.repeated)]
+        notes += repeats_note(len(written.texts), len(written.repeats))
+        if isinstance(drafter, MtpDrafter):
+            say("the same with one thing broken at a time")
+            controls = run_controls(generator.base, drafter, written, first, batch=plan.batch)
+        else:
+            notes.append("Nothing was broken on purpose beside it: the controls are those of an MTP drafter.")
+    found = replace(
+        result,
+        base=BaseFacts(
+            "the sample's base" if plan.directory is None else public_name(base),
+            loaded.dtype,
+            loaded.devices,
+            str(loaded.drafter_dtype).removeprefix("torch."),
+            plan.chat_template and generator.codec.has_template,
+        ),
+        settings={
+            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
+            "new_tokens": plan.new_tokens,
+            "draft_steps": steps,
+            "trees": list(plan.wanted),
+            "batch": plan.batch,
+            **result.settings,
+        },
+        agreement=drafters[0].agreement,
+        workloads=drafters[0].workloads,
+        trivial=compare_trivial(written, first),
+        controls=tuple(controls),
+        generation=drafters[0].generation,
+        drafters=tuple(drafters),
+        notes=(*result.notes, *notes, *_times_note(drafters)),
+    )
+    return found, lambda interface: base_cases(
+        generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
     )
 
 
-def _loops(repeated: float) -> tuple[str, ...]:
-    """A note where the base's text repeats itself so often that it says little of a drafter."""
-    if repeated <= _MOST_REPEATED:
-        return ()
-    return (
-        f"{100 * repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the same text: "
-        "loops, which are easy to draft, so controls may do as well.",
-    )
+def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:
+    """The drafter in ``directory`` with its base.
+
+    Raises:
+        MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
+    """
+    from mtp_extract.drafter.load import load_any
+    from mtp_extract.speculate.generate import SpeculativeGenerator
+
+    drafter = load_any(directory, dtype=loaded.drafter_dtype, device=loaded.device)
+    try:
+        return drafter, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    except PairError as error:
+        raise PairError(f"{escape(directory)}: {error}", remedies=error.remedies) from error
 
 
 def _check_lengths(prompts: Sequence[Prompt], encoded: Sequence[Encoded], new_tokens: int, config: Any) -> None:
@@ -297,138 +370,10 @@ def _check_widths(trees: Mapping[str, Wanted], vocab_size: int) -> None:
             )
 
 
-def _against_base(
-    plan: Plan, base: str, directory: Path, steps: tuple[int, ...], result: Validation, say: Say
-) -> tuple[Validation, Callable[[Interface], list[Case]]]:
-    """``result`` with everything that needs the base, and parity cases from it."""
-    from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.drafter.mtp import MtpDrafter
-    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
-    from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.local import LocalEngine
-    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
-    from mtp_extract.speculate.texts import repeats_note
-    from mtp_extract.validate.acceptance.beside import facts_of
-    from mtp_extract.validate.acceptance.controls import run_controls
-    from mtp_extract.validate.acceptance.trivial import compare_trivial
-    from mtp_extract.validate.parity.cases import base_cases
-    from mtp_extract.validate.result import BaseFacts
-
-    prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
-    directories = (directory, *plan.beside)
-    facts = [facts_of(*named) for named in zip(directories, _names(result.directory, plan.beside), strict=True)]
-    say(f"loading the base {base}")
-    loaded = load_base(base, plan.device)
-    # All of them before anything is measured: one that does not fit is said now, and not in an hour.
-    with memory_guard("loading the drafters"):
-        pairs = [_pair(loaded, place) for place in directories]
-    drafter, generator = pairs[0]
-    engine = LocalEngine(generator, plan.batch)
-    encoded = encode_prompts(prompts, generator.codec, chat_template=plan.chat_template)
-    _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
-    _check_widths(plan.wanted, generator.base.vocab_size)
-    with memory_guard("running the base"):
-        say(f"continuing {len(prompts)} prompts with the base alone")
-        written = continue_greedily(engine, prompts, encoded, new_tokens=plan.new_tokens)
-        drafters: list[DrafterFigures] = []
-        agreements: list[Agreement] = []
-        for known, (network, own) in zip(facts, pairs, strict=True):
-            of = f" with {known.name}" if plan.beside else ""
-            say(f"drafting after every token of them{of}")
-            agreements.append(measure_agreement(own.base, network, written, steps[-1], batch=plan.batch))
-            say(f"generating with {_rounds(steps, plan.wanted)}{of}")
-            drafters.append(_drafter_figures(plan, known, network, own, written, agreements[0], agreements[-1]))
-        controls: list[ControlResult] = []
-        notes = [
-            *loaded.notes,
-            *_flattered(facts),
-            *_loops(written.repeated),
-            *repeats_note(len(written.texts), len(written.repeats)),
-        ]
-        if isinstance(drafter, MtpDrafter):
-            say("the same with one thing broken at a time")
-            controls = run_controls(generator.base, drafter, written, agreements[0], batch=plan.batch)
-        else:
-            notes.append("Nothing was broken on purpose beside it: the controls are those of an MTP drafter.")
-    found = replace(
-        result,
-        base=BaseFacts(
-            "the sample's base" if plan.directory is None else public_name(base),
-            loaded.dtype,
-            loaded.devices,
-            str(loaded.drafter_dtype).removeprefix("torch."),
-            plan.chat_template and generator.codec.has_template,
-        ),
-        settings={
-            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-            "new_tokens": plan.new_tokens,
-            "draft_steps": list(steps),
-            "trees": list(plan.wanted),
-            "batch": plan.batch,
-            **result.settings,
-        },
-        agreement=drafters[0].agreement,
-        workloads=drafters[0].workloads,
-        trivial=compare_trivial(written, agreements[0]),
-        controls=tuple(controls),
-        generation=drafters[0].generation,
-        drafters=tuple(drafters),
-        notes=(*result.notes, *notes, *_disturbed(drafters)),
-    )
-    return found, lambda interface: base_cases(
-        generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
-    )
-
-
-def _drafter_figures(
-    plan: Plan,
-    known: DrafterFacts,
-    drafter: Network,
-    generator: SpeculativeGenerator,
-    written: Continuations,
-    first: Agreement,
-    own: Agreement,
-) -> DrafterFigures:
-    """How a drafter drafts, of which ``own`` is known; ``first`` is that of the first of them."""
-    from mtp_extract.evaluate.agreement import figures
-    from mtp_extract.evaluate.local import LocalEngine
-    from mtp_extract.evaluate.measured import compare, of_agreement
-    from mtp_extract.validate.acceptance.beside import DrafterFigures
-    from mtp_extract.validate.acceptance.drafting import draftings
-    from mtp_extract.validate.acceptance.generation import measure_generation
-
-    overall, parts = figures(own), {name: written.of_workload(name) for name in written.workloads}
-    steps = sorted(set(plan.draft_steps))
-    conditional = [step.conditional.value for step in overall.steps]
-    planned = draftings(generator, steps, plan.wanted, written, conditional, batch=plan.batch)
-    before, after = of_agreement(first), of_agreement(own)
-    return DrafterFigures(
-        known,
-        overall,
-        {name: figures(own, rows) for name, rows in parts.items()},
-        measure_generation(
-            LocalEngine(generator, plan.batch),
-            generator.base,
-            written,
-            planned,
-            new_tokens=plan.new_tokens,
-            timed=plan.timed,
-        ),
-        compare(before, after),
-        {name: compare(before.of(rows), after.of(rows)) for name, rows in parts.items()},
-        _held(generator.base, drafter, written, planned, plan.new_tokens),
-    )
-
-
-def _held(
-    base: Base, drafter: Network, written: Continuations, planned: Sequence[Drafting], new_tokens: int
-) -> PairFacts | None:
-    """What the pair holds over the longest text, with the most drafts."""
-    from mtp_extract.validate.acceptance.pair import look
-
-    longest = max((written.texts[index] for index in written.usable), key=lambda text: len(text.tokens))
-    prompt, most = longest.tokens[: longest.prompt_length], max(planned, key=lambda drafting: drafting.drafts)
-    return look(base, drafter, prompt, most, new_tokens=new_tokens)
+def _names(first: str, beside: Sequence[Path]) -> list[str]:
+    """What to call them; where two have one name, by their places too."""
+    names = [first, *(public_name(str(place)) for place in beside)]
+    return [name if name not in names[:index] else f"{name} ({index + 1})" for index, name in enumerate(names)]
 
 
 def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
@@ -437,23 +382,7 @@ def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
     return f"{chains}, and trees of {', '.join(trees)}" if trees else chains
 
 
-def _pair(loaded: LoadedBase, directory: Path) -> tuple[Network, SpeculativeGenerator]:
-    """The drafter in ``directory`` with its base.
-
-    Raises:
-        MtpExtractError: it cannot be loaded or does not fit; the message names ``directory``.
-    """
-    from mtp_extract.drafter.load import load_any
-    from mtp_extract.speculate.generate import SpeculativeGenerator
-
-    drafter = load_any(directory, dtype=loaded.drafter_dtype, device=loaded.device)
-    try:
-        return drafter, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    except PairError as error:
-        raise PairError(f"{escape(directory)}: {error}", remedies=error.remedies) from error
-
-
-def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
+def _tuned_note(facts: Sequence[DrafterFacts]) -> list[str]:
     """What to know of drafters that may have seen these prompts."""
     tuned = [known.name for known in facts if known.made == "tuned"]
     if not tuned:
@@ -464,7 +393,22 @@ def _flattered(facts: Sequence[DrafterFacts]) -> list[str]:
     ]
 
 
-def _names(first: str, beside: Sequence[Path]) -> list[str]:
-    """What to call them; where two have one name, by their places too."""
-    names = [first, *(public_name(str(place)) for place in beside)]
-    return [name if name not in names[:index] else f"{name} ({index + 1})" for index, name in enumerate(names)]
+def _loops_note(repeated: float) -> tuple[str, ...]:
+    """A note where the base's text repeats itself so often that it says little of a drafter."""
+    if repeated <= _MOST_REPEATED:
+        return ()
+    return (
+        f"{100 * repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the same text: "
+        "loops, which are easy to draft, so controls may do as well.",
+    )
+
+
+def _times_note(drafters: Sequence[DrafterFigures]) -> tuple[str, ...]:
+    """A note where times cannot be right."""
+    names = [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]
+    if not names:
+        return ()
+    return (
+        f"Times and speedups mean nothing here ({', '.join(names)}): rounds took less time than a single token of the "
+        "base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it.",
+    )

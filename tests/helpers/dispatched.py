@@ -93,7 +93,7 @@ def rounds_on_meta(base: Any, drafter: Any, options: Options, batch: int = 1) ->
     made: list[int] = []
     result = []
     with _made_up(tables, made):
-        events = _Run(generator, [(1, 2, 3)] * batch, options).events()
+        events = _Run(generator, [(1, 2, 3)] * batch, options).rounds()
         for _ in range(2 * batch):  # the first tokens, and a round
             next(events)
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Pair:
         return base_alone(self.base, prompt, tokens)
 
 
+@cache
 def base_alone(base: Any, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)

@@ -35,9 +35,13 @@ def counts(result: Generation) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("drafts", [0, 1, 2, 4, 8])
 def test_greedy_text_is_the_base_s_own(pair: Pair, drafts: int) -> None:
-    generator = pair.generator
-    for prompt in pair.prompts():
-        result = generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts)
+    """One by one with four drafts; that a batch is its sequences is a test of its own."""
+    generator, prompts = pair.generator, pair.prompts()
+    if drafts == 4:
+        results = [generator.generate(prompt, max_new_tokens=TOKENS, drafts=drafts) for prompt in prompts]
+    else:
+        results = generator.generate_batch(prompts, Options(max_new_tokens=TOKENS, drafts=drafts))
+    for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == pair.alone(prompt, TOKENS)
         assert result.text == pair.tokenizer.decode(result.tokens, skip_special_tokens=True)
         assert result.prompt_tokens == prompt

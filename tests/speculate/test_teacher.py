@@ -29,9 +29,9 @@ def assert_same(a: Agreement, b: Agreement) -> None:
 @pytest.fixture(scope="module")
 def texts(pair: Pair) -> list[Text]:
     """What the base writes after each prompt, of different lengths."""
-    options = Options(max_new_tokens=60, stop_token_ids=[])
+    options = Options(max_new_tokens=45, stop_token_ids=[])
     results = pair.generator.generate_batch(pair.prompts(), options)
-    return [Text(r.prompt_tokens + r.tokens[: 60 - 5 * i], len(r.prompt_tokens)) for i, r in enumerate(results)]
+    return [Text(r.prompt_tokens + r.tokens[: 45 - 5 * i], len(r.prompt_tokens)) for i, r in enumerate(results)]
 
 
 @pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
@@ -75,15 +75,15 @@ def test_anchors_are_the_rounds_of_generation(pair: Pair) -> None:
 def test_the_pair_agrees(pair: Pair, texts: list[Text]) -> None:
     forced = teacher_forced(pair.generator.base, pair.drafter, texts, STEPS)
     assert forced.steps == STEPS
-    assert forced.top1_at(0).value > 0.75
-    assert forced.top5_at(0).value > 0.95
-    assert forced.top1_at(0).trials == len(forced.anchor)
-    assert forced.top1_at(3).trials == len(forced.anchor) - 3 * len(texts)
-    rates = [forced.unconditional_at(step).value for step in range(STEPS)]
+    assert forced.rate("top1", 0).value > 0.75
+    assert forced.rate("top5", 0).value > 0.95
+    assert forced.rate("top1", 0).trials == len(forced.anchor)
+    assert forced.rate("top1", 3).trials == len(forced.anchor) - 3 * len(texts)
+    rates = [forced.rate("unconditional", step).value for step in range(STEPS)]
     assert rates == sorted(rates, reverse=True)
     product = 1.0
     for step in range(STEPS):
-        product *= forced.conditional_at(step).value
+        product *= forced.rate("conditional", step).value
         assert product == pytest.approx(rates[step], abs=0.05)  # not equal: the ends of texts lack later targets
 
 
@@ -92,18 +92,21 @@ def test_proportions_by_hand() -> None:
     drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 0]])
     top5 = torch.tensor([[True] * 3, [True] * 3, [False, True, True], [True, True, False]])
     agreement = Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, top5)
-    assert [agreement.top1_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(3, 4), Proportion(3, 3)]
-    assert [agreement.top5_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(4, 4), Proportion(3, 3)]
-    assert [agreement.conditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 3), Proportion(1, 1)]
-    assert [agreement.unconditional_at(i) for i in range(3)] == [Proportion(3, 4), Proportion(2, 4), Proportion(1, 3)]
+    expected = {
+        "top1": [Proportion(3, 4), Proportion(3, 4), Proportion(3, 3)],
+        "top5": [Proportion(3, 4), Proportion(4, 4), Proportion(3, 3)],
+        "conditional": [Proportion(3, 4), Proportion(2, 3), Proportion(1, 1)],
+        "unconditional": [Proportion(3, 4), Proportion(2, 4), Proportion(1, 3)],
+    }
+    assert {figure: [agreement.rate(figure, i) for i in range(3)] for figure in expected} == expected
     assert agreement.of([1]).drafts.tolist() == drafts[2:].tolist()
-    assert agreement.of([1]).top1_at(0) == Proportion(1, 2)
+    assert agreement.of([1]).rate("top1", 0) == Proportion(1, 2)
 
 
 def test_controls_through_transform(pair: Pair, texts: list[Text]) -> None:
     """Each way of feeding the drafter wrongly costs agreement; the figures depend on every input."""
     base = pair.generator.base
-    real = teacher_forced(base, pair.drafter, texts, 1).top1_at(0).value
+    real = teacher_forced(base, pair.drafter, texts, 1).rate("top1", 0).value
 
     def no_hidden(arguments: Any, _step: int) -> Any:
         return dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))
@@ -120,7 +123,7 @@ def test_controls_through_transform(pair: Pair, texts: list[Text]) -> None:
 
     for control in (no_hidden, unscaled, shuffled_kv):
         broken = Altered(pair.drafter, transform=control)
-        assert teacher_forced(base, broken, texts, 1).top1_at(0).value < real - 0.1, control
+        assert teacher_forced(base, broken, texts, 1).rate("top1", 0).value < real - 0.1, control
 
 
 def test_texts_too_short(pair: Pair) -> None:

@@ -16,7 +16,6 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.validate.result import Validation
@@ -77,7 +76,7 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Continuations:
     encoded = encode_prompts(prompts, generator.codec, chat_template=False)
-    return continue_greedily(LocalEngine(generator, batch=4), prompts, encoded, new_tokens=NEW_TOKENS)
+    return continue_greedily(generator, prompts, encoded, new_tokens=NEW_TOKENS, batch=4)
 
 
 @pytest.fixture(scope="session")

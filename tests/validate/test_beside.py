@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import run
+from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.random_assistants import GEOMETRIES, random_assistant
 from helpers.schemas import validator
@@ -25,11 +25,14 @@ from mtp_extract.evaluate.reads import reads_of_a_step
 from mtp_extract.formats import format_of
 from mtp_extract.report.tables import measurements
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.beside import facts_of
+from mtp_extract.validate.acceptance.drafters import facts_of
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 CLUSTERS = 16
 
@@ -250,7 +253,7 @@ def test_one_that_does_not_fit_is_named(plan: Plan, checkpoint: Path, tmp_path: 
 
 
 def test_without_a_base_there_is_nothing_to_compare(checkpoint: Path) -> None:
-    result = run("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         "error: expected a base for the drafters to be compared beside, found none; give the model they draft for "

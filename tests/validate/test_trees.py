@@ -26,6 +26,9 @@ from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 RUNNER = CliRunner()
 TREES = ("3x2", "auto:4", "best:5")
 

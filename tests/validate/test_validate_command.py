@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import run, run_here
 from helpers.first_pair import first_base, first_bundle
 from helpers.variant_files import variant
 from typer.testing import CliRunner
@@ -18,19 +18,10 @@ from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
 from mtp_extract.validate.result import Validation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 RUNNER = CliRunner()
-
-
-def run(*arguments: str | Path, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nfrom mtp_extract.cli.validate import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
 
 
 def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +37,10 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
 
 
 def test_sample(tmp_path: Path) -> None:
-    few = {kind: texts[:3] for kind, texts in json.loads(sample_prompts().read_text("utf-8")).items()}
+    few = {kind: texts[:1] for kind, texts in json.loads(sample_prompts().read_text("utf-8")).items()}
     (tmp_path / "few.json").write_text(json.dumps(few))
-    result = run(
+    result = run_here(
+        "validate",
         *(
             "--sample",
             "--prompts",
@@ -82,7 +74,7 @@ def test_sample(tmp_path: Path) -> None:
 
 
 def test_json(checkpoint: Path) -> None:
-    result = run(checkpoint, "--source", first_bundle(), "--samples", "2", "--json")
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert report["parity"]["emulated"]["n"] == 2
@@ -90,7 +82,7 @@ def test_json(checkpoint: Path) -> None:
 
 
 def test_refuted_is_status_1(checkpoint: Path) -> None:
-    result = run(checkpoint, "--source", variant("torch_int2"), "--samples", "2")
+    result = run_here("validate", checkpoint, "--source", variant("torch_int2"), "--samples", "2")
     assert result.returncode == 1
     assert result.stdout.startswith("Refuted: tensors: pre_projection (pre_projection.weight) has other values")
     assert "roven:" not in result.stdout.splitlines()[0].replace("not proven:", "")
@@ -130,8 +122,11 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),
     ],
 )
-def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
-    result = run(*(str(checkpoint) if word == "CHECKPOINT" else word for word in arguments))
+def test_errors_are_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = run_here("validate", *(str(checkpoint) if word == "CHECKPOINT" else word for word in arguments))
     assert (result.returncode, result.stdout) == (1, "")
     errors = [line for line in result.stderr.splitlines() if not line.endswith("…")]
     assert len(errors) == 1
@@ -140,9 +135,9 @@ def test_errors_are_one_line(checkpoint: Path, arguments: tuple[str, ...], messa
 
 
 @pytest.mark.parametrize(("module", "package"), [("torch", "torch"), ("transformers", "transformers")])
-def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
-    block = f"import sys; sys.modules[{module!r}] = None"
-    result = run(checkpoint, "--base", first_base(), "--source", first_bundle(), before=block)
+def test_missing_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run_here("validate", checkpoint, "--base", first_base(), "--source", first_bundle())
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         f"error: expected the package {package}, but it is not installed. Validation and tuning need more "
@@ -151,9 +146,11 @@ def test_missing_extra(checkpoint: Path, module: str, package: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "check"), [("ai_edge_litert", "interpreter"), ("transformers", "transformers")])
-def test_a_check_without_its_tool(checkpoint: Path, module: str, check: str) -> None:
-    block = f"import sys; sys.modules[{module!r}] = None"
-    result = run(checkpoint, "--source", first_bundle(), before=block)
+def test_a_check_without_its_tool(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: str, check: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run_here("validate", checkpoint, "--source", first_bundle(), "--samples", "2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Proven: the checkpoint is the drafter of sample.litertlm")
     notes = [line for line in result.stdout.splitlines() if line.startswith("Note: ")]
@@ -161,6 +158,15 @@ def test_a_check_without_its_tool(checkpoint: Path, module: str, check: str) -> 
 
 
 def test_help_needs_no_extra() -> None:
-    result = run("--help", before="import sys; sys.modules['torch'] = None")
+    """In a process that could import none of it."""
+    code = "import sys; sys.modules['torch'] = None; from mtp_extract.cli.validate import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert "--source" in result.stdout
+
+
+def test_a_process_of_its_own(checkpoint: Path) -> None:
+    """What the tests above do in this one ends alike in another, and leaves nothing on its streams."""
+    result = run("validate", checkpoint, "--source", "/absent.litertlm")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1].startswith("error: /absent.litertlm")

@@ -1,34 +1,78 @@
-"""What is drafted a round: a chain or a tree, and what it is expected to yield."""
+"""What is drafted a round: a chain or a tree, as it is asked for, and what it is expected to yield.
+
+No tensors at import: a command looks at the trees it is asked for before it does anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mtp_extract.evaluate.agreement import Continuations, measure_ranks
+from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.adaptive import DraftLength
 from mtp_extract.speculate.arithmetic import expected_tokens
-from mtp_extract.speculate.generate import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Ranks
-from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, expected_length
-from mtp_extract.validate.acceptance.wanted import Wanted, steps_to_rank
+from mtp_extract.speculate.trees import AutoTree, Tree, best_tree, budget_of, expected_length, parse_tree
+
+if TYPE_CHECKING:
+    from mtp_extract.evaluate.agreement import Continuations
+    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.teacher import Ranks
+
+MOST_STEPS = 64
+"""Of the drafter, in a round."""
+
+_BEST = "best:"
+
+
+@dataclass(frozen=True)
+class BestTree:
+    """The tree of at most ``budget`` drafts that is expected to yield most, by ranks that are still to be measured."""
+
+    budget: int
+
+
+Wanted = Tree | AutoTree | BestTree
+"""A tree, as it is asked for."""
+
+
+def parse_wanted(text: str) -> tuple[str, Wanted]:
+    """What ``text`` asks for, and what to call it: ``best:14``, or as :func:`~mtp_extract.speculate.trees.parse_tree`.
+
+    Raises:
+        MtpExtractError: another notation, or too large or too deep a tree.
+    """
+    if text.startswith(_BEST):
+        return text, BestTree(budget_of(text, _BEST))
+    tree = parse_tree(text)
+    if isinstance(tree, Tree) and tree.depth > MOST_STEPS:
+        raise MtpExtractError(
+            f"expected a tree of at most {MOST_STEPS} steps, found {tree.depth} in {escape(text)}; make it less deep"
+        )
+    # A number is the name of a chain.
+    return (tree.notation if isinstance(tree, Tree) and text.isdecimal() else text), tree
+
+
+def steps_to_rank(wanted: Iterable[Wanted], most: int) -> int:
+    """Steps to measure ranks of: as deep as fixed trees are, and ``most`` for the best; 0 where none are needed."""
+    steps = [0]
+    for tree in wanted:
+        if isinstance(tree, Tree):
+            steps.append(tree.depth)
+        elif isinstance(tree, BestTree):
+            steps.append(min(tree.budget, most))
+    return max(steps)
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What is drafted a round.
+    """What is drafted a round."""
 
-    Attributes:
-        name: of a chain its number of drafts, of a tree what it was asked for as.
-        what: a chain's number of drafts, or a tree.
-        expected: mean accepted length: of a chain from agreement, of a tree from ranks; None for one that is grown.
-        chosen_on: indices of the texts whose ranks chose the tree; empty where none did.
-    """
-
-    name: str
-    what: int | Tree | AutoTree
+    name: str  # of a chain its number of drafts, of a tree what it was asked for as
+    what: int | Tree | AutoTree  # a chain's number of drafts, or a tree
+    # mean accepted length: of a chain from agreement, of a tree from ranks; None for one that is grown
     expected: float | None
-    chosen_on: tuple[int, ...] = ()
+    chosen_on: tuple[int, ...] = ()  # indices of the texts whose ranks chose the tree; empty where none did
 
     @property
     def drafts(self) -> int:
@@ -68,29 +112,28 @@ def draftings(
     workload choose the best tree, so that the others show what it yields where it was not chosen.
 
     Args:
-        generator: the drafter with its base.
         chains: numbers of drafts.
-        trees: by name, what is asked for.
-        continuations: the base's own text.
+        trees: by name.
         conditional: acceptance by step of a chain, from agreement over these texts.
-        batch: texts at a time.
     """
+    from mtp_extract.evaluate.agreement import measure_ranks
+
     found = [Drafting(str(drafts), drafts, expected_tokens(conditional[:drafts])) for drafts in chains]
     steps, ranks = steps_to_rank(trees.values(), max(AutoTree.depth, *chains)), None
     if steps:
         ranks = measure_ranks(generator.base, generator.drafter, continuations, steps, batch=batch)
     rows = _choosing(continuations)
-    return found + [_planted(name, tree, ranks, rows) for name, tree in trees.items()]
+    return found + [_drafting_of(name, tree, ranks, rows) for name, tree in trees.items()]
 
 
-def _planted(name: str, wanted: Wanted, ranks: Ranks | None, rows: Sequence[int]) -> Drafting:
+def _drafting_of(name: str, wanted: Wanted, ranks: Ranks | None, choosing: Sequence[int]) -> Drafting:
     if isinstance(wanted, AutoTree):
         return Drafting(name, wanted, None)
     assert ranks is not None
     if isinstance(wanted, Tree):
-        return Drafting(name, wanted, _expected(wanted, ranks))
-    tree = best_tree(ranks.of(rows).shares(wanted.budget), wanted.budget)
-    return Drafting(name, tree, _expected(tree, ranks), tuple(rows))
+        return Drafting(name, wanted, expected_length(wanted, ranks.shares(wanted.width)))
+    tree = best_tree(ranks.of(choosing).shares(wanted.budget), wanted.budget)
+    return Drafting(name, tree, expected_length(tree, ranks.shares(tree.width)), tuple(choosing))
 
 
 def _choosing(continuations: Continuations) -> list[int]:
@@ -98,7 +141,3 @@ def _choosing(continuations: Continuations) -> list[int]:
     usable = set(continuations.usable)
     kept = [[index for index in continuations.of_workload(name) if index in usable] for name in continuations.workloads]
     return sorted(index for rows in kept for index in rows[::2])
-
-
-def _expected(tree: Tree, ranks: Ranks) -> float:
-    return expected_length(tree, ranks.shares(tree.width))

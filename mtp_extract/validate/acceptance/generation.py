@@ -7,98 +7,73 @@ are of a batch of one, where drafting pays, over a few prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 
 from mtp_extract.evaluate.agreement import Continuations
-from mtp_extract.evaluate.local import LocalEngine
+from mtp_extract.evaluate.batches import generate_in_batches
 from mtp_extract.speculate.arithmetic import Proportion
-from mtp_extract.speculate.generate import Options
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval, share_interval
 from mtp_extract.speculate.result import Generation, Round, conditional_by_step, unconditional_by_step
 from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
 
 _FASTER = 0.9
 """Of the time of one token: what chance alone does not make of the time of a round."""
 
-
-# What the order of additions over a whole model can move a logit by, in float32.
 _FLOAT32_TIE = 1e-3
+"""What the order of additions over a whole model can move a logit by, in float32."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a text first differs from the base's own.
+    """Where a text first differs from the base's own."""
 
-    Attributes:
-        prompt: index.
-        token: index among the generated tokens.
-        tie: whether the margin is within what the base's dtype can tell apart.
-        margin: logit of the base's token less that of the other, in one forward over the text. Near 0 the two
-            tie, and the shape of a matrix product decides. None where one text only ends earlier.
-    """
-
-    prompt: int
-    token: int
+    prompt: int  # index
+    token: int  # index among the generated tokens
+    # logit of the base's token less that of the other, in one forward over the text. Near 0 the two tie, and the shape
+    # of a matrix product decides. None where one text only ends earlier.
     margin: float | None
-    tie: bool
+    tie: bool  # whether the margin is within what the base's dtype can tell apart
 
 
 @dataclass(frozen=True)
 class DraftLengthResult:
-    """One chain, or one tree.
+    """One chain, or one tree."""
 
-    Attributes:
-        name: "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree.
-        tree: what it can be asked for as again; None of a chain.
-        paths: of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is
-            grown anew in every round.
-        drafts: most that the base verifies a round.
-        depth: most steps of the drafter a round; of a chain, as many as drafts.
-        accepted, rounds: over all prompts but those whose text repeats another's; rounds that drafted something.
-        drafted: steps of the drafter in these rounds; in a chain each is one draft.
-        acceptance: accepted / drafted.
-        mean_accepted_length: 1 + accepted / rounds.
-        mean_accepted_interval: 95 % of that, over prompts; None with too few.
-        expected: mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from
-            the ranks of the base's tokens; None of a tree that is grown.
-        chosen_on: how many texts chose the tree by their ranks; 0 where none did.
-        elsewhere: mean accepted length of the prompts that did not choose the tree; None where none did.
-        unconditional: by step, drafts that stand together with all before them, of rounds that drafted it.
-        conditional: by step, of those that accepted all before it.
-        identical_prompts: texts equal to the base's, of ``prompts``.
-        divergences: the others.
-        base_tokens_per_s, speculative_tokens_per_s: batch of one, after the first token.
-        verify_ms, draft_ms: mean of a round, batch of one.
-    """
-
-    name: str
-    tree: str | None
+    name: str  # "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree
+    tree: str | None  # what it can be asked for as again; None of a chain
+    # of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is grown anew in
+    # every round
     paths: tuple[tuple[int, ...], ...] | None
-    drafts: int
-    depth: int
-    accepted: int
-    drafted: int
-    rounds: int
-    acceptance: float
-    mean_accepted_length: float
-    mean_accepted_interval: Interval | None
+    drafts: int  # most that the base verifies a round
+    depth: int  # most steps of the drafter a round; of a chain, as many as drafts
+    accepted: int  # over all prompts but those whose text repeats another's
+    drafted: int  # steps of the drafter in these rounds; in a chain each is one draft
+    rounds: int  # over the same prompts, that drafted something
+    acceptance: float  # accepted / drafted
+    mean_accepted_length: float  # 1 + accepted / rounds
+    mean_accepted_interval: Interval | None  # 95 % of that, over prompts; None with too few
+    # mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from the ranks
+    # of the base's tokens; None of a tree that is grown
     expected: float | None
-    chosen_on: int
-    elsewhere: float | None
+    chosen_on: int  # how many texts chose the tree by their ranks; 0 where none did
+    elsewhere: float | None  # mean accepted length of the prompts that did not choose the tree; None where none did
+    # by step, drafts that stand together with all before them, of rounds that drafted it
     unconditional: tuple[Proportion, ...]
-    conditional: tuple[Proportion, ...]
+    conditional: tuple[Proportion, ...]  # by step, of those that accepted all before it
     prompts: int
-    identical_prompts: int
-    divergences: tuple[Divergence, ...]
-    base_tokens_per_s: float
-    speculative_tokens_per_s: float
-    verify_ms: float
-    draft_ms: float
+    identical_prompts: int  # texts equal to the base's, of ``prompts``
+    divergences: tuple[Divergence, ...]  # the others
+    base_tokens_per_s: float  # batch of one, after the first token
+    speculative_tokens_per_s: float  # likewise
+    verify_ms: float  # mean of a round, batch of one
+    draft_ms: float  # likewise
 
     @property
     def identical(self) -> bool:
@@ -129,17 +104,11 @@ class DraftLengthResult:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """All chains, then all trees.
+    """All chains, then all trees."""
 
-    Attributes:
-        lengths: one each, of different names.
-        timed: prompts behind the times.
-        base_ms: one forward of the base over one token.
-    """
-
-    lengths: tuple[DraftLengthResult, ...]
-    timed: int
-    base_ms: float
+    lengths: tuple[DraftLengthResult, ...]  # one each, of different names
+    timed: int  # prompts behind the times
+    base_ms: float  # one forward of the base over one token
 
     @property
     def chains(self) -> tuple[DraftLengthResult, ...]:
@@ -173,30 +142,28 @@ class GenerationResult:
 
 
 def measure_generation(
-    engine: LocalEngine,
-    base: Base,
+    generator: SpeculativeGenerator,
     continuations: Continuations,
     draftings: Sequence[Drafting],
     *,
+    batch: int,
     new_tokens: int,
     timed: int,
 ) -> GenerationResult:
     """Generate with each of ``draftings``.
 
     Args:
-        engine: generates.
-        base: its base, which says how near two tokens were where texts part.
         continuations: what the base alone wrote; texts must equal these.
         draftings: chains and trees, of different names.
+        batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
     """
-    prompts = [text.tokens[: text.prompt_length] for text in continuations.texts]
-    chosen = _spread(continuations, timed)
+    texts, chosen = continuations.texts, _spread(continuations, timed)
 
     def run(indices: Sequence[int], drafting: Drafting | None) -> list[Generation]:
-        drafts = 0 if drafting is None else drafting.what
-        return engine.generate([prompts[i] for i in indices], Options(max_new_tokens=new_tokens, drafts=drafts))
+        options = Options(max_new_tokens=new_tokens, drafts=0 if drafting is None else drafting.what)
+        return generate_in_batches(generator, [texts[i].prompt for i in indices], options, batch=batch)
 
     def one_by_one(drafting: Drafting | None) -> list[Generation]:
         return [result for index in chosen for result in run([index], drafting)]
@@ -206,28 +173,17 @@ def measure_generation(
     plain = one_by_one(None)
     results = []
     for drafting in draftings:
-        together = run(range(len(prompts)), drafting)
-        alone = one_by_one(drafting)
-        wrong = [
-            _divergence(base, continuations, index, result.tokens)
-            for index, result in enumerate(together)
-            if result.tokens != _own(continuations, index)
-        ]
+        together, alone = run(range(len(texts)), drafting), one_by_one(drafting)
+        differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
         # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
-        wrong += [
-            _divergence(base, continuations, index, fast.tokens)
-            for index, fast, slow in zip(chosen, alone, plain, strict=True)
-            if fast.tokens != slow.tokens and index not in {d.prompt for d in wrong}
-        ]
-        counted = [result for index, result in enumerate(together) if index not in continuations.repeats]
-        rounds = _drafting_rounds(counted)
-        timed_rounds = _drafting_rounds(alone)
+        for index, fast, slow in zip(chosen, alone, plain, strict=True):
+            if fast.tokens != slow.tokens:
+                differing.setdefault(index, fast.tokens)
+        wrong = [_divergence(generator.base, texts[i], i, tokens) for i, tokens in differing.items()]
+        counted = {i: result for i, result in enumerate(together) if i not in continuations.repeats}
+        others = [result for i, result in counted.items() if i not in drafting.chosen_on]
+        rounds, timed_rounds = _drafting_rounds(counted.values()), _drafting_rounds(alone)
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
-        others = [
-            result
-            for index, result in enumerate(together)
-            if index not in drafting.chosen_on and index not in continuations.repeats
-        ]
         results.append(
             DraftLengthResult(
                 name=drafting.name,
@@ -240,7 +196,7 @@ def measure_generation(
                 rounds=len(rounds),
                 acceptance=accepted / drafted if drafted else math.nan,
                 mean_accepted_length=_mean_length(rounds),
-                mean_accepted_interval=_interval([result.rounds for result in counted], drafting.depth),
+                mean_accepted_interval=_interval(counted.values(), drafting.depth),
                 expected=drafting.expected,
                 chosen_on=len(drafting.chosen_on),
                 elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
@@ -251,15 +207,19 @@ def measure_generation(
                 divergences=tuple(wrong),
                 base_tokens_per_s=_rate(plain),
                 speculative_tokens_per_s=_rate(alone),
-                verify_ms=fmean(r.verify_ms for r in timed_rounds) if timed_rounds else math.nan,
-                draft_ms=fmean(r.draft_ms for r in timed_rounds) if timed_rounds else math.nan,
+                verify_ms=_mean([r.verify_ms for r in timed_rounds]),
+                draft_ms=_mean([r.draft_ms for r in timed_rounds]),
             )
         )
-    base_rounds = [r.verify_ms for result in plain for r in result.rounds]
-    return GenerationResult(tuple(results), len(chosen), fmean(base_rounds) if base_rounds else math.nan)
+    base_ms = _mean([r.verify_ms for result in plain for r in result.rounds])
+    return GenerationResult(tuple(results), len(chosen), base_ms)
 
 
-def _drafting_rounds(results: Sequence[Generation]) -> list[Round]:
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _drafting_rounds(results: Iterable[Generation]) -> list[Round]:
     return [r for result in results for r in result.rounds if r.drafted]
 
 
@@ -267,16 +227,11 @@ def _mean_length(rounds: Sequence[Round]) -> float:
     return 1 + sum(r.accepted for r in rounds) / len(rounds) if rounds else math.nan
 
 
-def _interval(prompts: Sequence[Sequence[Round]], depth: int) -> Interval | None:
+def _interval(results: Iterable[Generation], depth: int) -> Interval | None:
     """Of the mean accepted length, 95 % over prompts, of rounds of at most ``depth`` steps; None with too few."""
-    drafting = [[r for r in rounds if r.drafted] for rounds in prompts]
-    found = share_interval([sum(r.accepted for r in kept) / depth for kept in drafting], list(map(len, drafting)))
+    prompts = [_drafting_rounds([result]) for result in results]
+    found = share_interval([sum(r.accepted for r in rounds) / depth for rounds in prompts], list(map(len, prompts)))
     return found and found.scaled(depth, 1.0)
-
-
-def _own(continuations: Continuations, index: int) -> tuple[int, ...]:
-    text = continuations.texts[index]
-    return text.tokens[text.prompt_length :]
 
 
 def _spread(continuations: Continuations, count: int) -> list[int]:
@@ -290,9 +245,9 @@ def _spread(continuations: Continuations, count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _divergence(base: Base, continuations: Continuations, prompt: int, found: tuple[int, ...]) -> Divergence:
-    """Where ``found`` leaves the base's own text, and how near the two tokens were there."""
-    text, own = continuations.texts[prompt], _own(continuations, prompt)
+def _divergence(base: Base, text: Text, prompt: int, found: tuple[int, ...]) -> Divergence:
+    """Where ``found`` leaves the base's own ``text``, and how near the two tokens were there."""
+    own = text.continuation
     at = next((i for i in range(min(len(own), len(found))) if own[i] != found[i]), None)
     if at is None:
         return Divergence(prompt, min(len(own), len(found)), None, False)

@@ -39,80 +39,48 @@ BUFFERS = (
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors that are alike.
+    """Tensors that are alike."""
 
-    Attributes:
-        what: in words.
-        shape: of one.
-        axes: what each dimension counts; ``T`` are the tokens of one forward of the base.
-        dtype: torch's name.
-        copies: how many there are.
-        nbytes: of all of them.
-    """
-
-    what: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    dtype: str
-    copies: int
-    nbytes: int
+    what: str  # in words
+    shape: tuple[int, ...]  # of one
+    axes: tuple[str, ...]  # what each dimension counts; ``T`` are the tokens of one forward of the base
+    dtype: str  # torch's name
+    copies: int  # how many there are
+    nbytes: int  # of all of them
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two, as it is loaded.
+    """One of the two, as it is loaded."""
 
-    Attributes:
-        dtype: of most of its numbers.
-        parameters: numbers in its weights, each once.
-        nbytes: of its weights and buffers, each once.
-    """
-
-    dtype: str
-    parameters: int
-    nbytes: int
+    dtype: str  # of most of its numbers
+    parameters: int  # numbers in its weights, each once
+    nbytes: int  # of its weights and buffers, each once
 
 
 @dataclass(frozen=True)
 class PairFacts:
-    """A pair, and a round of it, one sequence.
-
-    Attributes:
-        target, draft: the two.
-        needs: what of the base the drafter reads.
-        layers: of the base.
-        width: of the drafter's own stream.
-        drafts: name of what was drafted.
-        fed: T, tokens of one forward of the base.
-        positions: tokens in the end, prompt included.
-        buffers: by name of :data:`BUFFERS`, in that order; empty for one that this pair has not.
-    """
+    """A pair, and a round of it, one sequence."""
 
     target: Side
     draft: Side
-    needs: Needs
-    layers: int
-    width: int
-    drafts: str
-    fed: int
-    positions: int
+    needs: Needs  # what of the base the drafter reads
+    layers: int  # of the base
+    width: int  # of the drafter's own stream
+    drafts: str  # name of what was drafted
+    fed: int  # T, tokens of one forward of the base
+    positions: int  # tokens in the end, prompt included
+    # by name of :data:`BUFFERS`, in that order; empty for one that this pair has not
     buffers: Mapping[str, tuple[Held, ...]]
 
 
-def look(
+def measure_pair(
     base: Base, drafter: Network, prompt: Sequence[int], drafting: Drafting, *, new_tokens: int
 ) -> PairFacts | None:
-    """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft.
-
-    Args:
-        base, drafter: the pair.
-        prompt: token ids.
-        drafting: what to draft.
-        new_tokens: most tokens to generate.
-    """
-    seen, options = _Seen(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
-    with seen.beside(base, drafter.final_norm):
-        (done,) = SpeculativeGenerator(base, _Watched(drafter, seen)).generate_batch([list(prompt)], options)
+    """Let a pair continue one prompt greedily, and say what it held; None where the text left nothing to draft."""
+    seen, options = _Observations(), Options(max_new_tokens=new_tokens, drafts=drafting.what)
+    with seen.attached(base, drafter.final_norm):
+        (done,) = SpeculativeGenerator(base, _Observed(drafter, seen)).generate_batch([list(prompt)], options)
     if seen.cache is None or not done.drafted:
         return None
     seen.take_in(seen.cache)
@@ -157,18 +125,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @dataclass
-class _Seen:
-    """What went by, each at its largest.
+class _Observations:
+    """What went by, each at its largest."""
 
-    Attributes:
-        rounds: that were begun.
-        tensors: by buffer, then in words.
-        cache: the base's.
-    """
-
-    rounds: int = 0
-    tensors: dict[str, dict[str, Held]] = field(default_factory=dict)
-    cache: SlotCache | None = None
+    rounds: int = 0  # that were begun
+    tensors: dict[str, dict[str, Held]] = field(default_factory=dict)  # by buffer, then in words
+    cache: SlotCache | None = None  # the base's
 
     def note(self, name: str, what: str, axes: str, tensor: Tensor, copies: int = 1) -> None:
         """Of a buffer, so many tensors like this one."""
@@ -185,7 +147,7 @@ class _Seen:
                 self.note("target_kv_cache", what, "batch heads slots head_dim", cache.read(layer)[0], 2 * layers)
 
     @contextmanager
-    def beside(self, base: Base, norm: nn.Module) -> Iterator[None]:
+    def attached(self, base: Base, norm: nn.Module) -> Iterator[None]:
         """Look at each forward of the base, and at what the drafter's last norm gives."""
         body, head = base.model.model, base.model.lm_head
         with ExitStack() as stack:
@@ -242,11 +204,11 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _Observed:
     """A drafter whose tensors are looked at."""
 
     drafter: Network
-    seen: _Seen
+    seen: _Observations
 
     @property
     def needs(self) -> Needs:

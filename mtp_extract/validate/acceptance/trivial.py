@@ -20,21 +20,13 @@ from mtp_extract.speculate.teacher import Agreement, Text
 
 @dataclass(frozen=True)
 class TrivialResult:
-    """A trivial drafter beside the real one.
+    """A trivial drafter compared with the real one."""
 
-    Attributes:
-        name: "most frequent token" or "bigram".
-        share: of positions at which it drafts the base's token.
-        difference: real less trivial.
-        interval: 95 % of that, over texts; None with too few.
-        texts: how many.
-    """
-
-    name: str
-    share: float
-    difference: float
-    interval: Interval | None
-    texts: int
+    name: str  # "most frequent token" or "bigram"
+    share: float  # of positions at which it drafts the base's token
+    difference: float  # real less trivial
+    interval: Interval | None  # 95 % of that, over texts; None with too few
+    texts: int  # how many
 
     @property
     def better(self) -> bool:
@@ -56,15 +48,15 @@ def compare_trivial(continuations: Continuations, real: Agreement) -> tuple[Triv
     # A repeat of a text would tell its future.
     texts = [Text((), 0) if row in continuations.repeats else text for row, text in enumerate(continuations.texts)]
     drafted = {(row, at): guesses for row in {row for row, _ in places} for at, guesses in _drafts(texts, row)}
-    ours = (real.drafts[:, 0] == real.targets[:, 0])[aimed].double()
+    real_hits = (real.drafts[:, 0] == real.targets[:, 0])[aimed].double()
     targets = real.targets[aimed, 0].tolist()
     found, rows = [], len({row for row, _ in places})
     for index, name in enumerate(("most frequent token", "bigram")):
         hits = [drafted[place][index] == target for place, target in zip(places, targets, strict=True)]
-        theirs = torch.tensor(hits, dtype=torch.double)
-        gap = ours - theirs
+        trivial_hits = torch.tensor(hits, dtype=torch.double)
+        gap = real_hits - trivial_hits
         interval = difference_over_texts(real.text[aimed], gap)
-        found.append(TrivialResult(name, float(theirs.mean()), float(gap.mean()), interval, rows))
+        found.append(TrivialResult(name, float(trivial_hits.mean()), float(gap.mean()), interval, rows))
     return tuple(found)
 
 

@@ -20,7 +20,8 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import position_masks
 from mtp_extract.graph.drafter import ACTIVATIONS
-from mtp_extract.validate.parity.interface import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Cache, Interface
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
+from mtp_extract.validate.parity.interface import Cache, Interface
 
 if TYPE_CHECKING:
     from mtp_extract.speculate.target import Base
@@ -38,21 +39,13 @@ _SHARE_OF_RANGE = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """One draft step.
+    """One draft step."""
 
-    Attributes:
-        label: where it is from.
-        embedding: [base width], scaled.
-        hidden: [base width].
-        kv: layer type → K and V, each [KV heads, position + 1, head_dim].
-        position: the query's, and the last visible slot.
-    """
-
-    label: str
-    embedding: Floats
-    hidden: Floats
-    kv: Mapping[str, tuple[Floats, Floats]]
-    position: int
+    label: str  # where it is from
+    embedding: Floats  # [base width], scaled
+    hidden: Floats  # [base width]
+    kv: Mapping[str, tuple[Floats, Floats]]  # layer type → K and V, each [KV heads, position + 1, head_dim]
+    position: int  # the query's, and the last visible slot
 
 
 def random_cases(config: DrafterConfig, interface: Interface, count: int, seed: int) -> list[Case]:

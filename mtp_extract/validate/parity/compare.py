@@ -51,25 +51,15 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences over all samples. ``range`` is the interpreter's largest output less its smallest, per sample.
+    """Differences over all samples. ``range`` is the interpreter's largest output less its smallest, per sample."""
 
-    Attributes:
-        n: samples.
-        max_abs: largest absolute difference.
-        max_of_range: largest difference as a share of the sample's range.
-        relative: largest ‖difference‖ / ‖interpreter's‖.
-        cosine: smallest cosine.
-        top1: share of samples with the same largest entry.
-        top5: mean share of the five largest entries in common.
-    """
-
-    n: int
-    max_abs: float
-    max_of_range: float
-    relative: float
-    cosine: float
-    top1: float
-    top5: float
+    n: int  # samples
+    max_abs: float  # largest absolute difference
+    max_of_range: float  # largest difference as a share of the sample's range
+    relative: float  # largest ‖difference‖ / ‖interpreter's‖
+    cosine: float  # smallest cosine
+    top1: float  # share of samples with the same largest entry
+    top5: float  # mean share of the five largest entries in common
 
 
 @dataclass(frozen=True)
@@ -83,33 +73,18 @@ class RoleParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result.
-
-    Attributes:
-        kernels: the interpreter's.
-        float, emulated: of the logits.
-        emulated_alone: emulated, each value rounded by itself even where the last bit of a sum decides.
-        float_projected, emulated_projected: of the projected state.
-        roles: in order of execution, for every operator whose result could be read.
-        kinds: how many matrices the graph multiplies in which way.
-        rounded_attention: whether the graph computes attention in integers too.
-        followed: values rounded as the interpreter did, of all rounded.
-        weights: how the checkpoint's tensors compare with the file's.
-        cases: where the samples are from.
-    """
-
-    kernels: str
-    float: Comparison
-    emulated: Comparison
-    emulated_alone: Comparison
-    float_projected: Comparison
-    emulated_projected: Comparison
-    roles: tuple[RoleParity, ...]
-    kinds: Mapping[str, int]
-    rounded_attention: bool
-    followed: Followed
-    weights: Restored
-    cases: tuple[str, ...]
+    kernels: str  # the interpreter's
+    float: Comparison  # of the logits
+    emulated: Comparison  # of the logits
+    emulated_alone: Comparison  # emulated, each value rounded by itself even where the last bit of a sum decides
+    float_projected: Comparison  # of the projected state
+    emulated_projected: Comparison  # of the projected state
+    roles: tuple[RoleParity, ...]  # in order of execution, for every operator whose result could be read
+    kinds: Mapping[str, int]  # how many matrices the graph multiplies in which way
+    rounded_attention: bool  # whether the graph computes attention in integers too
+    followed: Followed  # values rounded as the interpreter did, of all rounded
+    weights: Restored  # how the checkpoint's tensors compare with the file's
+    cases: tuple[str, ...]  # where the samples are from
 
     @property
     def agrees(self) -> bool:
@@ -147,15 +122,7 @@ def measure_parity(
     seed: int = 0,
     kernels: Kernels = Kernels.XNNPACK,
 ) -> Parity:
-    """Compare ``drafter`` with the interpreter on ``samples`` random cases, and on ``cases`` besides.
-
-    Args:
-        drafter: what was extracted, on the CPU.
-        source: the file it came from, open.
-        cases: more cases, given the interface: those from a base model.
-        samples: random ones.
-        seed: of the random ones.
-        kernels: the interpreter's.
+    """Compare ``drafter``, on the CPU, with the interpreter: on ``samples`` random cases, and on those from a base.
 
     Raises:
         PairError: the file holds a drafter of another shape.
@@ -172,17 +139,20 @@ def measure_parity(
     alone, guided = (Emulation(restored, plan, attention, kernels) for _ in range(2))
     models = {"float": plain, "alone": alone.drafter, "emulated": guided.drafter}
     oracle = Oracle(source, kernels)
-    ours: dict[str, list[_Run]] = {name: [] for name in models}
-    theirs: list[OracleRun] = []
+    reference: dict[str, list[_Run]] = {name: [] for name in models}
+    interpreted: list[OracleRun] = []
     for case in chosen:
-        theirs.append(oracle.run(signature_inputs(case, interface)))
-        guided.follow(_guide(theirs[-1], plan))
+        interpreted.append(oracle.run(signature_inputs(case, interface)))
+        guided.follow(_guide(interpreted[-1], plan))
         for name, model in models.items():
             arguments = reference_arguments(case, drafter.config, interface, as_stored=name != "float")
-            ours[name].append(_reference(model, arguments, theirs[-1].watched))
+            reference[name].append(_reference(model, arguments, interpreted[-1].watched))
 
     def compare(name: str, pick: Callable[[Any], Floats]) -> Comparison:
-        return _compare([pick(run) for run in ours[name]], [pick(run) for run in theirs])
+        return _compare([pick(run) for run in reference[name]], [pick(run) for run in interpreted])
+
+    def compare_role(role: str) -> RoleParity:
+        return RoleParity(role, *(compare(name, lambda run: run.watched[role]) for name in ("float", "emulated")))
 
     return Parity(
         kernels=kernels.value,
@@ -191,10 +161,7 @@ def measure_parity(
         emulated_alone=compare("alone", lambda run: run.logits),
         float_projected=compare("float", lambda run: run.projected),
         emulated_projected=compare("emulated", lambda run: run.projected),
-        roles=tuple(
-            RoleParity(role, compare("float", _watched(role)), compare("emulated", _watched(role)))
-            for role in _in_order(theirs[0].watched)
-        ),
+        roles=tuple(map(compare_role, interpreted[0].watched)),
         kinds=dict(Counter(scheme.kind for scheme in plan.values())),
         rounded_attention=bool(attention),
         followed=guided.followed,
@@ -219,13 +186,13 @@ def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any
         f"{emulated.max_of_range:.1e} once ties are rounded as it rounds them, the same top token in "
         f"{round(emulated.top1 * emulated.n)} of {emulated.n} samples"
     )
-    if not parity.agrees and (why := _broken()):
+    if not parity.agrees and (why := _unreliable()):
         return parity, Check("interpreter", what, None, f"{why}; {figures}")
     where = f"; first apart at {parity.first_apart}" if parity.first_apart else ""
     return parity, Check("interpreter", what, parity.agrees, figures + where)
 
 
-def _broken() -> str:
+def _unreliable() -> str:
     """Why Google's interpreter is no judge here; empty where it is one."""
     with known_good() as (_, drafter, source):
         try:
@@ -243,14 +210,6 @@ def _guide(run: OracleRun, plan: Mapping[str, Scheme]) -> Guide:
         {role: Operand(tensor(run.operands.get(role)), tensor(run.watched.get(role))) for role in plan},
         {layer: tuple(tensor(end) for end in ends) for layer, ends in run.products.items()},
     )
-
-
-def _watched(role: str) -> Callable[[Any], Floats]:
-    def pick(run: Any) -> Floats:
-        found: Floats = run.watched[role]
-        return found
-
-    return pick
 
 
 _SHAPE = (
@@ -303,27 +262,10 @@ def _reference(model: MtpDrafter, arguments: Iterable[Any], roles: Iterable[str]
     return _Run(logits.float().numpy().reshape(-1), projected.float().numpy().reshape(-1), watched)
 
 
-_PARTS = (
-    *("pre_attention_norm", "q_proj", "q_norm", "o_proj", "post_attention_norm"),
-    *("pre_ffw_norm", "gate_proj", "up_proj", "down_proj", "post_ffw_norm", "layer_scalar"),
-)
-_AROUND = {"pre_projection": -1, "final_norm": 1 << 20, "lm_head": (1 << 20) + 1, "post_projection": (1 << 20) + 2}
-
-
-def _in_order(roles: Iterable[str]) -> list[str]:
-    def key(role: str) -> tuple[int, int]:
-        if role in _AROUND:
-            return _AROUND[role], 0
-        _, layer, part = role.split(".")
-        return int(layer), _PARTS.index(part)
-
-    return sorted(roles, key=key)
-
-
 @np.errstate(all="ignore")
-def _compare(ours: Sequence[Floats], theirs: Sequence[Floats]) -> Comparison:
+def _compare(reference: Sequence[Floats], interpreted: Sequence[Floats]) -> Comparison:
     """Sample by sample; a value that is not finite makes every figure say so."""
-    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(ours, theirs, strict=True)]
+    pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(reference, interpreted, strict=True)]
     absolute = [float(np.abs(a - b).max()) for a, b in pairs]
     return Comparison(
         n=len(pairs),

@@ -23,8 +23,9 @@ Rounding is to nearest, ties to even.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -50,16 +51,11 @@ _FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one matrix is multiplied.
+    """How one matrix is multiplied."""
 
-    Attributes:
-        kind: "float", "dynamic" or "static".
-        input, output: recorded scales, for static.
-    """
-
-    kind: str
-    input: Activation | None
-    output: Activation | None
+    kind: str  # "float", "dynamic" or "static"
+    input: Activation | None  # recorded scales, for static
+    output: Activation | None  # likewise
 
 
 def schemes(source: SourceDrafter) -> dict[str, Scheme]:
@@ -106,9 +102,9 @@ def attention_schemes(source: SourceDrafter) -> dict[str, AttentionScheme]:
         UnsupportedError: it rounds in a way that is not emulated.
     """
     found = {}
-    for layer, (scores, mixed) in attention_products(source).items():
-        ends = [codes_of(v.tensor) for v in (scores.operand(0), scores.outputs[0], mixed.operand(0), mixed.outputs[0])]
-        known = [Activation(np.dtype(c.dtype).name, c.scale, c.zero_point) for c in ends if c is not None]
+    for layer, ends in attention_products(source).items():
+        codes = [codes_of(value.tensor) for value in ends]
+        known = [Activation(np.dtype(c.dtype).name, c.scale, c.zero_point) for c in codes if c is not None]
         if len(known) != len(ends):
             raise UnsupportedError(
                 f"{source.model.region.source.name}: {layer}: attention multiplies floats into integers; this "
@@ -136,17 +132,11 @@ class Guide:
 
 @dataclass(frozen=True)
 class Restored:
-    """How the checkpoint's tensors compare with the file's. Roles, in the order of the graph.
+    """How the checkpoint's tensors compare with the file's. Roles, in the order of the graph."""
 
-    Attributes:
-        exact: equal.
-        rounded: equal once rounded to BF16 or F16, or with its scales rounded.
-        different: neither.
-    """
-
-    exact: tuple[str, ...]
-    rounded: tuple[str, ...]
-    different: tuple[str, ...]
+    exact: tuple[str, ...]  # equal
+    rounded: tuple[str, ...]  # equal once rounded to BF16 or F16, or with its scales rounded
+    different: tuple[str, ...]  # neither
 
 
 @dataclass(frozen=True)
@@ -209,19 +199,13 @@ class Emulation:
     decides which one it becomes: a step of 1/255 of a row. A drafter rounds tens of thousands of values a
     call, so a few differ in every call. With :meth:`follow`, a value is rounded to the interpreter's code
     where ours lies within ``1/200`` of a step of rounding so too; everywhere else it is rounded by itself.
-
-    Args:
-        drafter: float32, on the CPU.
-        plan: role → how it is multiplied.
-        attention: layer → how its attention is rounded.
-        kernels: whose way of quantizing rows.
     """
 
     def __init__(
         self,
         drafter: MtpDrafter,
-        plan: Mapping[str, Scheme],
-        attention: Mapping[str, AttentionScheme],
+        plan: Mapping[str, Scheme],  # by role
+        attention: Mapping[str, AttentionScheme],  # by layer
         kernels: Kernels = Kernels.XNNPACK,
     ) -> None:
         self.drafter = drafter.with_config(drafter.config)
@@ -231,19 +215,19 @@ class Emulation:
         for role, scheme in plan.items():
             module = self.drafter.get_submodule(role)
             if scheme.kind == "dynamic":
-                module.register_forward_pre_hook(self._row_hook(role))
+                module.register_forward_pre_hook(partial(self._quantize_rows, role))
             elif scheme.input is not None:
-                module.register_forward_pre_hook(self._input_hook(role, scheme.input))
+                module.register_forward_pre_hook(partial(self._round_input, role, scheme.input))
                 if scheme.output is not None:
-                    module.register_forward_hook(self._output_hook(role, scheme.output))
+                    module.register_forward_hook(partial(self._round_output, role, scheme.output))
         for name, rounding in attention.items():
             layer = self.drafter.get_submodule(name)
             if not isinstance(layer, Layer):
                 raise TypeError(f"{name} is not a layer")
-            layer.attention = self._attention(name, layer, rounding)  # type: ignore[assignment, method-assign]
+            layer.attention = partial(self._attention, name, layer, rounding)  # type: ignore[method-assign]
 
     def follow(self, guide: Guide) -> None:
-        """In the next calls, settle rounding by what the interpreter had."""
+        """In the next calls, round as the interpreter did where that decides a tie."""
         self._guide = guide
 
     @property
@@ -251,72 +235,59 @@ class Emulation:
         """How often that happened so far."""
         return Followed(*self._counts)
 
-    def _row_hook(self, role: str) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            ours = inputs[0]
-            rounded = quantize_rows(ours, self._kernels)
-            if (known := self._guide.matrices.get(role)) is None or known.input is None:
-                return (rounded,)
-            theirs = known.input.reshape(ours.shape)
-            span = ours.amax(-1, keepdim=True).clamp(min=0) - ours.amin(-1, keepdim=True).clamp(max=0)
-            near = ((theirs - ours).abs() <= span / 255 * _NEAR).all(-1, keepdim=True)
-            settled = torch.where(near, quantize_rows(theirs, self._kernels), rounded)
-            # Taking over a row also takes over its scale, which moves by a last bit; count what moved by a code.
-            self._count((settled - rounded).abs() > span / 255 / 2)
-            return (settled,)
+    def _quantize_rows(self, role: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        ours = inputs[0]
+        rounded = quantize_rows(ours, self._kernels)
+        if (known := self._guide.matrices.get(role)) is None or known.input is None:
+            return (rounded,)
+        interpreted = known.input.reshape(ours.shape)
+        span = ours.amax(-1, keepdim=True).clamp(min=0) - ours.amin(-1, keepdim=True).clamp(max=0)
+        near = ((interpreted - ours).abs() <= span / 255 * _NEAR).all(-1, keepdim=True)
+        settled = torch.where(near, quantize_rows(interpreted, self._kernels), rounded)
+        # Taking over a row also takes over its scale, which moves by a last bit; count what moved by a code.
+        self._count((settled - rounded).abs() > span / 255 / 2)
+        return (settled,)
 
-        return hook
+    def _round_input(
+        self, role: str, activation: Activation, module: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor]:
+        known = self._guide.matrices.get(role)
+        return (self._round(inputs[0], activation, known.input if known else None),)
 
-    def _input_hook(
-        self, role: str, activation: Activation
-    ) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor]]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            known = self._guide.matrices.get(role)
-            return (self._round(inputs[0], activation, known.input if known else None, 0.5 + _NEAR),)
-
-        return hook
-
-    def _output_hook(
-        self, role: str, activation: Activation
-    ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    def _round_output(
+        self, role: str, activation: Activation, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        known = self._guide.matrices.get(role)
         # INT16 products are scaled back by multipliers of 16 bits, which can be off by a step or two.
         near = 0.5 + _NEAR if _BITS[activation.type] == 8 else 2.5
+        return self._round(output, activation, known.output if known else None, near)
 
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            known = self._guide.matrices.get(role)
-            return self._round(output, activation, known.output if known else None, near)
-
-        return hook
-
-    def _attention(self, name: str, layer: Layer, scheme: AttentionScheme) -> Callable[[Tensor, View], Tensor]:
+    def _attention(self, name: str, layer: Layer, scheme: AttentionScheme, x: Tensor, view: View) -> Tensor:
         """The layer's attention, with its four roundings; batch and queries of one."""
+        k, v = view.keys, view.values  # [1, Hkv, S, D]
+        dim, heads = layer.layer.head_dim, layer.layer.num_kv_heads
+        queries, products, probabilities, results = self._guide.products.get(name) or (None,) * 4
+        q = layer.q_norm(layer.q_proj(x).view(1, 1, -1, dim))
+        q = turn(q, view.angles).view(1, heads, -1, dim)  # [1, Hkv, G, D]
+        q = self._round(q, scheme.queries, queries)
+        seen = None if products is None else products[..., : k.shape[2]]
+        scores = self._round(q @ k.transpose(2, 3), scheme.scores, seen)  # [1, Hkv, G, S]
+        scores = scores * layer.config.attention_scale
+        if view.bias is not None:
+            scores = scores + view.bias
+        seen = None if probabilities is None else probabilities[..., : k.shape[2]]
+        weights = self._round(scores.softmax(-1), scheme.probabilities, seen)
+        out: Tensor = layer.o_proj(self._round(weights @ v, scheme.mixed, results).reshape(1, 1, -1))
+        return out
 
-        def attention(x: Tensor, view: View) -> Tensor:
-            k, v = view.keys, view.values  # [1, Hkv, S, D]
-            dim, heads = layer.layer.head_dim, layer.layer.num_kv_heads
-            theirs = self._guide.products.get(name) or (None,) * 4
-            q = layer.q_norm(layer.q_proj(x).view(1, 1, -1, dim))
-            q = turn(q, view.angles).view(1, heads, -1, dim)  # [1, Hkv, G, D]
-            q = self._round(q, scheme.queries, theirs[0], 0.5 + _NEAR)
-            seen = None if theirs[1] is None else theirs[1][..., : k.shape[2]]
-            scores = self._round(q @ k.transpose(2, 3), scheme.scores, seen, 0.5 + _NEAR)  # [1, Hkv, G, S]
-            scores = scores * layer.config.attention_scale
-            if view.bias is not None:
-                scores = scores + view.bias
-            seen = None if theirs[2] is None else theirs[2][..., : k.shape[2]]
-            weights = self._round(scores.softmax(-1), scheme.probabilities, seen, 0.5 + _NEAR)
-            mixed = self._round(weights @ v, scheme.mixed, theirs[3], 0.5 + _NEAR)
-            out: Tensor = layer.o_proj(mixed.reshape(1, 1, -1))
-            return out
-
-        return attention
-
-    def _round(self, x: Tensor, activation: Activation, theirs: Tensor | None, near: float) -> Tensor:
+    def _round(
+        self, x: Tensor, activation: Activation, interpreted: Tensor | None, near: float = 0.5 + _NEAR
+    ) -> Tensor:
         limit = 1 << (_BITS[activation.type] - 1)
         steps = (x / activation.scale + activation.zero_point).clamp(-limit, limit - 1)
         codes = ((x / activation.scale).round() + activation.zero_point).clamp(-limit, limit - 1)
-        if theirs is not None:
-            known = (theirs.reshape(x.shape) / activation.scale).round() + activation.zero_point
+        if interpreted is not None:
+            known = (interpreted.reshape(x.shape) / activation.scale).round() + activation.zero_point
             settled = torch.where((steps - known).abs() <= near, known, codes)
             self._count(settled != codes)
             codes = settled

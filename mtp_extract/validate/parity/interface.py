@@ -1,7 +1,7 @@
 """What the drafter section asks for and gives: its signature's inputs and outputs, each with its meaning.
 
 Meanings come from the walk of the graph (which cache feeds which layer) and, for the five inputs that are no
-caches, from the names that the runtime itself looks up.
+caches, from the names that the runtime itself looks up (:mod:`mtp_extract.graph.flat`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import UnsupportedError, escape, few
 from mtp_extract.graph.drafter import ACTIVATIONS
-from mtp_extract.graph.flat import FlatGraph, Value, flatten
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, flatten
 from mtp_extract.graph.patterns import PASSES, scalar
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-INPUT_POS = "input_pos"
-MASK = "mask"
-MASK_LOCAL = "mask_local"
-PARAM_TENSOR = "param_tensor"
-
-_LIMITS = {TensorType.INT8: 1 << 7, TensorType.INT16: 1 << 15}
-_DTYPES: dict[TensorType, type[np.generic]] = {TensorType.INT8: np.int8, TensorType.INT16: np.int16}
+_DTYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.INT8: np.int8, TensorType.INT16: np.int16}
 
 
 @dataclass(frozen=True)
@@ -35,18 +29,18 @@ class Codes:
 
     scale: float
     zero_point: int
-    limit: int
-    dtype: type[np.generic]
+    dtype: type[np.integer[Any]]
 
     @property
     def largest(self) -> float:
         """The largest number that fits."""
-        return self.scale * (self.limit - 1 - self.zero_point)
+        return self.scale * (int(np.iinfo(self.dtype).max) - self.zero_point)
 
     def encode(self, values: NDArray[np.float32]) -> NDArray[Any]:
         """Nearest codes, ties to even, clipped."""
         codes = np.rint(values / np.float32(self.scale)) + self.zero_point
-        stored: NDArray[Any] = np.clip(codes, -self.limit, self.limit - 1).astype(self.dtype)
+        limits = np.iinfo(self.dtype)
+        stored: NDArray[Any] = np.clip(codes, limits.min, limits.max).astype(self.dtype)
         return stored
 
     def decode(self, codes: NDArray[Any]) -> NDArray[np.float32]:
@@ -57,51 +51,34 @@ class Codes:
 
 @dataclass(frozen=True)
 class Cache:
-    """One cache input.
+    """One cache input."""
 
-    Attributes:
-        name: of the signature input.
-        shape: as declared; ``[1, KV heads, slots, head_dim]``, or with the last two exchanged.
-        transposed: whether the last two are exchanged.
-        codes: None for float.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    transposed: bool
-    codes: Codes | None
+    name: str  # of the signature input
+    shape: tuple[int, ...]  # as declared; ``[1, KV heads, slots, head_dim]``, or with the last two exchanged
+    transposed: bool  # whether the last two are exchanged
+    codes: Codes | None  # None for float
 
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs of a drafter's signature.
+    """The inputs of a drafter's signature."""
 
-    Attributes:
-        caches: layer type → K, V.
-        slots: length of the caches.
-        window: slots a sliding layer sees; None without sliding layers.
-        activations: how the input of that name is stored; None for float.
-        activations_largest: the largest number that survives the first quantization; None where it is float.
-        others: the inputs that are no caches.
-    """
-
-    caches: Mapping[str, tuple[Cache, Cache]]
-    slots: int
-    window: int | None
-    activations: Codes | None
-    activations_largest: float | None
-    others: frozenset[str]
+    caches: Mapping[str, tuple[Cache, Cache]]  # layer type → K, V
+    slots: int  # length of the caches
+    window: int | None  # slots a sliding layer sees; None without sliding layers
+    activations: Codes | None  # how the input of that name is stored; None for float
+    activations_largest: float | None  # the largest number that survives the first quantization; None where it is float
+    others: frozenset[str]  # the inputs that are no caches
 
 
 def codes_of(tensor: Tensor) -> Codes | None:
     """How a tensor's numbers are stored; None for floats, and for integers without a scale."""
-    if tensor.type not in _LIMITS or tensor.quantization is None or not tensor.quantization.scale_count:
+    if tensor.type not in _DTYPES or tensor.quantization is None or not tensor.quantization.scale_count:
         return None
     zero_point = tensor.quantization.zero_point
     return Codes(
         float(tensor.quantization.scale[0]),
         int(zero_point[0]) if zero_point.size else 0,
-        _LIMITS[tensor.type],
         _DTYPES[tensor.type],
     )
 
@@ -128,34 +105,29 @@ def read_interface(source: SourceDrafter) -> Interface:
             f"{few(unknown)}, which this release cannot fill. Look for a newer release."
         )
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
-    activations = codes_of(graph.inputs[ACTIVATIONS].tensor)
-    largest = first.scale * (_limit(first.type) - 1) if first else None
+    largest = first.scale * int(np.iinfo(first.type).max) if first else None
     return Interface(
         caches=caches,
         slots=max(key.shape[2] for key, _ in caches.values()),
         window=source.config.sliding_window,
-        activations=activations,
+        activations=codes_of(graph.inputs[ACTIVATIONS].tensor),
         activations_largest=largest,
         others=frozenset(others),
     )
 
 
-def _limit(type_name: str) -> int:
-    return _LIMITS[TensorType[type_name.upper()]]
-
-
 def _cache(graph: FlatGraph, source: SourceDrafter, name: str, *, transposed: bool) -> Cache:
     tensor = source.walk.caches[name]
     codes = codes_of(tensor)
-    if tensor.type in _LIMITS and codes is None:
+    if tensor.type in _DTYPES and codes is None:
         scale = _scale_downstream(graph, graph.inputs[name])
         if scale is None:
             raise UnsupportedError(
                 f"{source.model.region.source.name}: the cache {escape(name)} holds integers, and neither its "
                 "quantization nor a multiplication in the graph says by what scale."
             )
-        codes = Codes(scale, 0, _LIMITS[tensor.type], _DTYPES[tensor.type])
-    elif tensor.type not in (*_LIMITS, TensorType.FLOAT32):
+        codes = Codes(scale, 0, _DTYPES[tensor.type])
+    elif tensor.type not in (*_DTYPES, TensorType.FLOAT32):
         raise UnsupportedError(
             f"{source.model.region.source.name}: the cache {escape(name)} is {tensor.type_name}; "
             "this release fills FLOAT32, INT8 and INT16."

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
@@ -39,22 +40,6 @@ _MODEL_SUBGRAPHS = 2
 _SUBGRAPH_OUTPUTS = 2
 _ALIGNMENT = 16
 
-# Roles in the order in which a layer computes them: equal constants are stored once, and then only this order
-# tells whose operator is whose.
-_ORDER = (
-    "pre_attention_norm",
-    "q_proj",
-    "q_norm",
-    "o_proj",
-    "post_attention_norm",
-    "pre_ffw_norm",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "post_ffw_norm",
-    "layer_scalar",
-)
-
 
 class Kernels(Enum):
     """Which of the interpreter's CPU kernels."""
@@ -65,25 +50,17 @@ class Kernels(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """The operator that reads a role's constant.
+    """The operator that reads a role's constant."""
 
-    Attributes:
-        role: "layers.0.q_proj", …
-        node: the operator.
-        tensor: its result in the signature's own subgraph; None when it stays inside a composite.
-        operand: what it multiplies the constant with, likewise.
-        factor: the graph computes ``factor`` times the reference's value.
-    """
-
-    role: str
-    node: Node
-    tensor: Tensor | None
-    operand: Tensor | None
-    factor: float
+    role: str  # "layers.0.q_proj", …
+    node: Node  # the operator
+    tensor: Tensor | None  # its result in the signature's own subgraph; None when it stays inside a composite
+    operand: Tensor | None  # what it multiplies the constant with, likewise
+    factor: float  # the graph computes ``factor`` times the reference's value
 
 
 def readings(source: SourceDrafter) -> dict[str, Reading]:
-    """For every role whose operator can be told, that operator."""
+    """For every role whose operator can be told, that operator; in order of execution."""
     graph = flatten(source.model, source.signature)
     sharing: dict[tuple[int, int], list[str]] = {}
     factors = {role.role: role.factor for role in source.walk.roles}
@@ -91,6 +68,9 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
         if role.tensor is not None:
             sharing.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role.role)
     order = {id(node): index for index, node in enumerate(graph.nodes)}
+    # The table of roles is in the order of execution. Equal constants are stored once, and then only this order tells
+    # whose operator is whose.
+    execution = {role.name: index for index, role in enumerate(shapes_of(source.config))}
     shapes = {role.role: role.shape for role in source.walk.roles}
     parts = {role.role: role.result for role in source.walk.roles if role.first is not None}
     subgraph = source.signature.subgraph
@@ -103,7 +83,7 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
             nodes *= len(roles)
         if len(nodes) != len(roles):
             continue
-        for name, node in zip(sorted(roles, key=_execution_order), nodes, strict=True):
+        for name, node in zip(sorted(roles, key=execution.__getitem__), nodes, strict=True):
             if len(shapes[name]) == 1 and not _finishes(node):
                 continue
             operand = node.inputs[0] if node.kind == "FULLY_CONNECTED" else None
@@ -114,11 +94,11 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
                 _in_subgraph(operand, subgraph),
                 factors[name],
             )
-    return found
+    return dict(sorted(found.items(), key=lambda item: execution[item[0]]))
 
 
-def attention_products(source: SourceDrafter) -> dict[str, tuple[Node, Node]]:
-    """Layer ("layers.0") → its Q·K and P·V, where both round to integers; empty where none do.
+def attention_products(source: SourceDrafter) -> dict[str, tuple[Value, ...]]:
+    """Layer ("layers.0") → operand and result of its Q·K and of its P·V, where they are integers; empty where none are.
 
     Raises:
         UnsupportedError: only some products do.
@@ -133,7 +113,8 @@ def attention_products(source: SourceDrafter) -> dict[str, tuple[Node, Node]]:
             f"{source.model.region.source.name}: {len(rounding)} of the {2 * layers} products of attention are rounded "
             "to integers; this release emulates all or none."
         )
-    return {f"layers.{i}": (rounding[2 * i], rounding[2 * i + 1]) for i in range(layers)}
+    ends = [(node.operand(0), node.outputs[0]) for node in rounding]
+    return {f"layers.{i}": (*ends[2 * i], *ends[2 * i + 1]) for i in range(layers)}
 
 
 def _in_subgraph(value: Value | None, subgraph: int) -> Tensor | None:
@@ -158,39 +139,20 @@ def _readers(consumers: list[tuple[Node, int]]) -> list[Node]:
     return nodes
 
 
-def _execution_order(role: str) -> tuple[int, int]:
-    if not role.startswith("layers."):
-        return (-1, 0) if role == "pre_projection" else (1 << 30, 0)
-    _, layer, part = role.split(".")
-    return int(layer), _ORDER.index(part)
-
-
 @dataclass(frozen=True)
 class OracleRun:
-    """What the interpreter computed, as float32, flattened.
+    """What the interpreter computed, as float32, flattened."""
 
-    Attributes:
-        logits: [vocabulary].
-        projected: [base width].
-        watched: role → the result of its operator, divided by the role's factor.
-        operands: role of a matrix → what it was multiplied with.
-        products: layer → operand and result of Q·K, operand and result of P·V, where they are integers; shaped.
-    """
-
-    logits: NDArray[np.float32]
-    projected: NDArray[np.float32]
-    watched: Mapping[str, NDArray[np.float32]]
-    operands: Mapping[str, NDArray[np.float32]]
+    logits: NDArray[np.float32]  # [vocabulary]
+    projected: NDArray[np.float32]  # [base width]
+    watched: Mapping[str, NDArray[np.float32]]  # role → the result of its operator, divided by the role's factor
+    operands: Mapping[str, NDArray[np.float32]]  # role of a matrix → what it was multiplied with
+    # layer → operand and result of Q·K, operand and result of P·V, where they are integers; in their shapes
     products: Mapping[str, tuple[NDArray[np.float32] | None, ...]]
 
 
 class Oracle:
-    """An interpreter that holds the drafter of ``source``.
-
-    Args:
-        source: from ``mtp_extract.open(…).drafter()``; must stay open while this is built.
-        kernels: which CPU kernels.
-        threads: of the interpreter.
+    """An interpreter that holds the drafter of ``source``, which must stay open while this is built.
 
     Raises:
         UnsupportedError: its weights lie in another section, or the interpreter refuses the graph, or is not there.
@@ -213,8 +175,8 @@ class Oracle:
         self._watched = {role: reading.tensor for role, reading in found.items() if reading.tensor is not None}
         self._operands = {role: reading.operand for role, reading in found.items() if reading.operand is not None}
         self._products = {
-            layer: tuple(_in_subgraph(value, source.signature.subgraph) for value in _ends(*pair))
-            for layer, pair in attention_products(source).items()
+            layer: tuple(_in_subgraph(value, source.signature.subgraph) for value in ends)
+            for layer, ends in attention_products(source).items()
         }
         seen = (
             *self._watched.values(),
@@ -283,10 +245,6 @@ def _quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nothing)
-
-
-def _ends(scores: Node, mixed: Node) -> tuple[Value, ...]:
-    return scores.operand(0), scores.outputs[0], mixed.operand(0), mixed.outputs[0]
 
 
 def with_outputs(source: SourceDrafter, tensors: list[int]) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import escape
 from mtp_extract.evaluate.extras import TRANSFORMERS, quiet_transformers, unusable
 from mtp_extract.formats import format_of
 from mtp_extract.validate.identity import Check
@@ -38,12 +38,12 @@ def check_transformers(directory: Path, drafter: MtpDrafter, seed: int) -> Check
     if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
         return Check("transformers", _WHAT, None, f"{why}; {TRANSFORMERS} works")
     passed, evidence = _examined(directory, drafter, seed)
-    if not passed and (why := _broken(seed)):
+    if not passed and (why := _unreliable(seed)):
         return Check("transformers", _WHAT, None, f"{why}, so it cannot be asked; {TRANSFORMERS} works")
     return Check("transformers", _WHAT, passed, evidence)
 
 
-def _broken(seed: int) -> str:
+def _unreliable(seed: int) -> str:
     """Why transformers is no judge here; empty where it is one."""
     version = str(sys.modules["transformers"].__version__)
     with known_good() as (directory, drafter, _):
@@ -59,32 +59,27 @@ def _examined(directory: Path, drafter: MtpDrafter, seed: int) -> tuple[bool, st
     """Whether it loads and computes as ``drafter`` does, and the evidence."""
     try:
         model, info = _load(directory)
-    except DrafterError as error:
-        return False, str(error)
+    except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
+        return False, f"it does not load: {escape(' '.join(str(error).split()))}"
     odd = [f"{name.replace('_', ' ')} {escape(', '.join(map(str, info[name])))}" for name in _KEYS if info.get(name)]
     if odd:
         return False, "; ".join(odd)
     try:
-        apart = _compare(model, drafter, seed)
+        differences = _compare(model, drafter, seed)
     except Exception as error:  # noqa: BLE001 - so does what it raises when it runs
         return False, f"it does not run: {escape(' '.join(str(error).split()))}"
-    worst = max(apart, key=lambda name: apart[name])
-    figures = (
-        f"{worst} {apart[worst]:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
-    )
-    return apart[worst] <= TOLERANCE, figures
+    name, worst = max(differences.items(), key=lambda item: item[1])
+    evidence = f"{name} {worst:.1g} of its range apart at {len(_POSITIONS)} positions, {TOLERANCE:g} being allowed"
+    return worst <= TOLERANCE, evidence
 
 
 def _load(directory: Path) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
-    try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-            )
-    except Exception as error:  # What a damaged directory raises there has no class of its own.
-        raise DrafterError(f"it does not load: {escape(' '.join(str(error).split()))}") from error
+    with quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
     model, info = loaded
     return model.eval(), info
 
@@ -94,7 +89,9 @@ def _compare(model: Any, drafter: MtpDrafter, seed: int) -> dict[str, float]:
     """Largest difference of logits and state, as a share of the range."""
     config = drafter.config
     random = torch.Generator().manual_seed(seed)
-    apart = {"the soft cap": _cap_apart(model, config.final_logit_softcap), "logits": 0.0, "state": 0.0}
+    cap = config.final_logit_softcap
+    loaded = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    found = {"the soft cap": 0.0 if loaded == cap else math.inf, "logits": 0.0, "state": 0.0}
     for position in _POSITIONS:
         inputs = torch.randn(1, 1, 2 * config.backbone_hidden_size, generator=random)
         places = torch.tensor([[position]])
@@ -108,24 +105,19 @@ def _compare(model: Any, drafter: MtpDrafter, seed: int) -> dict[str, float]:
                 torch.randn(shape, generator=random),
             )
         only = next(iter(kv.values()))
-        ours = drafter(inputs, kv, places)
+        expected = drafter(inputs, kv, places)
         # It makes a mask of either kind, whether a layer has use for it or not.
-        theirs = model(inputs_embeds=inputs, position_ids=places, shared_kv_states={SLIDING: only, FULL: only, **kv})
-        logits = theirs.logits.float()
-        if (cap := config.final_logit_softcap) is not None:
+        output = model(inputs_embeds=inputs, position_ids=places, shared_kv_states={SLIDING: only, FULL: only, **kv})
+        logits = output.logits.float()
+        if cap is not None:
             # transformers leaves the cap to whoever samples.
             logits = torch.tanh(logits / cap) * cap
-        apart["logits"] = max(apart["logits"], _distance(ours.logits, logits))
-        apart["state"] = max(apart["state"], _distance(ours.projected, theirs.last_hidden_state))
-    return apart
+        found["logits"] = max(found["logits"], _distance(expected.logits, logits))
+        found["state"] = max(found["state"], _distance(expected.projected, output.last_hidden_state))
+    return found
 
 
-def _cap_apart(model: Any, cap: float | None) -> float:
-    theirs = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return 0.0 if theirs == cap else float("inf")
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
+def _distance(expected: Tensor, found: Tensor) -> float:
     """Infinite where either is not finite."""
-    found = float((ours - theirs).abs().max() / (ours.max() - ours.min()))
-    return float("inf") if math.isnan(found) else found
+    distance = float((expected - found).abs().max() / (expected.max() - expected.min()))
+    return math.inf if math.isnan(distance) else distance

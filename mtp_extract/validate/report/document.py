@@ -11,8 +11,8 @@ from mtp_extract.evaluate.agreement import Share, WorkloadFigures
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.evaluate.reads import Reads
 from mtp_extract.report.page import plain_json
-from mtp_extract.validate.acceptance.beside import DrafterFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
+from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.parity.compare import Comparison, Parity
 from mtp_extract.validate.report.verdict import findings, verdict, why

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.report.page import plain_json
-from mtp_extract.validate.acceptance.beside import DrafterFigures
+from mtp_extract.validate.acceptance.drafters import DrafterFigures
 from mtp_extract.validate.acceptance.generation import DraftLengthResult
 from mtp_extract.validate.acceptance.pair import Held, PairFacts, Side
 from mtp_extract.validate.result import BaseFacts, Validation

@@ -6,7 +6,7 @@ import math
 
 from mtp_extract.evaluate.measured import Change
 from mtp_extract.report.tables import change, share
-from mtp_extract.speculate.texts import undecided
+from mtp_extract.speculate.intervals import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult

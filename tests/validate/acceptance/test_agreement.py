@@ -15,12 +15,14 @@ from mtp_extract.evaluate.agreement import (
 )
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
-from mtp_extract.speculate.batches import groups
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.run import _loops
+from mtp_extract.validate.run import _loops_note
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 STEPS = 3
 
@@ -116,12 +118,6 @@ def test_a_text_that_repeats_another_is_not_counted(
     assert compare_trivial(continuations, once) == compare_trivial(twice, again)
 
 
-def test_groups_leave_no_text_alone() -> None:
-    assert list(groups([3, 1, 2, 5, 4], 2)) == [[1, 2], [0, 4, 3]]
-    assert list(groups([1], 4)) == [[0]]
-    assert sorted(i for group in groups(list(range(10)), 3) for i in group) == list(range(10))
-
-
 def test_shipped_prompts() -> None:
     prompts = shipped_prompts()
     names = [prompt.workload for prompt in prompts]
@@ -171,8 +167,8 @@ def test_what_repeats_in_the_continuation_alone() -> None:
 
 
 def test_a_note_says_that_the_base_loops() -> None:
-    assert _loops(0.25) == ()
-    (note,) = _loops(0.611)
+    assert _loops_note(0.25) == ()
+    (note,) = _loops_note(0.611)
     assert note.startswith("61 % of the runs of eight tokens")
 
 

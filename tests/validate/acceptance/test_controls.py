@@ -16,6 +16,9 @@ from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlR
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 BY_NAME = {control.name: control for control in CONTROLS}
 NAMES = {
     "shuffled_kv",

@@ -8,14 +8,15 @@ import math
 import pytest
 
 from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
-from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.trees import Tree
-from mtp_extract.validate.acceptance.drafting import draftings
+from mtp_extract.validate.acceptance.drafting import draftings, parse_wanted
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
-from mtp_extract.validate.acceptance.wanted import parse_wanted
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 NEW_TOKENS = 24  # As the continuations were made.
 NAMES = ("1", "4", "1x1x1x1", "3x2x1", "auto:6", "best:6")
@@ -23,9 +24,8 @@ TREES = dict(map(parse_wanted, NAMES[2:]))
 
 
 def run(generator: SpeculativeGenerator, continuations: Continuations) -> GenerationResult:
-    engine = LocalEngine(generator, batch=4)
     wanted = draftings(generator, (1, 4), TREES, continuations, [0.8] * 4, batch=4)
-    return measure_generation(engine, generator.base, continuations, wanted, new_tokens=NEW_TOKENS, timed=2)
+    return measure_generation(generator, continuations, wanted, batch=4, new_tokens=NEW_TOKENS, timed=2)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,7 @@ def test_an_interval_stays_within_what_can_be(generator: SpeculativeGenerator, c
     for texts in (4, 5):
         few = Continuations(continuations.prompts[:texts], continuations.texts[:texts])
         (planned,) = draftings(generator, [3], {}, few, [0.5] * 3, batch=2)
-        engine = LocalEngine(generator, 5)
-        (row,) = measure_generation(engine, generator.base, few, [planned], new_tokens=24, timed=1).lengths
+        (row,) = measure_generation(generator, few, [planned], batch=5, new_tokens=24, timed=1).lengths
         if texts == 4:
             assert row.mean_accepted_interval is None
             continue
@@ -125,8 +124,7 @@ def test_what_repeats_is_generated_and_not_counted(
     for times in (1, 2):
         given = Continuations(continuations.prompts * times, continuations.texts * times)
         (planned,) = draftings(generator, [3], {}, given, [0.5] * 3, batch=4)
-        engine = LocalEngine(generator, 7)
-        found += measure_generation(engine, generator.base, given, [planned], new_tokens=24, timed=1).lengths
+        found += measure_generation(generator, given, [planned], batch=7, new_tokens=24, timed=1).lengths
     once, twice = found
     assert (once.prompts, twice.prompts, twice.identical_prompts) == (7, 14, 14)
     for name in ("accepted", "drafted", "rounds", "mean_accepted_length", "mean_accepted_interval"):

@@ -10,11 +10,12 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily, measure_agreement
 from mtp_extract.evaluate.base_model import load_base
-from mtp_extract.evaluate.local import LocalEngine
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validate.acceptance.controls import CONTROLS, run_controls
+
+pytestmark = pytest.mark.xdist_group("sample pair")
 
 EACH = 8
 
@@ -34,7 +35,7 @@ def written(generator: SpeculativeGenerator) -> Continuations:
         if sum(other.workload == prompt.workload for other in prompts) < EACH:
             prompts.append(prompt)
     encoded = encode_prompts(prompts, generator.codec, chat_template=True)
-    return continue_greedily(LocalEngine(generator, batch=32), prompts, encoded, new_tokens=48)
+    return continue_greedily(generator, prompts, encoded, new_tokens=48, batch=32)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from mtp_extract.evaluate.agreement import Continuations
@@ -13,6 +14,9 @@ from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 TEXTS = ((1, 2, 1, 2, 1, 2, 1), (3, 3, 3, 3, 1, 2, 4))
 

@@ -56,7 +56,7 @@ def test_positive_rows_keep_zero() -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.int16])
 def test_codes_round_and_clip(dtype: type) -> None:
     limit = 1 << (8 * np.dtype(dtype).itemsize - 1)
-    codes = Codes(0.5, 3, limit, dtype)
+    codes = Codes(0.5, 3, dtype)
     assert codes.encode(np.array([0.25, 0.75, -0.25, 1e9, -1e9], np.float32)).tolist() == [3, 5, 3, limit - 1, -limit]
     assert codes.encode(np.zeros(1, np.float32)).dtype == dtype
     assert codes.decode(np.array([5], dtype)).tolist() == [1.0]

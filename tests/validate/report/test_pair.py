@@ -22,12 +22,15 @@ from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.drafting import Drafting
-from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, look
+from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, measure_pair
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 PROMPT = (2, 7, 9, 3, 5, 30, 21)
 NEW = 12
@@ -48,7 +51,7 @@ def base() -> Base:
 
 
 def seen(base: Base, kind: str, name: str) -> PairFacts:
-    found = look(base, drafter_of(base, kind), PROMPT, DRAFTED[name], new_tokens=NEW)
+    found = measure_pair(base, drafter_of(base, kind), PROMPT, DRAFTED[name], new_tokens=NEW)
     assert found is not None
     return found
 
@@ -116,7 +119,7 @@ def test_an_mtp_drafter_has_no_cache_and_an_eagle3_head_has(base: Base) -> None:
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_the_two_are_as_large_as_their_weights(base: Base, kind: str) -> None:
     drafter = drafter_of(base, kind)
-    facts = look(base, drafter, PROMPT, DRAFTED["3"], new_tokens=NEW)
+    facts = measure_pair(base, drafter, PROMPT, DRAFTED["3"], new_tokens=NEW)
     assert facts is not None
     for side, module in ((facts.target, base.model), (facts.draft, drafter)):
         tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers()) if t.numel()}
@@ -134,7 +137,7 @@ def test_looking_changes_nothing(base: Base) -> None:
     generator = SpeculativeGenerator(base, drafter)
     options = Options(max_new_tokens=NEW, drafts=3)
     before = generator.generate_batch([list(PROMPT)], options)[0].tokens
-    look(base, drafter, PROMPT, DRAFTED["3"], new_tokens=NEW)
+    measure_pair(base, drafter, PROMPT, DRAFTED["3"], new_tokens=NEW)
     assert generator.generate_batch([list(PROMPT)], options)[0].tokens == before
     for module in (base.model.model, base.model.lm_head, drafter.final_norm):
         assert isinstance(module, nn.Module)
@@ -143,7 +146,7 @@ def test_looking_changes_nothing(base: Base) -> None:
 
 
 def test_nothing_to_draft(base: Base) -> None:
-    assert look(base, drafter_of(base, "mtp"), PROMPT, DRAFTED["3"], new_tokens=2) is None
+    assert measure_pair(base, drafter_of(base, "mtp"), PROMPT, DRAFTED["3"], new_tokens=2) is None
 
 
 def test_the_file(plan: Plan, validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
 
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
+
 CHECKS = ["config", "files", "tensors", "execution", "record", "transformers", "interpreter"]
 TIMES = {
     "base_tokens_per_s",

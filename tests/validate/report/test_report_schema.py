@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from helpers.schemas import validator
 
 from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.result import Validation
+
+# They share the pair, and a whole validation of it.
+pytestmark = pytest.mark.xdist_group("validation")
 
 
 def _check(validation: Validation) -> None:

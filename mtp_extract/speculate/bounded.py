@@ -1,4 +1,4 @@
-"""Work that others wrote, in a process of its own, bounded in time and memory: a chat template is a program."""
+"""A subprocess bounded in time and memory, for chat templates: each is a program that somebody else wrote."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from contextlib import suppress
 _WAIT = 45.0
 """Seconds after which a process that does not even compute is given up."""
 _MEMORY = 1 << 30
+"""Bytes, beyond those in use."""
 _LONGEST = 1 << 28
+"""Bytes of the answer."""
 _PIECE = 1 << 20
 
 
-def apart(work: Callable[[], Sequence[str]], cpu_seconds: int) -> list[str]:
-    """What ``work`` gives, which may change nothing here.
+def run_bounded(work: Callable[[], Sequence[str]], cpu_seconds: int) -> list[str]:
+    """What ``work`` returns in a fork of this process, in which it changes nothing.
 
     On macOS, whose frameworks do not survive a fork, it is done in this process and not bounded.
 
     Args:
         work: calls no library that has threads.
-        cpu_seconds: which it may take; and 1 GiB more memory than there is in use.
+        cpu_seconds: which it may take; and 1 GiB more memory than is in use.
 
     Raises:
         RuntimeError: it failed, and why; or it took more than that.
@@ -41,7 +43,7 @@ def apart(work: Callable[[], Sequence[str]], cpu_seconds: int) -> list[str]:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _answer(work, cpu_seconds, writer)
+        _work_in_child(work, cpu_seconds, writer)
     os.close(writer)
     status = None
     try:
@@ -60,8 +62,8 @@ def apart(work: Callable[[], Sequence[str]], cpu_seconds: int) -> list[str]:
     return list(result)
 
 
-def _answer(work: Callable[[], Sequence[str]], cpu_seconds: int, writer: int) -> None:
-    """In the child: do ``work``, say what came of it, and end."""
+def _work_in_child(work: Callable[[], Sequence[str]], cpu_seconds: int, writer: int) -> None:
+    """Do ``work``, write its result or its error as JSON, and end the process."""
     try:
         gc.disable()
         pages = int(open("/proc/self/statm", encoding="ascii").read().split()[0])  # noqa: SIM115

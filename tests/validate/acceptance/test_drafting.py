@@ -8,7 +8,7 @@ import pytest
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.trees import AutoTree, Tree
-from mtp_extract.validate.acceptance.wanted import BestTree, parse_wanted, steps_to_rank
+from mtp_extract.validate.acceptance.drafting import BestTree, parse_wanted, steps_to_rank
 
 
 def test_names() -> None:
