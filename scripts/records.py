@@ -19,6 +19,7 @@ import msgspec
 
 from mtp_extract.checkpoint import record_fields
 from mtp_extract.io.typed import Record
+from mtp_extract.validate.report import fields
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RECORDS: dict[str, tuple[type[Record], ...]] = {
@@ -29,6 +30,8 @@ RECORDS: dict[str, tuple[type[Record], ...]] = {
         record_fields.Tensor,
         record_fields.Part,
     ),
+    "report": (fields.Report,),
+    "pair": (fields.Pair,),
 }
 """By name of the file: the type of the whole, and those of objects inside that no field's type names."""
 
