@@ -112,26 +112,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Side:
-    """What one server did with some prompts. None is what it does not tell.
-
-    Attributes:
-        tokens: of all answers.
-        seconds: from first text to last event, over all answers.
-        tokens_per_s: see the module.
-        tokens_per_s_ci95: over texts.
-        throughput: tokens over the time in which requests were under way.
-        first_token_ms: mean time from request to first text.
-        first_token_ms_ci95: over texts.
-        inter_token_ms: mean time of a token after the first.
-        server_tokens_per_s: tokens after the first over the server's own time of generation.
-        counted: answers whose drafts were counted.
-        drafted: drafts judged.
-        accepted: of these.
-        acceptance: accepted / drafted.
-        acceptance_ci95: over texts, or over groups where only these are told apart.
-        rounds: of drafting and judging.
-        mean_accepted_length: 1 + accepted / rounds.
-        mean_accepted_length_ci95: as of acceptance.
+    """What one server did with some prompts. None is what it does not tell. What its fields mean stands at
+    :class:`mtp_extract.bench.fields.Side`, how speed is computed above.
     """
 
     tokens: int | None
@@ -155,17 +137,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Figures:
-    """Both servers on some prompts.
-
-    Attributes:
-        texts: prompts.
-        server: measured.
-        baseline: None without one.
-        speedup: time the baseline takes for the server's tokens, over the server's time for them.
-        speedup_ci95: over texts.
-        identical: answers that are the baseline's, character for character; None unless greedy, with a baseline.
-        compared: of so many.
-    """
+    """Both servers on some prompts. What its fields mean stands at :class:`mtp_extract.bench.fields.Figures`."""
 
     texts: int
     server: Side

@@ -31,8 +31,7 @@ def validator(name: str) -> Callable[[Any], Any]:
 
     def check(document: Any) -> None:
         matches(document)
-        if name != "bench":
-            _check_order(document, schema(name), schema(name)["definitions"])
+        _check_order(document, schema(name), schema(name)["definitions"])
 
     return check
 
