@@ -32,7 +32,7 @@ def test_metadata() -> None:
     commands = {"bench", "convert", "extract", "insert", "inspect", "tune", "upload", "validate"}
     assert set(scripts) == {f"mtp-{name}" for name in commands}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    run_time = {"flatbuffers", "gguf", "numpy", "typer", "huggingface-hub", "xxhash"}
+    run_time = {"flatbuffers", "gguf", "msgspec", "numpy", "typer", "huggingface-hub", "xxhash"}
     assert {name.replace("_", "-") for name in required} == run_time
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtp_extract._version import __version__
+from mtp_extract.bench import fields
 from mtp_extract.bench.run import Benchmark, Figures, Side
 from mtp_extract.io.place import Inputs, listing, staged
+from mtp_extract.io.typed import fill
 from mtp_extract.report.page import page, plain_json
 from mtp_extract.report.tables import Table, share, words
 from mtp_extract.report.web import web_page
@@ -41,34 +42,21 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
 
 def as_json(found: Benchmark) -> dict[str, Any]:
     """``bench.json``: only JSON's own types, None for what was not told."""
-    servers = {
-        side: {"url": server.name, "kind": server.kind.name, "version": server.version, "model": server.model}
-        for side, server in found.servers.items()
-    }
+    servers = {side: fill(fields.Server, server, kind=server.kind.name) for side, server in found.servers.items()}
     report: dict[str, Any] = plain_json(
-        {
-            "version": _VERSION,
-            "tool": {"name": "mtp-extract", "version": __version__},
-            "verdict": _verdict(found.total),
-            "findings": _findings(found),
-            "notes": list(_notes(found)),
-            "servers": {"baseline": None, **servers},
-            "settings": found.settings,
-            "total": _plain(found.total),
-            "workloads": {name: _plain(figures) for name, figures in found.workloads.items()},
-            "groups": {"baseline": None, **{side: list(map(_plain, done)) for side, done in found.groups.items()}},
-        }
+        fill(
+            fields.Bench,
+            found,
+            version=_VERSION,
+            tool={"name": "mtp-extract", "version": __version__},
+            verdict=_verdict(found.total),
+            findings=_findings(found),
+            notes=list(_notes(found)),
+            servers={"baseline": None, **servers},
+            groups={"baseline": None, **found.groups},
+        )
     )
     return report
-
-
-def _plain(value: Any) -> Any:
-    """A dataclass as a dictionary; of texts only what was measured of them; intervals as pairs."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "text"}
-    return value
 
 
 def _verdict(total: Figures) -> str:

@@ -70,39 +70,40 @@ class Group:
 
 @dataclass(frozen=True)
 class Side:
-    """What one server did with some prompts; None is what it does not tell. The intervals are over texts."""
+    """What one server did with some prompts. None is what it does not tell. What its fields mean stands at
+    :class:`mtp_extract.bench.fields.Side`, how speed is computed above.
+    """
 
-    tokens: int | None  # of all answers
-    seconds: float  # from first text to last event, over all answers
-    tokens_per_s: float | None  # see the module
+    tokens: int | None
+    seconds: float
+    tokens_per_s: float | None
     tokens_per_s_ci95: Interval | None
-    throughput: float | None  # tokens over the seconds in which requests were under way
-    first_token_ms: float | None  # mean time from request to first text
+    throughput: float | None
+    first_token_ms: float | None
     first_token_ms_ci95: Interval | None
-    inter_token_ms: float | None  # mean time of a token after the first
-    server_tokens_per_s: float | None  # tokens after the first over the server's own time of generation
-    counted: int  # answers whose drafts were counted
-    drafted: int | None  # drafts judged
-    accepted: int | None  # of these
-    acceptance: float | None  # accepted / drafted
-    acceptance_ci95: Interval | None  # of groups, where the counters do not tell the texts of one apart; so the last
-    rounds: int | None  # of drafting and judging
-    mean_accepted_length: float | None  # 1 + accepted / rounds
+    inter_token_ms: float | None
+    server_tokens_per_s: float | None
+    counted: int
+    drafted: int | None
+    accepted: int | None
+    acceptance: float | None
+    acceptance_ci95: Interval | None
+    rounds: int | None
+    mean_accepted_length: float | None
     mean_accepted_length_ci95: Interval | None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Both servers on some prompts."""
+    """Both servers on some prompts. What its fields mean stands at :class:`mtp_extract.bench.fields.Figures`."""
 
-    texts: int  # prompts
+    texts: int
     server: Side
     baseline: Side | None
-    speedup: float | None  # time the baseline takes for the server's tokens, over the server's time for them
-    speedup_ci95: Interval | None  # over texts
+    speedup: float | None
+    speedup_ci95: Interval | None
     identical: int | None
-    """Answers that are the baseline's, character for character; None unless greedy, with a baseline."""
-    compared: int  # of so many
+    compared: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``extraction.json``: where every number of a checkpoint came from.
+"""``extraction.json``, filled in: where every number of a checkpoint came from.
 
 Nothing in it depends on the clock, the machine or the path: the same input gives the same bytes.
 """
@@ -11,21 +11,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import UNSET
+
 from mtp_extract.bundle import Drafter
+from mtp_extract.checkpoint import record_fields
 from mtp_extract.checkpoint.checkpoint import Holding
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
 from mtp_extract.checkpoint.planned import PlannedTensor
+from mtp_extract.checkpoint.record_fields import Cache, Constant, Part, Quantization, Section, Source, Stored, Tensor
 from mtp_extract.errors import FormatError
 from mtp_extract.graph.ledger import Activation, FoundRole
 from mtp_extract.io.source import Region
+from mtp_extract.io.typed import fill
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation
 
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
-
-FORMAT_VERSION = 3
-"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it."""
 
 UNKNOWN: Mapping[str, Any] = MappingProxyType(
     {
@@ -40,6 +42,9 @@ UNKNOWN: Mapping[str, Any] = MappingProxyType(
     }
 )
 """What is known of a weight where no record says where it came from."""
+
+_EVIDENCE = ("why", "rounded_before", "factor", "name_confirms", "source", "quantization", "activations")
+"""Of a role, whatever is done to it."""
 
 _READ = 1 << 18
 
@@ -65,23 +70,25 @@ def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> di
     """The file and the section."""
     opened, section, region = drafter.opened, drafter.section, drafter.model.region
     bundle = opened.bundle
-    return {
-        "name": name,
-        "size": opened.source.size,
-        "kind": "litertlm" if bundle else "tflite",
-        "version": ".".join(map(str, bundle.version)) if bundle else None,
-        "provenance": dict(sorted(opened.source.provenance.items())),
-        "section": {
-            "index": section.index if section else None,
-            "model_type": section.model_type if section else None,
-            "items": dict(sorted(section.items.items())) if section else {},
-            "begin": region.begin,
-            "end": region.begin + region.size,
-            "sha256": section_sha256,
-            "found_by": drafter.found_by,
-            "signature": drafter.signature.key,
-        },
-    }
+    return fill(
+        Source,
+        opened.source,
+        name=name,
+        kind="litertlm" if bundle else "tflite",
+        version=".".join(map(str, bundle.version)) if bundle else None,
+        provenance=dict(sorted(opened.source.provenance.items())),
+        section=fill(
+            Section,
+            drafter,
+            index=section.index if section else None,
+            model_type=section.model_type if section else None,
+            items=dict(sorted(section.items.items())) if section else {},
+            begin=region.begin,
+            end=region.begin + region.size,
+            sha256=section_sha256,
+            signature=drafter.signature.key,
+        ),
+    )
 
 
 def provenance(source: Mapping[str, Any]) -> dict[str, str]:
@@ -97,13 +104,7 @@ def provenance(source: Mapping[str, Any]) -> dict[str, str]:
 
 def part_record(planned: PlannedTensor, xxh3: str) -> dict[str, Any]:
     """An output tensor that holds scales or the like, beside the one that its role's record stands under."""
-    return {
-        "role": planned.role,
-        "part": planned.part,
-        "shape": list(planned.shape),
-        "dtype": planned.dtype,
-        "xxh3": xxh3,
-    }
+    return fill(Part, planned, xxh3=xxh3)
 
 
 def tensor_record(
@@ -117,19 +118,16 @@ def tensor_record(
         evidence: what :func:`evidence` says of its role.
         made: the rule its codes were made by, and the error of that; None where none were.
     """
-    return {
-        "role": planned.role,
-        "why": evidence["why"],
-        "shape": list(planned.shape),
-        "dtype": planned.dtype,
-        "xxh3": xxh3,
-        "kept": holding.kept,
-        "rounded_to": holding.rounded_to or None,
-        "rounded_before": list(evidence["rounded_before"]),
-        "made_codes": dict(made) if made else evidence["made_codes"],
-        **({"offset": evidence["offset"]} if evidence.get("offset") else {}),
-        **{key: evidence[key] for key in ("factor", "name_confirms", "source", "quantization", "activations")},
-    }
+    return fill(
+        Tensor,
+        planned,
+        xxh3=xxh3,
+        kept=holding.kept,
+        rounded_to=holding.rounded_to or None,
+        made_codes=made or evidence["made_codes"],
+        offset=evidence.get("offset") or UNSET,
+        **{key: evidence[key] for key in _EVIDENCE},
+    )
 
 
 def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | None, confirmed: bool) -> dict[str, Any]:
@@ -159,51 +157,47 @@ def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | N
 
 def _stored(source: QuantizedTensor, sha256: str | None) -> dict[str, Any]:
     tensor, location = source.tensor, source.location
-    return {
-        "tensor": tensor.index,
-        "subgraph": tensor.subgraph,
-        "name": tensor.name,
-        "dtype": tensor.type_name,
-        "shape": list(tensor.shape),
-        "buffer": tensor.buffer if not tensor.external_buffer else tensor.external_buffer,
-        "place": location.place,
-        "offset": location.file_offset,
-        "length": location.length,
-        "sha256": sha256,
-    }
+    return fill(
+        Stored,
+        tensor,
+        tensor=tensor.index,
+        dtype=tensor.type_name,
+        buffer=tensor.buffer if not tensor.external_buffer else tensor.external_buffer,
+        place=location.place,
+        offset=location.file_offset,
+        length=location.length,
+        sha256=sha256,
+    )
 
 
 def _quantization(source: QuantizedTensor) -> dict[str, Any] | None:
     if source.packing is None:
         return None
-    return {
-        "kind": source.kind,
-        "bits": source.packing.bits,
-        "axis": source.axis if source.kind == "per_channel" else None,
-        "block_size": source.block_size or None,
-        "scales": int(source.scale.size),
-        "symmetric": source.symmetric,
-    }
+    return fill(
+        Quantization,
+        source,
+        bits=source.packing.bits,
+        axis=source.axis if source.kind == "per_channel" else None,
+        block_size=source.block_size or None,
+        scales=int(source.scale.size),
+    )
 
 
 def _activation(activation: Activation | None) -> dict[str, Any] | None:
-    if activation is None:
-        return None
-    return {"dtype": activation.type, "scale": activation.scale, "zero_point": activation.zero_point}
+    return None if activation is None else fill(record_fields.Activation, activation, dtype=activation.type)
 
 
 def set_aside(drafter: Drafter) -> list[dict[str, Any]]:
     """Every constant of the graph that is not a weight, with its reader and the reason."""
     return [
-        {
-            "tensor": entry.tensor.index,
-            "subgraph": entry.tensor.subgraph,
-            "name": entry.tensor.name,
-            "dtype": entry.tensor.type_name,
-            "shape": list(entry.tensor.shape),
-            "op": entry.op,
-            "reason": entry.reason,
-        }
+        fill(
+            Constant,
+            entry.tensor,
+            tensor=entry.tensor.index,
+            dtype=entry.tensor.type_name,
+            op=entry.op,
+            reason=entry.reason,
+        )
         for entry in drafter.walk.aside
     ]
 
@@ -223,11 +217,12 @@ def caches(drafter: Drafter) -> dict[str, Any]:
         )
         if scale is not None and not 0 <= scale[0] < math.inf:
             raise FormatError(f"{tensor.label} has a scale of {scale[0]}: the file is damaged.")
-        result[name] = {
-            "dtype": tensor.type_name,
-            "shape": list(tensor.shape),
-            "scale": float(scale[0]) if scale is not None else None,
-            "zero_point": int(zero_point[0]) if zero_point is not None else None,
-            "layers": users.get(name, []),
-        }
+        result[name] = fill(
+            Cache,
+            tensor,
+            dtype=tensor.type_name,
+            scale=float(scale[0]) if scale is not None else None,
+            zero_point=int(zero_point[0]) if zero_point is not None else None,
+            layers=users.get(name, []),
+        )
     return result

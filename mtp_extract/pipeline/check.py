@@ -20,7 +20,8 @@ from mtp_extract.checkpoint.gguf_file import as_stored
 from mtp_extract.checkpoint.holdings import holdings_of
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import PlannedTensor
-from mtp_extract.checkpoint.record import FORMAT_VERSION, provenance
+from mtp_extract.checkpoint.record import provenance
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
 from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
@@ -32,53 +33,6 @@ from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
 _WRITER = ("mtp_extract", "mtp_extract.version")
 _TOKENIZER = "tokenizer."
 """What a header may say that a bundle does not: which release wrote it, and a tokenizer."""
-
-_ACTIVATION = ({"dtype": str, "scale": object, "zero_point": object}, None)
-_PART = {"role": str, "xxh3": str}
-_TENSOR = {
-    "why": str,
-    "kept": str,
-    "rounded_to": (str, None),
-    "rounded_before": [str],
-    "made_codes": ({"rule": str}, None),
-    "factor": (int, float),
-    "name_confirms": bool,
-    "quantization": ({}, None),
-    "source": ({"subgraph": int, "tensor": int, "dtype": (str, None), "shape": ([int], None)}, None),
-    "activations": ({"input": _ACTIVATION, "output": _ACTIVATION}, None),
-}
-_NUMBER = (int, float)
-_PROOF = {
-    "positions": [int],
-    "differences_below": {"logits": _NUMBER, "projected_activations": _NUMBER},
-    "rounding": ({"difference_below": _NUMBER}, None),
-    "position_tables": {"positions": int},
-    "mask_rows": {"tried": int, "of": int},
-    "coarse_tables": [{"layer": int, "held_in": str, "outputs_move_by": _NUMBER, "outputs_at": int}],
-    "activations_held_in": {},
-    "inherited": bool,
-}
-_RECORD = {
-    "files": {},
-    "tensors": {},
-    "source": {"name": str, "size": (int, None), "kind": str, "provenance": {}, "section": ({}, None)},
-    "tool": {"version": str},
-    "geometry": {},
-    "known_as": (str, None),
-    "proof": (_PROOF, None),
-}
-_LENGTH = {"mean_accepted_length": (int, float)}
-_OVERALL = {"base": str, "overall": {"before": _LENGTH, "after": _LENGTH}}
-_MADE = {
-    "converted_from": [{}],
-    "set_aside": [{}],
-    "kv_inputs": {},
-    "notes": [str],
-    "tuning": {"mode": str, **_OVERALL},
-    "ordered_head": {"kept": {"share": (int, float)}, **_OVERALL},
-}
-"""What is read of a record, and of what may be missing (``_MADE``) and of its entries (``_PART``, ``_TENSOR``);
-docs/extraction.schema.json has the whole."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +91,12 @@ def read_record(directory: Path) -> dict[str, Any]:
             f"{path}: expected format version {FORMAT_VERSION}, found {escape(record.get('format_version'))}. Another "
             "release of mtp-extract wrote it: extract the drafter again with this one."
         )
-    if not _has(record, _RECORD):
-        raise CheckpointError(f"{path}: not a record of mtp-extract.")
-    for key, expected in _MADE.items():
-        if key in record and not _has(record[key], expected):
-            raise CheckpointError(f"{path}: what it says of {key} is not what mtp-extract writes.")
-    for name, entry in record["tensors"].items():
-        if not (_has(entry, _PART) and ("part" in entry or _has(entry, _TENSOR))):
-            raise CheckpointError(f"{path}: what it says of {escape(name)} is not what mtp-extract writes.")
-    if not all(isinstance(entry, dict) and _has(entry.get("tensors", {}), {}) for entry in record["files"].values()):
-        raise CheckpointError(f"{path}: not a record of mtp-extract.")
+    try:
+        check_extraction(record)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: not what mtp-extract writes: {escape(error)}. Extract it again, or fetch it again."
+        ) from error
     listed = EVERY.get(str(record.get("layout")))
     if listed is None or record.get("dtype") not in listed.dtypes:
         raise CheckpointError(
@@ -154,19 +104,6 @@ def read_record(directory: Path) -> dict[str, Any]:
             "release does not write."
         )
     return record
-
-
-def _has(value: Any, expected: Any) -> bool:
-    """Whether ``value`` has at least the keys, items and types of ``expected``; a tuple lists alternatives."""
-    if isinstance(expected, dict):
-        return isinstance(value, dict) and all(
-            key in value and _has(value[key], inner) for key, inner in expected.items()
-        )
-    if isinstance(expected, list):
-        return isinstance(value, list) and all(_has(item, expected[0]) for item in value)
-    if isinstance(expected, tuple):
-        return any(_has(value, one) for one in expected)
-    return value is None if expected is None else isinstance(value, expected)
 
 
 def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> Verification:

@@ -18,6 +18,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named, name_for
@@ -279,7 +280,7 @@ def record_of(
     """
     choice, made = prepared.choice, prepared.made
     return {
-        "format_version": record.FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "tool": {"name": "mtp-extract", "version": __version__},
         "source": dict(source),
         "converted_from": converted_from,

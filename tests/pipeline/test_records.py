@@ -1,8 +1,7 @@
-"""The JSON files that are written are what docs/records.md and the schemas say, no field more or less."""
+"""``extraction.json`` is what its types and their schema say, no field more or less, when written and when read."""
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,32 +9,18 @@ from typing import Any
 import fastjsonschema
 import pytest
 from helpers.report_document import REPORT
-from helpers.schemas import documented, fields, schema, validator
+from helpers.schemas import schema, validator
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
-from mtp_extract.pipeline.check import files_in
-
-
-@pytest.mark.parametrize("name", ["extraction", "report", "pair", "bench"])
-def test_the_document_lists_the_fields_of_the_schema(name: str) -> None:
-    # What a tool is, both say; it is told once.
-    told = {"tool": documented("extraction")["tool"], **documented(name)}
-    assert told == fields(name)
-
-
-@pytest.mark.parametrize("name", ["extraction", "report", "pair", "bench"])
-def test_the_schema_lets_nothing_through_that_it_does_not_name(name: str) -> None:
-    for title, definition in {name: schema(name), **schema(name)["definitions"]}.items():
-        assert definition["additionalProperties"] is False, title
-        nested = [field for field, value in definition["properties"].items() if "properties" in value]
-        assert not nested, "an object has a name of its own"
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
+from mtp_extract.errors import CheckpointError
+from mtp_extract.pipeline.check import files_in, read_record
+from mtp_extract.pipeline.staging import RECORD
 
 
 def test_the_version_is_the_codes() -> None:
-    from mtp_extract.checkpoint.record import FORMAT_VERSION
-
-    assert schema("extraction")["properties"]["format_version"] == {"const": FORMAT_VERSION}
+    assert schema("extraction")["properties"]["format_version"]["enum"] == [FORMAT_VERSION]
 
 
 def test_the_sample(extracted: Path) -> None:
@@ -54,24 +39,67 @@ def test_the_report_that_tests_use() -> None:
     validator("report")(REPORT)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("format_version",), 1),
-        (("proof",), 1),
-        (("proof", "tolerance"), "1e-5"),
-        (("source", "section", "sha256"), "abc"),
-        (("tensors", "pre_projection.weight", "source", "place"), "elsewhere"),
-        (("tensors", "pre_projection.weight", "more"), 1),
-        (("geometry", "num_layers"), 4.5),
-    ],
-)
-def test_what_is_wrong_is_seen(extracted: Path, path: tuple[str, ...], value: Any) -> None:
-    record = json.loads((extracted / "extraction.json").read_text(encoding="utf-8"))
-    broken = copy.deepcopy(record)
-    place = broken
+def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """The record in ``directory`` with ``value`` at ``path``."""
+    record: dict[str, Any] = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    place = record
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
+    return record
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("proof",), 1),
+        (("proof", "tolerance"), "1e-5"),
+        (("source", "section", "sha256"), "abc"),
+        (("source", "size"), True),
+        (("files", "config.json"), []),
+        (("tensors", "pre_projection.weight"), None),
+        (("tensors", "pre_projection.weight", "source", "place"), "elsewhere"),
+        (("tensors", "pre_projection.weight", "part"), 1),
+        (("geometry", "num_layers"), 4.5),
+        (("geometry",), {}),
+        (("known_as",), ["\x1b[2J"]),
+        (("dtype",), "\x1b[2J"),
+    ],
+)
+def test_what_is_wrong_is_seen(extracted: Path, tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    """By the schema, and by who reads it, who names the field."""
+    record = changed(extracted, path, value)
     with pytest.raises(fastjsonschema.JsonSchemaValueException):
-        validator("extraction")(broken)
+        validator("extraction")(record)
+    (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(CheckpointError) as caught:
+        read_record(tmp_path)
+    said = str(caught.value)
+    assert str(tmp_path / RECORD) in said
+    assert said.isprintable()
+    assert all(key in said for key in path if key not in record["files"])
+
+
+def test_a_number_beyond_the_largest_float_is_refused(extracted: Path, tmp_path: Path) -> None:
+    """JSON knows such integers."""
+    record = changed(extracted, ("tensors", "pre_projection.weight", "factor"), 10**400)
+    (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tensors\.pre_projection\.weight\.factor"):
+        read_record(tmp_path)
+
+
+def test_what_is_missing_is_named(extracted: Path, tmp_path: Path) -> None:
+    record = json.loads((extracted / RECORD).read_text(encoding="utf-8"))
+    for field in sorted({*record} - {"format_version"}):
+        (tmp_path / RECORD).write_text(json.dumps({key: record[key] for key in record if key != field}))
+        with pytest.raises(CheckpointError, match=field):
+            read_record(tmp_path)
+
+
+def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> None:
+    """The schema, which is of what is written, refuses it."""
+    record = changed(extracted, ("tensors", "pre_projection.weight", "more"), 1)
+    (tmp_path / RECORD).write_text(json.dumps({**record, "more": {}}), encoding="utf-8")
+    assert read_record(tmp_path) == {**record, "more": {}}
+    with pytest.raises(fastjsonschema.JsonSchemaValueException):
+        validator("extraction")(record)

@@ -58,6 +58,38 @@ def ordered(source: Path, target: Path, top_k: int) -> Path:
     return target
 
 
+_LENGTH = {"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]}
+TUNING = {
+    "mode": "qat",
+    "base": "a base",
+    "base_xxh3": "0" * 32,
+    "recipe": {
+        **dict.fromkeys(("steps", "draft_steps", "batch", "anchors", "evaluations", "patience", "logits_at_once"), 1),
+        **{"objective": "ce", "temperature": 0.0, "learning_rate": None, "warm_up": 0.1, "seed": 0},
+    },
+    "numbers": 1,
+    "texts": {"trained": 1},
+    "shared_sequences": 0.0,
+    "steps_done": 1,
+    "best_step": 1,
+    "interrupted": False,
+    "accepted": True,
+    "refused": [],
+    "other_serving": None,
+    "overall": {
+        "texts": 1,
+        "anchors": 1,
+        "trained_on_its_kind": True,
+        "before": _LENGTH,
+        "after": _LENGTH,
+        "change": {"mean": 0.0, "interval": None},
+    },
+    "workloads": {},
+    "tuned_from": {},
+    "changed": {},
+}
+
+
 @pytest.fixture(scope="module")
 def places(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same again: tuned by its record, with a fault, with ordered heads that look at all clusters and at one."""
@@ -70,9 +102,7 @@ def places(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     tuned = folder / "tuned"
     shutil.copytree(checkpoint, tuned)
     record = json.loads((tuned / "extraction.json").read_text())
-    overall = {when: {"mean_accepted_length": 3.0} for when in ("before", "after")}
-    tuning = {"mode": "qat", "base": "a base", "overall": overall}
-    (tuned / "extraction.json").write_text(json.dumps({**record, "tuning": tuning}))
+    (tuned / "extraction.json").write_text(json.dumps({**record, "tuning": TUNING}))
     return {
         "drafter": checkpoint,
         "tuned": tuned,

@@ -1,0 +1,423 @@
+"""What ``extraction.json`` holds, field by field; :mod:`mtp_extract.checkpoint.record` fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, Sha256, Share, Tool, Xxh3, read
+
+FORMAT_VERSION = 3
+"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it."""
+
+Shape = list[Count]
+
+
+def _one_of(*kinds: str) -> Meta:
+    return Meta(extra_json_schema={"oneOf": [{"$ref": f"#/definitions/{kind}"} for kind in kinds]})
+
+
+class Extraction(Record, kw_only=True):
+    format_version: Literal[3]  #: version of this file: 3
+    tool: Tool  #: what wrote it
+    source: Source  #: the file the drafter was taken from
+    #: the directories it has been since, the last one last; empty for an extraction
+    converted_from: list[Step]
+    #: name of the geometry, such as "Gemma 4 E4B"; null for one that `mappings/geometries.json` does not list
+    known_as: str | None
+    layout: str  #: name of the format
+    dtype: Literal["codes", "f32", "bf16", "f16"]  #: type the weights were written in
+    #: the drafter's shape, as read from the graph; a `Head` where it is an EAGLE-3 head
+    geometry: Annotated[dict[str, Any], _one_of("Geometry", "Head")]
+    #: by name: every file of the directory but this one; the card as it was written, which may be changed by hand
+    files: dict[str, File]
+    #: by name, in the order of the weights file: where each came from
+    tensors: dict[str, Annotated[Any, _one_of("Tensor", "Part")]]
+    notes: list[str]  #: where an engine does not do what the file says
+    #: what was given for the card; left out where nothing was, null where that was published with a report
+    card: Card | UnsetType | None = UNSET
+    set_aside: list[Constant]  #: every other constant of the graph
+    kv_inputs: dict[str, Cache]  #: by input name: the base's caches that the drafter reads
+    #: graph and checkpoint executed side by side; null for a checkpoint that no record says the origin of, and for one
+    #: that was tuned, or has an ordered head that was made here
+    proof: Proof | None
+    #: where the weights were tuned: how, and what it did to the drafts; the figures are those of the directory that was
+    #: written then
+    tuning: Tuning | UnsetType = UNSET
+    #: where an ordered head was made here: of what, and how much of the dense head it keeps; as above of the directory
+    #: that was written then, and left out where the format leaves the head out
+    ordered_head: OrderedHead | UnsetType = UNSET
+
+
+class Source(Record):
+    name: str  #: file name, without folders
+    size: Count  #: bytes of the whole file
+    #: `litertlm` for a bundle, `tflite` for a bare model, `checkpoint` for a directory of unknown origin
+    kind: Literal["litertlm", "tflite", "checkpoint"]
+    version: str | None  #: of the container; null for a bare model
+    #: what identifies the bytes beyond their name. Hub: `repository`, `path`, `repository_type`, `revision`, `commit`,
+    #: `etag`, `sha256`; a URL: `url`, `etag`, `last_modified`; `validator` is `none` where the server gave neither a
+    #: strong ETag nor Last-Modified, so that ranges were looked at twice; empty for a local file
+    provenance: dict[str, str]
+    section: Section | None  #: the drafter's section; null for a checkpoint
+
+
+class Section(Record):
+    index: Count | None  #: in the header's list; null for a bare model and for one found by scanning
+    model_type: str | None  #: as the header says
+    items: dict[str, str | int | float | bool]  #: the header's key/value items
+    begin: Count  #: first byte, from the start of the file
+    end: Count  #: one past the last byte
+    sha256: Sha256 | None  #: of these bytes; null where the end is not known (found by scanning)
+    found_by: Literal["model_type", "signature", "scan", "bare model"]  #: how the section was found
+    signature: str  #: key of the TFLite signature
+
+
+class Step(Record):
+    """A directory that was converted."""
+
+    layout: str  #: name of its format
+    dtype: str  #: type its weights were written in
+    version: str | None  #: of mtp-extract that wrote it; null where another program did
+    files: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors
+
+
+class Geometry(Record):
+    backbone_hidden_size: Positive  #: width of the base
+    hidden_size: Positive  #: width of the drafter
+    intermediate_size: Positive  #: width of the feed-forward block
+    vocab_size: Positive  #: rows of the LM head
+    num_layers: Positive  #: layers
+    num_heads: Positive  #: query heads
+    head_dims: list[Positive]  #: width of a head, by layer
+    num_kv_heads: list[Positive]  #: heads of the base's K and V, by layer
+    layer_types: list[Literal["sliding_attention", "full_attention"]]  #: by layer
+    sliding_window: Positive | None  #: positions a sliding layer sees, itself included; null without sliding layers
+    rope: dict[str, Rope]  #: by layer type
+    final_logit_softcap: float | None  #: c in c · tanh(logits / c); null for no cap
+    rms_norm_eps: float  #: epsilon of every RMSNorm
+    hidden_activation: str  #: of the gate, in transformers' words
+
+
+class Rope(Record):
+    theta: float  #: base of the frequencies
+    partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)]  #: share of the head that is rotated
+
+
+class Head(Record):
+    """An EAGLE-3 head."""
+
+    backbone_hidden_size: Positive  #: width of the base
+    hidden_size: Positive  #: width of the head
+    intermediate_size: Positive  #: width of the feed-forward block
+    vocab_size: Positive  #: tokens of the base
+    draft_vocab_size: Positive  #: tokens that it can propose
+    num_heads: Positive  #: query heads
+    num_kv_heads: Positive  #: heads of its own K and V
+    head_dim: Positive  #: width of a head
+    #: whose incoming hidden states it reads, counted from 0; their number stands for what leaves the last
+    base_layers: list[Count]
+    rope_theta: float  #: base of the frequencies
+    rms_norm_eps: float  #: epsilon of every RMSNorm
+    fc_norm: bool  #: each state is normed by itself before they are fused
+    norm_before_fc: bool  #: they are normed together
+    norm_before_residual: bool  #: the residual stream begins after the norm of the fused state
+    norm_output: bool  #: what is fed back is taken after the final norm
+    own_embedding: bool  #: it has a table of embeddings of its own
+    max_position_embeddings: Positive | None  #: longest context; null when not recorded
+    base: str | None  #: name of the base it was trained for; null when not recorded
+
+
+class File(Record):
+    size: Count  #: bytes
+    xxh3: Xxh3 | UnsetType = UNSET  #: XXH3-128 of its bytes; absent for files of tensors
+    #: files of tensors only: XXH3-128 of what stands before the data, in a GGUF file the configuration too
+    header: Xxh3 | UnsetType = UNSET
+    #: by name: XXH3-128 of each tensor's data; `codes/codes.safetensors` only, since the weights file's stand under the
+    #: tensors themselves
+    tensors: dict[str, Xxh3] | UnsetType = UNSET
+
+
+class Tensor(Record, kw_only=True):
+    role: str  #: what it is for, as in `mappings/roles.json`
+    why: str  #: the evidence in the graph
+    shape: Shape  #: as written
+    #: as written, in safetensors' words
+    dtype: Literal["F32", "BF16", "F16", "Q4_0", "Q8_0", "U32", "I32", "U8", "I8", "I64"]
+    xxh3: Xxh3  #: XXH3-128 of the data as written
+    #: `codes` where integers are in the file, `floats` where numbers are, `indices` of an ordered head
+    kept: Literal["codes", "floats", "indices"]
+    rounded_to: str | None  #: what the numbers, or the scales of the codes, were rounded to; null where nothing was
+    #: what had been done to its numbers before, step by step: `BF16` or `FP16`, a rule of `MadeCodes`, `FP16 scales`;
+    #: empty where nothing was
+    rounded_before: list[str]
+    made_codes: MadeCodes | None  #: how codes were made that the source has none of; null where none were made here
+    offset: float | UnsetType = UNSET  #: what the graph adds to what is stored, for a norm stored less 1; absent for 0
+    factor: float  #: stored = factor × (written − `offset`); 1 unless the converter folded a number into the weight
+    name_confirms: bool  #: whether the published name in the file says the same role
+    source: Stored | None  #: the stored constant; null where the graph has none and 1 is what it computes
+    quantization: Quantization | None  #: how it is stored; null for floats
+    #: static quantization of what its operator reads and writes; null for what is no matrix
+    activations: Activations | None
+
+
+class MadeCodes(Record):
+    rule: Literal["q4_0", "q8_0", "int4", "int8"]  #: ggml's, or ai-edge-quantizer's (a row a scale)
+    rms: NotNegative  #: root mean square of the error, as a share of the matrix's range
+    largest: NotNegative  #: largest error, as a share of it
+
+
+class Stored(Record):
+    tensor: Count  #: index in its subgraph
+    subgraph: Count  #: index in the model
+    name: str  #: as in the file
+    dtype: str  #: TFLite's name
+    shape: Shape  #: as stored
+    buffer: Count  #: index of the buffer, or of the external buffer
+    #: `inline` (in the flatbuffer), `appended` (after it), `external` (in a weights section)
+    place: Literal["inline", "appended", "external"]
+    offset: Count  #: first byte, from the start of the file
+    length: Count  #: bytes
+    sha256: Sha256  #: of the stored bytes
+
+
+class Quantization(Record):
+    kind: Literal["per_tensor", "per_channel", "blockwise"]  #: what shares a scale
+    bits: Literal[2, 4, 8]  #: of a code
+    axis: Count | None  #: of the channels; null otherwise
+    block_size: Positive | None  #: elements of the last axis that share a scale; null otherwise
+    scales: Positive  #: how many
+    symmetric: bool  #: whether every zero point is 0
+
+
+class Activations(Record):
+    input: Activation | None  #: of what the operator reads; null where it is float
+    output: Activation | None  #: of what it writes; null where it is float
+
+
+class Activation(Record):
+    dtype: str  #: TFLite's name
+    scale: float  #: real = scale · (code − zero_point)
+    zero_point: int  #: as above
+
+
+class Part(Record):
+    """A tensor that holds scales, or the like, of the role whose main tensor stands under a name of its own."""
+
+    role: str  #: what it is for
+    part: str  #: what it holds of it
+    shape: Shape  #: as written
+    dtype: str  #: as written
+    xxh3: Xxh3  #: XXH3-128 of the data as written
+
+
+class Card(Record):
+    license: str | None  #: licence, as the Hub calls it; null where none was given
+    base_model: str | None  #: the Hub's id of the base; null where none was given
+    title: str | None  #: title of the card; null where none was given
+
+
+class Constant(Record):
+    tensor: Count  #: index in its subgraph
+    subgraph: Count  #: index in the model
+    name: str  #: as in the file
+    dtype: str  #: TFLite's name
+    shape: Shape  #: as stored
+    op: str  #: the operator that reads it
+    reason: str  #: why it is no weight
+
+
+class Cache(Record):
+    dtype: str  #: TFLite's name
+    shape: Shape  #: of the input
+    scale: float | None  #: of its static quantization; null for floats
+    zero_point: int | None  #: as above
+    layers: list[Count]  #: the drafter's layers that read it
+
+
+class Proof(Record):
+    seed: Count  #: of all that was drawn; the bytes of the file's section and the release give it
+    positions: list[Count]  #: of the query, one a sample
+    cache_slots: Count  #: of the caches that were filled
+    #: by cache input: which of its axes are KV heads, slots and width of a head
+    cache_axes: dict[str, Annotated[list[Count], Meta(min_length=3, max_length=3)]]
+    sliding_layers_read_mask: bool  #: whether sliding layers see the mask input beside their window
+    #: powers of ten that no difference found exceeds, as shares of the range of each output
+    differences_below: DifferencesBelow
+    tolerance: float  #: largest that is accepted
+    #: what rounding the scales of codes did; null where codes were not kept with rounded scales
+    rounding: Rounding | None
+    position_tables: PositionTables  #: what the position alone decides
+    mask_rows: MaskRows  #: what masks decide
+    choosing: Choosing  #: operators that choose, by what they choose by
+    idioms: list[str]  #: operators that could cut off activations, and the reason why they do not
+    #: how many activations the file's kernels hold in each type of few bits; empty where none are
+    activations_held_in: dict[str, Positive]
+    largest_share_cut_off: Share  #: of ordinary inputs, the largest share of numbers beyond the grid of one of these
+    coarse_tables: list[CoarseTable]  #: RoPE tables of the file that are coarser than the config's
+    #: whether it is the one of the extraction, over the same codes, or the same numbers before rounding; false where it
+    #: was run for what lies here
+    inherited: bool
+
+
+class DifferencesBelow(Record):
+    logits: NotNegative  #: over all samples; 0 where they are equal
+    projected_activations: NotNegative  #: the same of the projected state
+
+
+class Rounding(Record):
+    #: a power of ten that no difference between what was written and the numbers before rounding exceeds, as a share of
+    #: the range
+    difference_below: float
+    #: largest that is accepted, as a power of ten: eight times what random rounding of the same size does
+    tolerance: float
+
+
+class PositionTables(Record):
+    values: Count  #: of the graph, each of which was held against cosines and sines
+    positions: Positive  #: at which they were: all that the caches have
+
+
+class MaskRows(Record):
+    tried: Positive  #: rows that were held against the config, each with two masks
+    #: rows of which also weights and results were, in layers where the position meets the caches
+    with_results: Positive
+    of: Positive  #: rows that there are
+    #: whether all rows are the same up to a shift: then the first and the last, which are always tried, show all
+    alike: bool
+    #: by layer, how large a product of query and key was taken to be: a hidden slot's score is that far below any other
+    largest_scores: list[NotNegative]
+
+
+class Choosing(Record):
+    position: dict[str, Positive]  #: by name of the operator, how many choose by the position alone
+    mask: dict[str, Positive]  #: the same, by a mask
+
+
+class CoarseTable(Record):
+    layer: Count  #: whose table it is
+    held_in: str  #: the type that it is stored in
+    differs_by: NotNegative  #: the largest difference of a cosine or sine from the config's
+    at: Count  #: the position of that
+    #: the largest difference of the outputs, run with the file's own table, as a share of their range; at some fifty
+    #: positions
+    outputs_move_by: NotNegative
+    outputs_at: Count  #: the position of that
+
+
+class Tuning(Record):
+    #: what was trained: `norms` (and layer scalars), `qat` (and codes, on the stored grid), `float` (every weight)
+    mode: Literal["norms", "qat", "float"]
+    base: str  #: as it was named; of a directory its name alone
+    base_xxh3: Xxh3  #: XXH3-128 of its weights, in order of their names
+    recipe: Recipe  #: how it was trained
+    numbers: Positive  #: how many were trained
+    #: how many were trained on (`trained`), measured on the way to keep the best (`watched`), measured before and after
+    #: (`held_out`), and left out since they repeat one of these (`repeats`)
+    texts: dict[str, Count]
+    #: share of the held-out texts' sequences of 8 generated tokens that stand in a training text too
+    shared_sequences: Share
+    steps_done: Count  #: of the optimizer
+    best_step: Count  #: the one after which the watched texts were at their best: these weights are what was written
+    interrupted: bool  #: whether it was stopped before its end
+    #: whether it was better on held-out text at 95 %, and on no workload worse at 95 %; of a workload of fewer than
+    #: five texts neither is known
+    accepted: bool
+    refused: list[str]  #: why it was not; then it was written because that was asked for
+    #: over the same prompts served otherwise (at temperature 1 where tuned for greedy serving, else greedily); it
+    #: decides nothing; null after text by people
+    other_serving: OtherServing | None
+    overall: Comparison  #: over the held-out texts of the workloads that were trained on
+    workloads: dict[str, Comparison]  #: by name: over its held-out texts
+    tuned_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that was tuned
+    #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
+    changed: dict[str, Positive]
+
+
+class Recipe(Record):
+    steps: Positive  #: of the optimizer, planned
+    draft_steps: Positive  #: drafts a round
+    batch: Positive  #: texts a step
+    anchors: Positive  #: places of each text to draft from
+    #: `ce`: cross-entropy on the base's choice; `kl`: divergence from its distribution; `tv`: the probability of a
+    #: rejection
+    objective: Literal["ce", "kl", "tv"]
+    temperature: NotNegative  #: at which the base wrote the text and drafts were judged; 0 for greedy
+    learning_rate: float | None  #: null for the mode's own
+    warm_up: NotNegative  #: share of the steps
+    evaluations: Positive  #: how often the watched texts were to be measured
+    patience: Positive  #: measurements without a better one after which it ends
+    seed: Count  #: of the order of texts, the anchors and sampled text
+    logits_at_once: Positive  #: most logits held in one piece
+
+
+class OrderedHead(Record):
+    centroids: Annotated[int, Meta(ge=2)]  #: number of clusters
+    top_k: Positive  #: clusters that are looked into
+    tokens_a_cluster: Annotated[int, Meta(ge=2)]  #: the vocabulary, divided
+    rows_read: Positive  #: rows of the head, centroids among them, that a draft step reads
+    rows_dense: Positive  #: what the dense head reads
+    base: str  #: as of a tuning
+    base_xxh3: Xxh3  #: XXH3-128 of its weights, in order of their names
+    temperature: NotNegative  #: at which the base wrote the text and drafts were judged; 0 for greedy
+    draft_steps: Positive  #: drafts a round
+    seed: Count  #: of anchors, the order of states and sampled text
+    texts: dict[str, Count]  #: as of a tuning
+    shared_sequences: Share  #: as of a tuning
+    states: Positive  #: of the drafter's rounds over the trained texts: what it was made from
+    tokens_used: Positive  #: tokens that were the dense head's choice in any of them
+    steps: Positive  #: of the optimizer, planned
+    steps_done: Count  #: made
+    #: the one after which the watched states were at their best; 0 where that was the clusters' means
+    best_step: Count
+    kept: KeptShare  #: of the dense head's choices on held-out text
+    accepted: bool  #: whether enough are kept, and no more than 0.02 of mean accepted length may be lost, at 95 %
+    refused: list[str]  #: why it was not; then it was written because that was asked for
+    other_serving: OtherServing | None  #: as of a tuning
+    overall: Comparison  #: as of a tuning: the dense head before, the ordered one after
+    workloads: dict[str, Comparison]  #: by name: the same over its held-out texts
+    made_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that it was made for
+
+
+class KeptShare(Record):
+    share: Share  #: of the dense head's choices, those in a cluster that is looked into
+    interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+
+
+class OtherServing(Record):
+    temperature: NotNegative  #: of that serving
+    comparison: Comparison  #: over the same prompts
+
+
+class Comparison(Record):
+    texts: Count  #: held out
+    anchors: Count  #: positions of them with all targets
+    trained_on_its_kind: bool  #: whether its workload was among those trained on; else it was looked at for harm
+    before: Length  #: the drafter as it was
+    after: Length  #: tuned, rounded as it was written
+    change: Change  #: of mean accepted length, text by text
+
+
+class Length(Record):
+    mean_accepted_length: float  #: 1 + accepted drafts of a round
+    interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+    conditional: list[float]  #: by draft step: accepted, of the rounds that accepted all before
+
+
+class Change(Record):
+    mean: float  #: after less before
+    interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+
+
+def check_extraction(record: Mapping[str, Any]) -> None:
+    """Whether ``record``, as JSON gave it, is one.
+
+    Raises:
+        ValueError: it is none; the message names the field.
+    """
+    whole = read(record, Extraction)
+    read(whole.geometry, Head if "draft_vocab_size" in whole.geometry else Geometry, "geometry")
+    for name, entry in whole.tensors.items():
+        read(entry, Part if isinstance(entry, dict) and "part" in entry else Tensor, f"tensors.{name}")

@@ -1,0 +1,65 @@
+"""Records as types: the JSON files that are written, their schemas and their page in the docs have one definition.
+
+An object of such a file is a :class:`Record`. Its fields are the object's, in order; their types have the bounds, a
+comment ``#:`` behind or above a field says what it means, the docstring what the object is. ``scripts/records.py``
+makes ``docs/*.schema.json`` and the tables of ``docs/records.md`` from them. A field that may be left out is
+``UNSET`` then.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from msgspec import UNSET, Meta, Struct, ValidationError, convert, structs, to_builtins
+
+T = TypeVar("T", bound=Struct)
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Bounds = Annotated[list[float], Meta(min_length=2, max_length=2)]
+# A number may be NaN until it is written, as null: these bounds are the schema's alone.
+NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
+Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+
+
+class Record(Struct):
+    """An object of a JSON file."""
+
+
+class Tool(Record):
+    """What wrote the file."""
+
+    name: str  #: `mtp-extract`
+    version: str  #: its version
+
+
+def fill(kind: type[Record], source: object = None, /, **more: Any) -> dict[str, Any]:
+    """A ``kind`` of ``more``, and of the attributes of ``source`` that have its fields' names, as JSON has it.
+
+    What lies inside may be attributes again, records, or dictionaries. None of ``more`` that is ``UNSET`` is there.
+
+    Raises:
+        msgspec.ValidationError: one is of another type.
+    """
+    values = {f.encode_name: more[f.name] if f.name in more else getattr(source, f.name) for f in structs.fields(kind)}
+    given = {name: value for name, value in values.items() if value is not UNSET}
+    filled: dict[str, Any] = to_builtins(convert(given, kind, from_attributes=True))
+    return filled
+
+
+def read(value: Any, kind: type[T], place: str = "") -> T:
+    """``value``, which JSON gave, as a ``kind``; what has no field is passed over.
+
+    Args:
+        place: of ``value`` in its file.
+
+    Raises:
+        ValueError: it is none; the message names the field.
+    """
+    try:
+        return convert(value, kind)
+    except ValidationError as error:
+        what, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{(place + field.rstrip('`')).lstrip('.') or 'the whole'}: {what}") from error
