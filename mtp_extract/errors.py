@@ -7,6 +7,7 @@
     │   └── TruncatedError     the source ends before something it promises
     ├── FormatError            the bytes are not what the format says
     ├── UnsupportedError       valid, understood, and refused by name
+    │   └── NoCodesError       a weight is not integers with a step for each row or block of one
     ├── NoDrafterError         a readable file that holds no MTP drafter
     ├── RoleError              a role of the drafter was not found, or a constant is unaccounted for
     ├── ProofError             what would be written does not compute what the file computes
@@ -58,6 +59,10 @@ class FormatError(MtpExtractError):
 
 class UnsupportedError(MtpExtractError):
     """Valid and understood, but refused: the message names the feature."""
+
+
+class NoCodesError(UnsupportedError):
+    """A weight is not integers with a step for each row or block of one; the message is why, as a clause."""
 
 
 class NoDrafterError(MtpExtractError):

@@ -12,7 +12,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, FLOATS, INDICES, NOTHING, C
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, read_indices
 from mtp_extract.checkpoint.rounding import NarrowedTensor, same_floats
-from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
 
 _MOST_NAMED = 4
 
@@ -83,11 +83,10 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
     for role, holding in holdings.items():
         if holding.kept != CODES:
             continue
-        mine, theirs = row_codes(original.tensors[role]), row_codes(written.tensors[role])
-        if isinstance(mine, str) or isinstance(theirs, str):
-            raise CheckpointError(
-                f"{role}: expected its codes, found that {theirs if isinstance(mine, str) else mine}."
-            )
+        try:
+            mine, theirs = row_codes(original.tensors[role]), row_codes(written.tensors[role])
+        except NoCodesError as error:
+            raise CheckpointError(f"{role}: expected its codes, found that {error}.") from error
         if not same_codes(mine, theirs):
             raise CheckpointError(f"{role}: what was written holds other codes than the file.")
         columns = mine.shape[1]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.errors import NoCodesError
 from mtp_extract.litertlm.quantized import Floats
 from mtp_extract.litertlm.requantize import rechunked
 
@@ -58,18 +59,22 @@ def in_rows(chunks: Iterable[npt.NDArray[Numbers]], columns: int) -> Iterator[np
     return (chunk.reshape(-1, columns) for chunk in rechunked(chunks, max(columns, 1)))
 
 
-def row_codes(tensor: LazyTensor) -> RowCodes | str:
-    """``tensor`` so seen, or why it cannot be."""
+def row_codes(tensor: LazyTensor) -> RowCodes:
+    """``tensor`` so seen.
+
+    Raises:
+        NoCodesError: it is stored as floats, has scales across its rows, or codes that do not fit 8 bits around zero.
+    """
     scheme, steps = tensor.scheme, tensor.steps
     if scheme is None or len(tensor.shape) != 2:
-        return "it is stored as floats"
+        raise NoCodesError("it is stored as floats")
     if steps is None or (steps.block == 1 and tensor.shape[1] > 1):
-        return "its scales run across the rows"
+        raise NoCodesError("its scales run across the rows")
     low, high = (-(1 << scheme.bits - 1), (1 << scheme.bits - 1) - 1) if scheme.signed else (0, (1 << scheme.bits) - 1)
     low, high = low - int(steps.zero_point.max()), high - int(steps.zero_point.min())
     bits = next((b for b in _WIDTHS if low >= -(1 << b - 1) and high < 1 << b - 1), None)
     if bits is None:
-        return "its zero points are not 0, and what is left of the codes does not fit 8 bits"
+        raise NoCodesError("its zero points are not 0, and what is left of the codes does not fit 8 bits")
     sizes = steps.size
     if steps.factor != 1.0:
         sizes = (sizes.astype(np.float64) / steps.factor).astype(np.float32)

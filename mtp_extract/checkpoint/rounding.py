@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.integers import Codes, RowCodes, in_rows, row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
 from mtp_extract.checkpoint.stored import CodesOfRows
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.litertlm.quantized import Floats, Integers
 
 SCALES = " scales"
@@ -260,11 +260,19 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
             tensor = RoundedTensor.of(NarrowedTensor(tensor, ROUNDED_TO["f32"]), step)
         elif step in ROUNDED_TO.values():
             tensor = NarrowedTensor(tensor, step)
-        elif step in _STEP_TYPES and not isinstance(found := row_codes(tensor), str):
-            tensor = _NarrowedSteps(tensor.shape, found.bits, True, found, _STEP_TYPES[step], tensor.origin)
         else:
-            raise CheckpointError(f"The record says that {escape(step)} was done to it, which cannot be done again.")
+            tensor = _with_rounded_steps(tensor, step)
     return tensor
+
+
+def _with_rounded_steps(tensor: LazyTensor, step: str) -> LazyTensor:
+    try:
+        kind, codes = _STEP_TYPES[step], row_codes(tensor)
+    except (KeyError, NoCodesError) as error:
+        raise CheckpointError(
+            f"The record says that {escape(step)} was done to it, which cannot be done again."
+        ) from error
+    return _NarrowedSteps(tensor.shape, codes.bits, True, codes, kind, tensor.origin)
 
 
 _ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))

@@ -25,7 +25,7 @@ from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Steps, read_fl
 from mtp_extract.checkpoint.manifest import Manifest, Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
-from mtp_extract.errors import CheckpointError, DrafterError, escape
+from mtp_extract.errors import CheckpointError, DrafterError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
     ARCH,
@@ -140,10 +140,11 @@ def _file_in(place: Path) -> Path:
 
 def _codes(tensor: LazyTensor) -> RowCodes | str:
     """``tensor`` as Q4_0 or Q8_0 hold it, or why they cannot."""
-    codes = row_codes(tensor)
-    if isinstance(codes, str):
+    try:
+        codes = row_codes(tensor)
+    except NoCodesError as error:
         return (
-            f"{codes}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
+            f"{error}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
             "can be kept beside the floats)"
         )
     if codes.shape[1] % BLOCK or codes.block % BLOCK:

@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.manifest import Keys, Manifest, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.errors import DrafterError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
 from mtp_extract.formats.parts import Activations, Matrix, Packed, Part, plan_parts
@@ -102,9 +102,10 @@ class PackedFormat(ABC):
         return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
 
     def _packed(self, role: Role, tensor: LazyTensor) -> tuple[RowCodes, Packed] | str:
-        codes = row_codes(tensor)
-        if isinstance(codes, str):
-            return codes
+        try:
+            codes = row_codes(tensor)
+        except NoCodesError as error:
+            return str(error)
         if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
             return "its scales, less the factor folded into them, are too small for F32"
         if (codes.steps < 0).any():

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
-from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError
 from mtp_extract.litertlm.quantized import FLOAT_TYPES, LARGEST_SCALE, Floats, QuantizedTensor
 from mtp_extract.litertlm.requantize import Storage, float_bytes, rechunked
 from mtp_extract.litertlm.tflite import TensorType
@@ -92,8 +92,11 @@ def _rounds_to(stored: LazyTensor, new: LazyTensor) -> bool:
     """Whether ``new`` has the codes of ``stored``, and its scales less what was folded into them, in F32 or in FP16:
     what a format that keeps integers makes of it.
     """
-    mine, theirs = row_codes(stored), row_codes(new)
-    if isinstance(mine, str) or isinstance(theirs, str) or mine.block % theirs.block:
+    try:
+        mine, theirs = row_codes(stored), row_codes(new)
+    except NoCodesError:
+        return False
+    if mine.block % theirs.block:
         return False
     steps = np.repeat(mine.steps, mine.block // theirs.block, axis=1)
     with np.errstate(over="ignore", under="ignore"):

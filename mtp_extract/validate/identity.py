@@ -25,7 +25,16 @@ from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError, escape, few
+from mtp_extract.errors import (
+    CheckpointError,
+    DrafterError,
+    MtpExtractError,
+    NoCodesError,
+    ProofError,
+    UnsupportedError,
+    escape,
+    few,
+)
 from mtp_extract.formats import format_of
 from mtp_extract.formats.parts import static_scale
 from mtp_extract.pipeline.check import verify
@@ -223,11 +232,14 @@ def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
 
 def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:
     """What was done to the scales of ``there``, or what is wrong with it."""
-    mine, theirs = row_codes(expected), row_codes(there)
-    if isinstance(mine, str):
-        return f"holds codes, and in the file {mine}"
-    if isinstance(theirs, str):
-        return f"holds codes that are not the file's: {theirs}"
+    try:
+        mine = row_codes(expected)
+    except NoCodesError as error:
+        return f"holds codes, and in the file {error}"
+    try:
+        theirs = row_codes(there)
+    except NoCodesError as error:
+        return f"holds codes that are not the file's: {error}"
     if not same_codes(mine, theirs):
         return "holds other codes than the file's"
     common = math.gcd(mine.block, theirs.block)
@@ -318,14 +330,16 @@ def _other_codes(there: LazyTensor, expected: LazyTensor) -> str:
         return "holds codes, and in the file it is stored as floats"
     if mine.bits != theirs.bits:
         return f"holds codes of {theirs.bits} bits, and in the file of {mine.bits}"
-    if not isinstance(row_codes(expected), str):
-        found = _codes_compared(there, expected)
-        return found if isinstance(found, str) else ""
-    # Scales that run across the rows.
-    columns = expected.shape[-1]
-    same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
-    steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
-    return "" if same and all(map(np.array_equal, *steps)) else "holds other codes than the file's"
+    try:
+        row_codes(expected)
+    except NoCodesError:
+        # Scales that run across the rows.
+        columns = expected.shape[-1]
+        same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
+        steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
+        return "" if same and all(map(np.array_equal, *steps)) else "holds other codes than the file's"
+    found = _codes_compared(there, expected)
+    return found if isinstance(found, str) else ""
 
 
 def _record(directory: Path, source: SourceDrafter, sound: bool) -> Check:

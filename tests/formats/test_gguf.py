@@ -27,7 +27,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Holding
 from mtp_extract.checkpoint.ggml_blocks import BLOCK_TYPES, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import Texts, read_gguf
 from mtp_extract.checkpoint.holdings import check_codes, holdings_of, notes_of, require_exact
-from mtp_extract.checkpoint.integers import RowCodes, row_codes, same_codes
+from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
@@ -46,12 +46,6 @@ def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4
     """A matrix of these codes and steps."""
     grid = Steps(block, steps, np.zeros(steps.shape, np.int64))
     return StoredCodes(codes.shape, bits, True, lambda: grid, lambda first, last: codes[first:last])
-
-
-def seen(tensor: Any) -> RowCodes:
-    found = row_codes(tensor)
-    assert not isinstance(found, str), found
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +69,16 @@ def test_the_bytes_of_a_block() -> None:
     """Two rows of 32 codes −8 … 7, twice over; the steps 0.5 and −2 in FP16 are 0x3800 and 0xC000."""
     row = np.arange(32, dtype=np.int8) % 16 - 8
     codes = np.stack([row, row[::-1]])
-    made = np.concatenate([*blocks_of(seen(stored_codes(codes, np.array([[0.5], [-2.0]], np.float32), 32)))]).tobytes()
+    made = np.concatenate(
+        [*blocks_of(row_codes(stored_codes(codes, np.array([[0.5], [-2.0]], np.float32), 32)))]
+    ).tobytes()
     # Element j is the low half of byte j, element j + 16 the high half; both are 8 too large.
     assert made == bytes.fromhex("0038" + "".join(f"{n:x}{n:x}" for n in range(16))) + bytes.fromhex(
         "00c0" + "".join(f"{n:x}{n:x}" for n in reversed(range(16)))
     )
     eight = np.stack([np.arange(32, dtype=np.int8), -np.arange(32, dtype=np.int8)])
     made = np.concatenate(
-        [*blocks_of(seen(stored_codes(eight, np.array([[0.5], [-2.0]], np.float32), 32, 8)))]
+        [*blocks_of(row_codes(stored_codes(eight, np.array([[0.5], [-2.0]], np.float32), 32, 8)))]
     ).tobytes()
     assert made == b"\x00\x38" + bytes(range(32)) + b"\x00\xc0" + bytes(-n % 256 for n in range(32))
 
@@ -91,7 +87,7 @@ def test_halves_of_a_byte_are_told_apart() -> None:
     """Only element 16 of the row is not 0."""
     codes = np.zeros((1, 32), np.int8)
     codes[0, 16] = 7
-    made = np.concatenate([*blocks_of(seen(stored_codes(codes, np.ones((1, 1), np.float32), 32)))]).tobytes()
+    made = np.concatenate([*blocks_of(row_codes(stored_codes(codes, np.ones((1, 1), np.float32), 32)))]).tobytes()
     assert made == b"\x00\x3c" + b"\xf8" + b"\x88" * 15
 
 
@@ -106,7 +102,7 @@ def test_codes_come_back(data: st.DataObject, bits: int, blocks: int, rows: int)
     block = data.draw(st.sampled_from([32, 32 * blocks]))
     steps = rng.standard_normal((rows, 32 * blocks // block)).astype(np.float16).astype(np.float32)
     tensor = stored_codes(codes, steps, block, bits)
-    stored = np.concatenate([*blocks_of(seen(tensor))]).reshape(rows, -1)
+    stored = np.concatenate([*blocks_of(row_codes(tensor))]).reshape(rows, -1)
     np.testing.assert_array_equal(unpacked(kind, stored), codes)
     np.testing.assert_array_equal(steps_of(kind, stored), np.repeat(steps, block // 32, axis=1))
     theirs = dequantize(stored, GGMLQuantizationType[kind.name])
@@ -147,7 +143,7 @@ def test_codes_are_the_files_for_every_variant(tmp_path: Path, name: str) -> Non
             found = numbers[role.names["gguf"]]
             np.testing.assert_array_equal(read_floats(written.tensors[role.name]), found, err_msg=role.name)
             if entries[role.name]["kept"] == CODES:
-                mine, back = seen(tensor), seen(written.tensors[role.name])
+                mine, back = row_codes(tensor), row_codes(written.tensors[role.name])
                 assert same_codes(mine, back), role.name
                 scales = mine.steps.astype(np.float16).astype(np.float32)
                 np.testing.assert_array_equal(
@@ -166,7 +162,7 @@ def test_codes_are_the_truth(made: Path, truth: dict[str, dict[str, np.ndarray]]
     for role in roles_of(4):
         if role.kind == "matrix":
             matrices += 1
-            codes = np.concatenate([codes for _, codes in seen(written.tensors[role.name]).blocks()])
+            codes = np.concatenate([codes for _, codes in row_codes(written.tensors[role.name]).blocks()])
             np.testing.assert_array_equal(codes, truth[role.names["transformers"]]["q"].reshape(codes.shape))
     assert matrices == 23
 
@@ -406,7 +402,7 @@ def rounding(source: Path, folder: Path, spoiled: str = "", share: float = 0.0) 
         written = read_checkpoint(folder)
         tensors = dict(written.tensors)
         if spoiled:
-            size, grid = tensors[spoiled].shape, seen(tensors[spoiled])
+            size, grid = tensors[spoiled].shape, row_codes(tensors[spoiled])
             # Half of the rows too large, half too small: a norm behind them takes nothing of that away.
             signs = np.where(np.arange(size[0]) % 2, 1 + share, 1 - share).astype(np.float32)
             codes = np.concatenate([codes for _, codes in grid.blocks()])
