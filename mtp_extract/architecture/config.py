@@ -152,6 +152,16 @@ class DrafterConfig:
             found.setdefault(layer.layer_type, layer)
         return found
 
+    @property
+    def sliding(self) -> LayerConfig:
+        """The first sliding layer, or full one where there is none: engines' configurations have the fields of both."""
+        return self.kv_layers.get(SLIDING) or self.layers[0]
+
+    @property
+    def full(self) -> LayerConfig:
+        """The first full layer, or sliding one where there is none."""
+        return self.kv_layers.get(FULL) or self.layers[0]
+
     def require_uniform(self) -> None:
         """Check that the layers of one type are alike, as every engine's configuration takes for granted.
 

@@ -40,7 +40,8 @@ def load_drafter(
         device: where the weights go.
 
     Raises:
-        DrafterError: no such files; a tensor missing, unexpected, or of another shape; or FP16 asked for.
+        CheckpointError: no such files, or a tensor missing, unexpected, or of another shape.
+        DrafterError: FP16 was asked for.
         UnsupportedError: it holds an EAGLE-3 head.
     """
     return drafter_of(read_checkpoint(directory), dtype=dtype, device=device)
@@ -50,7 +51,7 @@ def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device:
     """As :func:`load_drafter`, of whichever architecture.
 
     Raises:
-        DrafterError: as there.
+        CheckpointError, DrafterError: as there.
     """
     return network_of(read_checkpoint(directory), dtype=dtype, device=device)
 
@@ -112,7 +113,7 @@ def build_drafter(
     """A drafter from tensors in memory, under the names of the transformers format.
 
     Raises:
-        DrafterError: as :func:`load_drafter`.
+        CheckpointError, DrafterError: as :func:`load_drafter`.
     """
     shapes = shapes_of(config)
     reading.check_tensors(

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, escape
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
-
-__all__ = ["EVERY", "FORMATS", "HEADS", "format_named", "format_of", "name_for", "read_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -176,20 +174,20 @@ def format_of(directory: Path) -> Format:
     """The format of the checkpoint in ``directory``.
 
     Raises:
-        DrafterError: it is of none.
+        CheckpointError: it is of none.
     """
     formats = [format_named(name) for name in EVERY]
     for found in formats:
         if found.recognizes(directory):
             return found
     if not directory.exists():
-        raise DrafterError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
+        raise CheckpointError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
     if directory.is_file():
-        raise DrafterError(
+        raise CheckpointError(
             f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file; a bundle is to be "
             "extracted first"
         )
-    raise DrafterError(
+    raise CheckpointError(
         f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
@@ -199,7 +197,7 @@ def read_checkpoint(directory: Path | str) -> Checkpoint:
     """The checkpoint in ``directory``, of whichever format.
 
     Raises:
-        DrafterError, CheckpointError: as :meth:`Format.read`.
+        CheckpointError: as :meth:`Format.read`.
     """
     folder = Path(directory)
     return format_of(folder).read(folder)

@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.manifest import Manifest, Said, beyond
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
-from mtp_extract.formats import format_of, reading
+from mtp_extract.formats import format_of
 from mtp_extract.pipeline.staging import RECORD
 
 _TOKENIZER = (
@@ -47,8 +48,7 @@ def require_manifest(place: Path, beside: Container[str] = ()) -> None:
         beside: names of files that may be there: those of a report.
 
     Raises:
-        CheckpointError: there is more, which is named.
-        DrafterError: it holds no drafter, or a damaged one.
+        CheckpointError: there is more, which is named, or it holds no drafter, or a damaged one.
     """
     if found := strays(place, beside):
         raise CheckpointError(
@@ -62,18 +62,18 @@ def strays(place: Path, beside: Container[str] = ()) -> list[str]:
     """What :func:`require_manifest` refuses, in words, each with its file.
 
     Raises:
-        DrafterError, CheckpointError: as there.
+        CheckpointError: it holds no drafter, or a damaged one.
     """
     manifest = format_of(place).manifest(place)
     files = [] if place.is_file() else sorted(_strange(place, manifest, beside))
     said = [*manifest.said, said_of_codes(place / CODES_FILE)]
     found = [f"{escape(one.path.name)} {what}" for one in said if one.path.is_file() for what in _beyond(one)]
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    return files + found + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
+    return files + found + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
 
 
 def _beyond(said: Said) -> Iterator[str]:
-    read = read_metadata if holds_tensors(said.path) else reading.read_json
+    read = read_metadata if holds_tensors(said.path) else read_object
     return beyond(read(said.path), said)
 
 
