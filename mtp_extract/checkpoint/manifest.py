@@ -122,4 +122,6 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping | list | tuple) or isinstance(other, Mapping | list | tuple):
+        return False
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -7,6 +7,7 @@ decimal; one that does not come back as the same number stands in float64 under 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +52,9 @@ _NUMBERS = (_EPSILON, _THETA, _THETA_SLIDING, _CAP, _FACTOR)
 """Keys in FP32; the last is a factor of frequencies, which have a tensor."""
 
 
+_ONE = (None, 1.0, 1)
+
+
 def _kv_heads(config: DrafterConfig) -> int | list[int]:
     heads = config.num_kv_heads
     return heads[0] if len(set(heads)) == 1 else list(heads)
@@ -69,19 +73,19 @@ _TABLE = (
     *held(reading.positive_integer, ("attention.head_count", "num_heads")),
     made("attention.head_count_kv", _kv_heads, besides=anything),
     made("attention.key_length", "full.head_dim"),
-    made("attention.value_length", "full.head_dim", repeats=True),
+    made("attention.value_length", "full.head_dim"),
     made("attention.key_length_swa", "sliding.head_dim"),
-    made("attention.value_length_swa", "sliding.head_dim", repeats=True),
+    made("attention.value_length_swa", "sliding.head_dim"),
     made("attention.shared_kv_layers", "num_layers", repeats=True),
     made("attention.sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
     made("attention.sliding_window_pattern", lambda config: [kind == SLIDING for kind in config.layer_types]),
-    made("rope.dimension_count", "full.head_dim", repeats=True),
-    made("rope.dimension_count_swa", "sliding.head_dim", repeats=True),
+    made("rope.dimension_count", "full.head_dim"),
+    made("rope.dimension_count_swa", "sliding.head_dim"),
     *held(reading.number, (_EPSILON, "rms_norm_eps")),
     made(_THETA, "full.rope.theta"),
     made(_THETA_SLIDING, "sliding.rope.theta"),
     *held(reading.optional_number, (_CAP, "final_logit_softcap")),
-    *unwritten(fixed({"attention.scale": (None, 1.0), "expert_count": (None, 0), "rope.scaling.factor": (None, 1.0)})),
+    *unwritten(fixed({"attention.scale": _ONE, "expert_count": (None, 0), "rope.scaling.factor": _ONE})),
 )
 """The keys of the architecture; of a type of layer that a drafter has not, they repeat the other's."""
 
@@ -246,6 +250,10 @@ def _layers(metadata: Mapping[str, Any], keys: Mapping[str, Any], factors: Float
         raise CheckpointError(
             f"expected attention.head_count_kv to be one number or {count}, found {len(kv_heads)}; check the file"
         )
+    for kind, key in product(("", "_swa"), ("attention.value_length", "rope.dimension_count")):
+        width = keys.get(f"attention.key_length{kind}")
+        if (found := keys.get(key + kind, width)) != width:
+            raise CheckpointError(f"expected {key}{kind} {width}, found {escape(found)}; the file contradicts itself")
     if (factors is None) != all(pattern):
         raise CheckpointError(
             "expected rope_freqs.weight in a file with full layers and in no other, found "

@@ -73,18 +73,17 @@ class LitertFormat:
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return self._read(directory)[0]
+        return self._read_config(directory)[0]
 
-    def _read(self, directory: Path) -> tuple[DrafterConfig, dict[str, str]]:
-        """The drafter's shape, and role → name of its tensor."""
+    def _read_config(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, Any]]:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            config = _parse_config(document)
-            return config, _read_names(document, shapes_of(config))
+            return _parse_config(document), document
 
     def read(self, directory: Path) -> Checkpoint:
-        config, names = self._read(directory)
+        config, document = self._read_config(directory)
+        names = _read_names(document, shapes_of(config))
         shapes = shapes_of(config)
         held = {role: shape for role, shape in shapes.items() if role.name in names}
         stored = reading.read_tensors(directory / self.weights_file)
@@ -97,7 +96,8 @@ class LitertFormat:
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
 
     def manifest(self, directory: Path) -> Manifest:
-        said = Said(directory / self.marker, _document(*self._read(directory)), {})
+        config, document = self._read_config(directory)
+        said = Said(directory / self.marker, _document(config, _read_names(document, shapes_of(config))), {})
         header = said_by_header(directory / self.weights_file)
         return Manifest(frozenset({self.marker, self.weights_file}), (said, header))
 

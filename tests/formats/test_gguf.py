@@ -35,6 +35,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, Uns
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.strays import strays
 from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.proof.proof import Proof
 
@@ -515,12 +516,12 @@ ARCH = "gemma4-assistant"
         (f"{ARCH}.nextn_predict_layers", 1, "nextn_predict_layers 2, found 1"),
         (f"{ARCH}.attention.value_length", 32, "attention.value_length 64, found 32"),
         (f"{ARCH}.attention.key_length_swa", 64, "contradicts itself"),
-        (f"{ARCH}.attention.scale", 0.5, "attention.scale to be null or 1.0"),
+        (f"{ARCH}.attention.scale", 0.5, "attention.scale to be null or 1"),
         (f"{ARCH}.attention.head_count_kv", [2, 2, 2], "one number or 2, found 3"),
         (f"{ARCH}.attention.sliding_window_pattern", [True, True], "rope_freqs.weight in a file with full layers"),
         (f"{ARCH}.attention.sliding_window_pattern", [1, 0], "truth values"),
         (f"{ARCH}.attention.sliding_window", 0, "sliding_window to be a positive"),
-        (f"{ARCH}.rope.scaling.factor", 8.0, "rope.scaling.factor to be null or 1.0"),
+        (f"{ARCH}.rope.scaling.factor", 8.0, "rope.scaling.factor to be null or 1"),
         (f"{ARCH}.rope.dimension_count", 16, "rope.dimension_count 64, found 16"),
         (f"{ARCH}.rope.freq_base", 0.0, "rope.freq_base to be a positive number"),
         (f"{ARCH}.embedding_length_per_layer_input", 32, "embedding_length_per_layer_input to be 0"),
@@ -534,6 +535,13 @@ def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: st
     write(tmp_path, config(), **{key: value})
     with pytest.raises(CheckpointError, match=what):
         read_checkpoint(tmp_path)
+
+
+def test_a_list_where_a_number_stands_is_named(tmp_path: Path) -> None:
+    """Of a type of layer that there is none of, so that nothing is read from it."""
+    write(tmp_path, config(layers=config().layers[1:] * 2), **{f"{ARCH}.rope.freq_base_swa": [2, 2]})
+    (named,) = strays(tmp_path)
+    assert named.endswith("rope.freq_base_swa (2, 2)")
 
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
