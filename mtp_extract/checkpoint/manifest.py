@@ -56,31 +56,20 @@ def at(places: Iterable[str], keys: Keys) -> Keys:
 
 @dataclass(frozen=True)
 class Said:
-    """A file that says something of the drafter, beside its tensors if it has any.
-
-    Attributes:
-        made: what the format's writer would say there of what was read.
-        besides: what may be there besides, or differ.
-        needed: keys without which engines take something else than is read here.
-    """
+    """A file that says something of the drafter, beside its tensors if it has any."""
 
     path: Path
-    made: Mapping[str, Any]
-    besides: Keys
-    needed: Sequence[str] = ()
+    made: Mapping[str, Any]  # what the format's writer would say there of what was read
+    besides: Keys  # what may be there besides, or differ
+    needed: Sequence[str] = ()  # keys without which engines take something else than is read here
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to a checkpoint.
+    """What belongs to a checkpoint."""
 
-    Attributes:
-        files: names of all its files.
-        said: those that say something, which may not be there.
-    """
-
-    files: frozenset[str]
-    said: tuple[Said, ...]
+    files: frozenset[str]  # names of all its files
+    said: tuple[Said, ...]  # those that say something, which may not be there
 
 
 def said_by_header(path: Path) -> Said:

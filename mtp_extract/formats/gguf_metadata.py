@@ -19,17 +19,7 @@ from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
 from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, some
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.keys import (
-    allowed,
-    fields_of,
-    fixed,
-    held,
-    made,
-    positions,
-    require_agreement,
-    unwritten,
-    written,
-)
+from mtp_extract.formats.keys import Table, fixed, held, made, positions, unwritten
 
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
@@ -60,17 +50,17 @@ def _kv_heads(config: DrafterConfig) -> int | list[int]:
     return heads[0] if len(set(heads)) == 1 else list(heads)
 
 
-_TABLE = (
+_TABLE = Table(
     made("block_count", "num_layers"),
     made("vocab_size", "vocab_size", repeats=True),
     positions("context_length"),
-    *held(
+    held(
         reading.positive_integer, ("embedding_length", "hidden_size"), ("embedding_length_out", "backbone_hidden_size")
     ),
-    *fixed({"embedding_length_per_layer_input": (0, None)}),
-    *held(reading.positive_integer, ("feed_forward_length", "intermediate_size")),
+    fixed(embedding_length_per_layer_input=(0, None)),
+    held(reading.positive_integer, ("feed_forward_length", "intermediate_size")),
     made("nextn_predict_layers", "num_layers", repeats=True),
-    *held(reading.positive_integer, ("attention.head_count", "num_heads")),
+    held(reading.positive_integer, ("attention.head_count", "num_heads")),
     made("attention.head_count_kv", _kv_heads, besides=anything),
     made("attention.key_length", "full.head_dim"),
     made("attention.value_length", "full.head_dim"),
@@ -81,11 +71,11 @@ _TABLE = (
     made("attention.sliding_window_pattern", lambda config: [kind == SLIDING for kind in config.layer_types]),
     made("rope.dimension_count", "full.head_dim"),
     made("rope.dimension_count_swa", "sliding.head_dim"),
-    *held(reading.number, (_EPSILON, "rms_norm_eps")),
+    held(reading.number, (_EPSILON, "rms_norm_eps")),
     made(_THETA, "full.rope.theta"),
     made(_THETA_SLIDING, "sliding.rope.theta"),
-    *held(reading.optional_number, (_CAP, "final_logit_softcap")),
-    *unwritten(fixed({"attention.scale": _ONE, "expert_count": (None, 0), "rope.scaling.factor": _ONE})),
+    held(reading.optional_number, (_CAP, "final_logit_softcap")),
+    unwritten(fixed(**{"attention.scale": _ONE, "expert_count": (None, 0), "rope.scaling.factor": _ONE})),
 )
 """The keys of the architecture; of a type of layer that a drafter has not, they repeat the other's."""
 
@@ -105,7 +95,7 @@ BESIDES: Keys = MappingProxyType(
         # Drafts are tokens of the base, whatever this file calls them; that they are as many is read.
         "tokenizer.*": anything,
         "quantize.imatrix.*": anything,
-        **allowed(_TABLE, f"{ARCH}."),
+        **_TABLE.allowed(f"{ARCH}."),
         f"{ARCH}.expert_used_count": some(0),
         f"{OWN}version": is_text,
         **dict.fromkeys((f"{OWN}source.*", f"{OWN}section.*"), is_text),
@@ -144,7 +134,7 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
             "litert format.",
             remedies=("format=litert",),
         )
-    keys = {key: value for key, value in written(_TABLE, config).items() if value is not None}
+    keys = {key: value for key, value in _TABLE.write(config).items() if value is not None}
     own: dict[str, Any] = {_ACTIVATION: config.hidden_activation}
     numbers = keys
     if FULL in config.layer_types:
@@ -209,12 +199,12 @@ def config_of(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | No
         )
     keys = _exact(metadata, factors)
     found = DrafterConfig(
-        **fields_of(_TABLE, keys),
+        **_TABLE.read(keys),
         vocab_size=vocabulary,
         layers=_layers(metadata, keys, factors),
         hidden_activation=reading.activation(metadata, _ACTIVATION, default=_TANH),
     )
-    require_agreement(_TABLE, keys, found)
+    _TABLE.require_agreement(keys, found)
     return found
 
 

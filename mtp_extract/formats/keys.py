@@ -1,13 +1,12 @@
 """A configuration as a table, read both ways: for each key what is written there, and which field it is read into.
 
-One table writes a configuration (:func:`written`), reads it strictly (:func:`fields_of`, :func:`require_agreement`) and
-gives the manifest what else may stand there (:func:`allowed`).
+One :class:`Table` writes a configuration, reads it strictly, and gives the manifest what else may stand there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -40,13 +39,10 @@ class Key:
     besides: Allowed = _NOTHING  # what it may be beside what is written: no engine computes another function for it
 
 
-Table = tuple[Key, ...]
-
-
-def held(read: Reader, *names: str | tuple[str, str], besides: Allowed = _NOTHING) -> Table:
+def held(read: Reader, *names: str | tuple[str, str], besides: Allowed = _NOTHING) -> Iterable[Key]:
     """Keys that hold the fields of their own names, or, as (key, field), of another."""
     pairs = (name if isinstance(name, tuple) else (name, name) for name in names)
-    return tuple(Key(name, attrgetter(field), read, field, besides=besides) for name, field in pairs)
+    return [Key(name, attrgetter(field), read, field, besides=besides) for name, field in pairs]
 
 
 def positions(name: str) -> Key:
@@ -64,62 +60,67 @@ def _always(value: Any) -> Writer:
     return lambda _: value
 
 
-def constant(**values: Any) -> Table:
+def constant(**values: Any) -> Iterable[Key]:
     """Keys that always have these values, and that nothing is read from."""
-    return tuple(Key(name, _always(value)) for name, value in values.items())
+    return [Key(name, _always(value)) for name, value in values.items()]
 
 
-def fixed(values: Mapping[str, tuple[Any, ...]]) -> Table:
+def fixed(**values: tuple[Any, ...]) -> Iterable[Key]:
     """Keys that change what is computed or which tensors there are: values that do not; the first is written."""
-    return tuple(Key(name, _always(of[0]), values=of) for name, of in values.items())
+    return [Key(name, _always(of[0]), values=of) for name, of in values.items()]
 
 
-def unwritten(table: Table) -> Table:
-    """The keys of ``table``, which may be there and are not written."""
-    return tuple(replace(key, write=None) for key in table)
+def unwritten(keys: Iterable[Key]) -> Iterable[Key]:
+    """These keys, which may be there and are not written."""
+    return [replace(key, write=None) for key in keys]
 
 
-def written(table: Table, shape: Any) -> dict[str, Any]:
-    """The value of every key that is written of a drafter of this shape."""
-    return {key.name: key.write(shape) for key in table if key.write}
+class Table:
+    """The keys of one object of a configuration, in the order in which they are written."""
 
+    def __init__(self, *keys: Key | Iterable[Key]) -> None:
+        self.keys = tuple(key for part in keys for key in ([part] if isinstance(part, Key) else part))
 
-def fields_of(table: Table, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a shape that the object ``found`` says.
+    def write(self, shape: Any) -> dict[str, Any]:
+        """The object of a drafter of this shape."""
+        return {key.name: key.write(shape) for key in self.keys if key.write}
 
-    Raises:
-        CheckpointError: a value is of another type or range, or says what no such drafter has.
-    """
-    for key in table:
-        value = found.get(key.name)
-        if key.values and not _is_one_of(value, key.values):
-            expected = " or ".join(json.dumps(one) for one in key.values)
-            raise CheckpointError(f"expected {key.name} to be {expected}, found {escape(value)}; it is not supported")
-    return {key.field: key.read(found, key.name) for key in table if key.read}
+    def read(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a shape that the object ``found`` says.
 
-
-def require_agreement(table: Table, found: Mapping[str, Any], shape: Any) -> None:
-    """Hold the keys that repeat what others say against ``shape``, which was read from those.
-
-    Raises:
-        CheckpointError: one contradicts it.
-    """
-    for key in table:
-        value = found.get(key.name)
-        if key.repeats and key.write and value is not None and not key.besides(value):
-            expected = key.write(shape)
-            if not _is_one_of(value, [expected]):
+        Raises:
+            CheckpointError: a value is of another type or range, or says what no such drafter has.
+        """
+        for key in self.keys:
+            value = found.get(key.name)
+            if key.values and not _is_one_of(value, key.values):
+                expected = " or ".join(json.dumps(one) for one in key.values)
                 raise CheckpointError(
-                    f"expected {key.name} {expected}, found {escape(value)}; the config contradicts itself"
+                    f"expected {key.name} to be {expected}, found {escape(value)}; it is not supported"
                 )
+        return {key.field: key.read(found, key.name) for key in self.keys if key.read}
+
+    def require_agreement(self, found: Mapping[str, Any], shape: Any) -> None:
+        """Hold the keys that repeat what others say against ``shape``, which was read from those.
+
+        Raises:
+            CheckpointError: one contradicts it.
+        """
+        for key in self.keys:
+            value = found.get(key.name)
+            if key.repeats and key.write and value is not None and not key.besides(value):
+                expected = key.write(shape)
+                if not _is_one_of(value, [expected]):
+                    raise CheckpointError(
+                        f"expected {key.name} {expected}, found {escape(value)}; the config contradicts itself"
+                    )
+
+    def allowed(self, place: str = "") -> Keys:
+        """What each key below ``place`` may be beside what is written."""
+        fits = {key.name: some(*key.values) if key.values else key.besides for key in self.keys}
+        return at([place], {name: fit for name, fit in fits.items() if fit is not _NOTHING})
 
 
 def _is_one_of(found: Any, values: Sequence[Any]) -> bool:
     """Whether ``found`` is one of ``values``, of the same type: true is not 1."""
     return (type(found), found) in [(type(value), value) for value in values]
-
-
-def allowed(table: Table, place: str = "") -> Keys:
-    """What each key below ``place`` may be beside what is written; :data:`~mtp_extract.checkpoint.manifest.Keys`."""
-    fits = {key.name: some(*key.values) if key.values else key.besides for key in table}
-    return at([place], {name: fit for name, fit in fits.items() if fit is not _NOTHING})

@@ -21,25 +21,25 @@ from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
-from mtp_extract.formats.keys import fields_of, fixed, held, made, positions, written
+from mtp_extract.formats.keys import Table, fixed, held, made, positions
 from mtp_extract.formats.transformers import parse_rope, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _COLUMNS = ("layer_types", "head_dims", "num_kv_heads", "sliding_windows", "kv_bank_ids")
-_TABLE = (
-    *fixed({"format_version": (1,)}),
-    *held(reading.positive_integer, "backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size"),
+_TABLE = Table(
+    fixed(format_version=(1,)),
+    held(reading.positive_integer, "backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size"),
     made("num_layers", "num_layers"),
-    *held(reading.positive_integer, "num_heads"),
+    held(reading.positive_integer, "num_heads"),
     # A value a layer.
     made("head_dims", lambda config: list(config.head_dims)),
     made("num_kv_heads", lambda config: list(config.num_kv_heads)),
     made("layer_types", lambda config: list(config.layer_types)),
     made("kv_bank_ids", lambda config: [_KV_BANKS[layer_type] for layer_type in config.layer_types]),
     made("sliding_windows", lambda config: [layer.sliding_window for layer in config.layers]),
-    *held(reading.number, "attention_scale", "rms_norm_eps"),
-    *held(reading.activation, "hidden_activation"),
-    *held(reading.optional_number, "final_logit_softcap"),
+    held(reading.number, "attention_scale", "rms_norm_eps"),
+    held(reading.activation, "hidden_activation"),
+    held(reading.optional_number, "final_logit_softcap"),
     positions("max_position_embeddings"),
     made("rope", lambda config: {t: p for t, p in rope_parameters(config).items() if t in config.rope}),
 )
@@ -119,7 +119,7 @@ def _tensor_names(tensors: Mapping[str, LazyTensor], num_layers: int) -> dict[st
 
 def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
-    return {**written(_TABLE, config), "tensors": dict(names)}
+    return {**_TABLE.write(config), "tensors": dict(names)}
 
 
 def _parse_config(document: Mapping[str, Any]) -> DrafterConfig:
@@ -130,7 +130,7 @@ def _parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             this drafter does not have.
         DrafterError: a shape that no drafter has.
     """
-    fields = fields_of(_TABLE, document)
+    fields = _TABLE.read(document)
     count = reading.positive_integer(document, "num_layers")
     for column in _COLUMNS:
         if len(reading.sequence(document, column)) != count:

@@ -26,7 +26,7 @@ from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.eagle3_lint import LLAMA, Finding, lint
 from mtp_extract.formats.holding import hold_floats, plan_weight
-from mtp_extract.formats.keys import allowed, constant, fields_of, fixed, held, positions, unwritten, written
+from mtp_extract.formats.keys import Table, constant, fixed, held, positions, unwritten
 from mtp_extract.formats.transformers import UNCOMPUTED
 
 MARKER, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -51,45 +51,33 @@ def _theta(llama: Mapping[str, Any], key: str) -> float:
     return theta
 
 
-_LLAMA = (
-    *fixed(
-        {
-            "attention_bias": (False, None),
-            "hidden_act": ("silu",),
-            "mlp_bias": (False, None),
-            "num_hidden_layers": (1,),
-            "rope_scaling": (None,),
-            "tie_word_embeddings": (False, None),
-        }
+_LLAMA = Table(
+    fixed(
+        attention_bias=(False, None),
+        hidden_act=("silu",),
+        mlp_bias=(False, None),
+        num_hidden_layers=(1,),
+        rope_scaling=(None,),
+        tie_word_embeddings=(False, None),
     ),
-    *unwritten(
-        fixed(
-            {
-                "bias": (False, None),
-                "layer_types": (None, ["full_attention"]),
-                "logit_scale": (None, 1.0, 1),
-                "partial_rotary_factor": (None, 1.0, 1),
-                "quantization_config": (None,),
-                "use_aux_norm": (False, None),
-            }
-        )
-    ),
-    *constant(attention_dropout=0.0, initializer_range=0.02, model_type="llama"),
-    *held(
+    unwritten(fixed(bias=(False, None), layer_types=(None, ["full_attention"]), use_aux_norm=(False, None))),
+    unwritten(fixed(logit_scale=(None, 1.0, 1), partial_rotary_factor=(None, 1.0, 1), quantization_config=(None,))),
+    constant(attention_dropout=0.0, initializer_range=0.02, model_type="llama"),
+    held(
         reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
     ),
-    *held(reading.optional_integer, "head_dim", ("num_key_value_heads", "num_kv_heads"), besides=some(None)),
-    *held(reading.number, "rms_norm_eps"),
-    *held(_theta, "rope_theta"),
+    held(reading.optional_integer, "head_dim", ("num_key_value_heads", "num_kv_heads"), besides=some(None)),
+    held(reading.number, "rms_norm_eps"),
+    held(_theta, "rope_theta"),
     positions("max_position_embeddings"),
 )
 """A Llama configuration, which is written in the order of the alphabet."""
 
-_FLAGS = (
-    *held(reading.optional_integer, "draft_vocab_size", besides=some(None)),
-    *held(reading.flag, "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", besides=some(None)),
-    *held(reading.optional_integer, ("target_hidden_size", "backbone_hidden_size"), besides=some(None)),
-    *unwritten(fixed({"quantization_config": (None,)})),
+_FLAGS = Table(
+    held(reading.optional_integer, "draft_vocab_size", besides=some(None)),
+    held(reading.flag, "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", besides=some(None)),
+    held(reading.optional_integer, ("target_hidden_size", "backbone_hidden_size"), besides=some(None)),
+    unwritten(fixed(quantization_config=(None,))),
 )
 """The keys beside it that both layouts have, written whether they are the default or not."""
 
@@ -98,7 +86,8 @@ BESIDES: Keys = MappingProxyType(
         ("", f"{LLAMA}."),
         {
             **UNCOMPUTED,
-            **allowed((*_LLAMA, *_FLAGS)),
+            **_LLAMA.allowed(),
+            **_FLAGS.allowed(),
             "rope_parameters": anything,
             # By nothing that computes what is drafted.
             **dict.fromkeys(("sliding_window", "use_sliding_window"), off),
@@ -112,19 +101,14 @@ BESIDES: Keys = MappingProxyType(
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``.
+    """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``."""
 
-    Attributes:
-        name: of the layout.
-        document: ``config.json`` of a head whose weights have this transformers dtype.
-        parse: the head of a parsed ``config.json``; told whether a table of embeddings lies beside it.
-        besides: what ``config.json`` may say otherwise than it is written here.
-    """
-
-    name: str
+    name: str  # of the layout
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    """``config.json`` of a head whose weights have this transformers dtype."""
     parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
-    besides: Keys
+    """The head of a parsed ``config.json``; the second argument is whether a table of embeddings lies beside it."""
+    besides: Keys  # what ``config.json`` may say otherwise than it is written here
     marker: str = MARKER
     weights_file: str = WEIGHTS_FILE
 
@@ -191,12 +175,12 @@ class HeadFormat:
 
 def llama_document(config: Eagle3Config) -> dict[str, Any]:
     """The keys of a Llama configuration, RoPE flat."""
-    return dict(sorted(written(_LLAMA, config).items()))
+    return dict(sorted(_LLAMA.write(config).items()))
 
 
 def shape_flags(config: Eagle3Config) -> dict[str, Any]:
     """The keys beside those of Llama that both layouts have."""
-    return written(_FLAGS, config)
+    return _FLAGS.write(config)
 
 
 def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **fields: Any) -> Eagle3Config:
@@ -214,7 +198,7 @@ def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **fields: An
         raise CheckpointError(
             f"expected model_type llama in an EAGLE-3 head, found {escape(kind)}{why}; it is not supported"
         )
-    found = {**fields_of(_LLAMA, llama), **fields_of(_FLAGS, flags), **fields}
+    found = {**_LLAMA.read(llama), **_FLAGS.read(flags), **fields}
     hidden, heads = found["hidden_size"], found["num_heads"]
     implied = {"backbone_hidden_size": hidden, "draft_vocab_size": found["vocab_size"], "num_kv_heads": heads}
     implied["head_dim"] = max(hidden // heads, 1)

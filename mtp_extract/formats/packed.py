@@ -46,20 +46,13 @@ def group_of(codes: RowCodes) -> int | None:
 
 
 class PackedFormat(ABC):
-    """A directory with transformers' names and configuration, in which matrices are packed integers.
-
-    Attributes:
-        key: of the configuration's entry that says how.
-        unties: whether a packed head is a module of its own; else it is the embedding.
-        metadata: of the weights file.
-        besides: what that entry may say otherwise than it is written here.
-    """
+    """A directory with transformers' names and configuration, in which matrices are packed integers."""
 
     name: str
-    key: str
-    unties: bool
-    metadata: Mapping[str, str] = MappingProxyType({"format": "pt", "mtp_extract": __version__})
-    besides: Keys = MappingProxyType({})
+    key: str  # of the configuration's entry that says how
+    unties: bool  # whether a packed head is a module of its own; else it is the embedding
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt", "mtp_extract": __version__})  # of the weights file
+    besides: Keys = MappingProxyType({})  # what that entry may say otherwise than it is written here
     marker = "config.json"
     weights_file = "model.safetensors"
 

@@ -159,11 +159,6 @@ _LARGEST_SIZE = 1 << 24
 _LARGEST_NUMBER = 1e30
 
 
-def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
-    """The positive integer under ``key``; None where it is absent or null."""
-    return None if config.get(key) is None else positive_integer(config, key)
-
-
 def number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
     """The positive number under ``key``, neither vanishing nor vast; ``default`` where it is absent or null."""
     if default is not None and config.get(key) is None:
@@ -176,8 +171,13 @@ def number(config: Mapping[str, Any], key: str, *, default: float | None = None)
     return float(value)
 
 
+def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
+    """As :func:`positive_integer`; None where it is absent or null."""
+    return None if config.get(key) is None else positive_integer(config, key)
+
+
 def optional_number(config: Mapping[str, Any], key: str) -> float | None:
-    """The positive number under ``key``; None where it is absent or null."""
+    """As :func:`number`; None where it is absent or null."""
     return None if config.get(key) is None else number(config, key)
 
 
@@ -210,9 +210,7 @@ def weights_of(
 
 
 def check_tensors(
-    expected: Mapping[str, tuple[str, tuple[int, ...]]],
-    found: Mapping[str, tuple[int, ...]],
-    more: Iterable[str] = (),
+    expected: Mapping[str, tuple[str, tuple[int, ...]]], found: Mapping[str, tuple[int, ...]], more: Iterable[str] = ()
 ) -> None:
     """Hold the tensors of a file against what its config asks for.
 
@@ -224,20 +222,15 @@ def check_tensors(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected or of another shape.
     """
-    problems = [
-        f"{escape(name)}: expected a tensor for {path}, found none"
-        for name, (path, _) in expected.items()
-        if name not in found
-    ]
+    problems = []
+    for name, (path, shape) in expected.items():
+        if name not in found:
+            problems.append(f"{escape(name)}: expected a tensor for {path}, found none")
+        elif found[name] != shape:
+            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}")
     problems += [
-        f"{escape(name)}: expected no such tensor, found {list(shape)}"
-        for name, shape in found.items()
-        if name not in expected and name not in more
-    ]
-    problems += [
-        f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}"
-        for name, (_, shape) in expected.items()
-        if name in found and found[name] != shape
+        f"{escape(name)}: expected no such tensor, found {list(found[name])}"
+        for name in found.keys() - expected.keys() - set(more)
     ]
     if problems:
         raise mismatch(problems)

@@ -26,18 +26,7 @@ from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats, plan_weight
-from mtp_extract.formats.keys import (
-    allowed,
-    constant,
-    fields_of,
-    fixed,
-    held,
-    made,
-    positions,
-    require_agreement,
-    unwritten,
-    written,
-)
+from mtp_extract.formats.keys import Table, constant, fixed, held, made, positions, unwritten
 
 GENERATION_FILE = "generation_config.json"
 
@@ -75,47 +64,40 @@ def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
 
 _BOTH = (
     *fixed(
-        {
-            "attention_bias": (False, None),
-            "enable_moe_block": (False, None),
-            "hidden_size_per_layer_input": (0, None),
-            "use_double_wide_mlp": (False, None),
-            # In the base "vision" is said of images, of which a drafter sees none.
-            "use_bidirectional_attention": (None, False, "vision"),
-            # Embeddings and head are one tensor.
-            "tie_word_embeddings": (True, None),
-        }
+        attention_bias=(False, None),
+        enable_moe_block=(False, None),
+        hidden_size_per_layer_input=(0, None),
+        use_double_wide_mlp=(False, None),
+        # In the base "vision" is said of images, of which a drafter sees none.
+        use_bidirectional_attention=(None, False, "vision"),
+        # Embeddings and head are one tensor.
+        tie_word_embeddings=(True, None),
     ),
-    *unwritten(fixed({"quantization_config": (None,)})),
+    *unwritten(fixed(quantization_config=(None,))),
 )
 """What a drafter has not, wherever ``config.json`` says it."""
 
-_TOP = (
-    made(
-        "architectures",
-        lambda _: ["Gemma4AssistantForCausalLM"],
-        besides=some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
-    ),
-    made("model_type", lambda _: _ASSISTANT_TYPES[0], besides=some(*_ASSISTANT_TYPES)),
-    *held(reading.positive_integer, "backbone_hidden_size"),
-    *constant(dtype="", tie_word_embeddings=True),
+_TOP = Table(
+    constant(architectures=["Gemma4AssistantForCausalLM"], model_type=_ASSISTANT_TYPES[0]),
+    held(reading.positive_integer, "backbone_hidden_size"),
+    constant(dtype="", tie_word_embeddings=True),
     made("use_ordered_embeddings", lambda config: config.ordered_head is not None),
     made("num_centroids", _head("num_centroids", 2048), besides=is_whole),
     made("centroid_intermediate_top_k", _head("top_k", 32), besides=is_whole),
-    *unwritten(_BOTH),
+    unwritten(_BOTH),
 )
 """``config.json``, but for tokens and ``text_config``."""
 
-_TEXT = (
-    *_BOTH,
-    *constant(attention_dropout=0.0, dtype="", initializer_range=0.02, use_cache=True),
-    *constant(bos_token_id=2, eos_token_id=1, pad_token_id=0, model_type="gemma4_text", vocab_size_per_layer_input=0),
-    *held(
+_TEXT = Table(
+    _BOTH,
+    constant(attention_dropout=0.0, dtype="", initializer_range=0.02, use_cache=True),
+    constant(bos_token_id=2, eos_token_id=1, pad_token_id=0, model_type="gemma4_text", vocab_size_per_layer_input=0),
+    held(
         reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
     ),
-    *held(reading.optional_number, ("final_logit_softcapping", "final_logit_softcap")),
-    *held(partial(reading.activation, default="gelu_pytorch_tanh"), "hidden_activation"),
-    *held(partial(reading.number, default=1e-6), "rms_norm_eps"),
+    held(reading.optional_number, ("final_logit_softcapping", "final_logit_softcap")),
+    held(partial(reading.activation, default="gelu_pytorch_tanh"), "hidden_activation"),
+    held(partial(reading.number, default=1e-6), "rms_norm_eps"),
     positions("max_position_embeddings"),
     made("num_hidden_layers", "num_layers", repeats=True),
     # 0 is what transformers takes for all, before it is filled in.
@@ -211,8 +193,8 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
         )
     tokens = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
     weights = {"dtype": dtype, "tie_word_embeddings": tied}
-    text = dict(sorted({**written(_TEXT, config), **weights}.items()))
-    return {**written(_TOP, config), **weights, **tokens, "text_config": text}
+    text = dict(sorted({**_TEXT.write(config), **weights}.items()))
+    return {**_TOP.write(config), **weights, **tokens, "text_config": text}
 
 
 _FLOATS = some(None, *(dtype.transformers for dtype in DTYPES.values()))
@@ -235,8 +217,10 @@ UNCOMPUTED: Keys = MappingProxyType(
 _BESIDES: Keys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
-        **allowed(_TOP),
-        **allowed(_TEXT, "text_config."),
+        **_TOP.allowed(),
+        "architectures": some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
+        "model_type": some(*_ASSISTANT_TYPES),
+        **_TEXT.allowed("text_config."),
         # Of experts, where reading refuses any.
         **{f"text_config.{key}": is_whole for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
         # In other words, all of which are read: by layer, or as what is on or off.
@@ -281,12 +265,11 @@ def said_of(
         document: what would be written of it.
         more: what ``config.json`` may say besides.
     """
-    absent = [layer_type for layer_type in (SLIDING, FULL) if layer_type not in config.rope]
-    unused: Keys = {f"text_config.rope_parameters.{layer_type}": anything for layer_type in absent}
-    if SLIDING in absent:
-        unused = {**unused, "text_config.sliding_window": is_whole, "text_config.head_dim": is_whole}
-    heads = [None, *(layer.num_kv_heads for kind, layer in config.kv_layers.items() if kind == FULL)]
-    besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(*heads), **unused, **more}
+    # What is said of layers of a type that there is none of is not read.
+    besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
+    if SLIDING not in config.rope:
+        besides |= {f"text_config.rope_parameters.{SLIDING}": anything}
+        besides |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
     return [
         Said(directory / FORMAT.marker, document, besides, _NEEDED),
         Said(directory / GENERATION_FILE, GENERATION, _GENERATION),
@@ -312,14 +295,14 @@ def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
             "point to the drafter's directory, not the base model's"
         )
     text = reading.table(config, "text_config")
-    fields = {**fields_of(_TOP, config), **fields_of(_TEXT, text)}
+    fields = {**_TOP.read(config), **_TEXT.read(text)}
     if reading.flag(config, "use_ordered_embeddings"):
         fields["ordered_head"] = OrderedHeadConfig(
             num_centroids=reading.positive_integer(config, "num_centroids"),
             top_k=reading.positive_integer(config, "centroid_intermediate_top_k"),
         )
     found = DrafterConfig(**fields, layers=tuple(_layers(text)))
-    require_agreement(_TEXT, text, found)
+    _TEXT.require_agreement(text, found)
     return found
 
 
