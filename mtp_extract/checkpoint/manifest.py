@@ -1,6 +1,6 @@
 """What a directory of a format may hold: each file that an engine may read, and each key of those that say something.
 
-Keys are held against what the format's own writer would say of what was read. What may be there besides, or differ, is
+Keys are held against what the format's own writer would say of what was read. What may be there as well, or differ, is
 listed as data, because no engine computes another function for it; anything that is on no list is named.
 """
 
@@ -60,7 +60,7 @@ class Said:
 
     path: Path
     made: Mapping[str, Any]  # what the format's writer would say there of what was read
-    besides: Keys  # what may be there besides, or differ
+    tolerated: Keys  # what may be there as well, or differ
     needed: Sequence[str] = ()  # keys without which engines take something else than is read here
 
 
@@ -84,7 +84,7 @@ def said_by_index(path: Path, places: Mapping[str, str]) -> Said:
 
 def beyond(found: Mapping[str, Any], said: Said) -> Iterator[str]:
     """What ``found``, the content of a file, says beyond what may be there; in words."""
-    yield from _beyond(found, said.made, said.besides, "")
+    yield from _beyond(found, said.made, said.tolerated, "")
     for name in said.needed:
         outer, _, inner = name.rpartition(".")
         place = found.get(outer)
@@ -92,15 +92,15 @@ def beyond(found: Mapping[str, Any], said: Said) -> Iterator[str]:
             yield f"says nothing of {name}"
 
 
-def _beyond(found: Mapping[str, Any], made: Mapping[str, Any], besides: Keys, prefix: str) -> Iterator[str]:
+def _beyond(found: Mapping[str, Any], made: Mapping[str, Any], tolerated: Keys, prefix: str) -> Iterator[str]:
     for key, value in found.items():
         name = f"{prefix}{key}"
         if key in made and _same(value, made[key]):
             continue
-        if any(fnmatchcase(name, pattern) and fits(value) for pattern, fits in besides.items()):
+        if any(fnmatchcase(name, pattern) and fits(value) for pattern, fits in tolerated.items()):
             continue
         if isinstance(value, Mapping) and isinstance(made.get(key), Mapping):
-            yield from _beyond(value, made[key], besides, f"{name}.")
+            yield from _beyond(value, made[key], tolerated, f"{name}.")
         else:
             yield f"says {escape(name)} {escape(value)}"
 

@@ -1,6 +1,6 @@
 """compressed-tensors' ``pack-quantized``, weights only: what vLLM, SGLang and transformers load.
 
-The head is packed, and so stands apart from the embedding, which nothing stores: a drafter never reads it, and engines
+The head is packed, and so a module of its own; the embedding is not stored: a drafter never reads it, and engines
 share the base's. Packed, the head is an eighth of what it is in floats, and reading it is most of what a draft costs.
 SGLang has no packed head and would leave it as it was made, without a word: for it the head stays in floats, tied.
 """
@@ -32,7 +32,7 @@ class CompressedTensorsFormat(PackedFormat):
 
     key = "quantization_config"
     unties = True
-    besides = MappingProxyType(
+    tolerated = MappingProxyType(
         {
             # Read here, or by nothing that computes.
             **dict.fromkeys(_OFF, off),
@@ -73,7 +73,7 @@ class CompressedTensorsFormat(PackedFormat):
         groups: dict[tuple[int, int | None], list[str]] = {}
         for module, how in packed.items():
             groups.setdefault((how.bits, _group_size(how)), []).append(
-                _target(module, fused=packed.get(_beside(module)) == how)
+                _target(module, fused=packed.get(_fused_with(module)) == how)
             )
         return {
             "quant_method": "compressed-tensors",
@@ -148,7 +148,7 @@ def _strategy(size: int | None) -> dict[str, Any]:
     return {"strategy": "channel" if size is None else "group", "group_size": size}
 
 
-def _beside(module: str) -> str:
+def _fused_with(module: str) -> str:
     """The module that engines fuse with a gate; empty for any other."""
     return module.removesuffix(_GATE) + _UP if module.endswith(_GATE) else ""
 

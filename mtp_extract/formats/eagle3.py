@@ -68,11 +68,11 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     )
 
 
-_BESIDES = {
-    **llama.BESIDES,
+_TOLERATED = {
+    **llama.TOLERATED,
     _BASE: is_text,
     "architectures": some(["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]),
     **{f"eagle_config.{key}": some(True, False, None) for key in ("norm_before_fc", "use_aux_hidden_state")},
 }
 
-FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _BESIDES)
+FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _TOLERATED)

@@ -4,7 +4,7 @@ Read in the sources of vLLM 0.33.0 (``model_executor/models/llama_eagle3.py``, b
 configurations) and SGLang 0.5.23 (``srt/models/llama_eagle3.py``, ``gemma4_causal.py``), for which the layouts are
 made; and, run too, in those of llama.cpp (``conversion/llama.py``, ``src/models/eagle3.cpp``), which converts both, and
 mlx-vlm 0.7.10 (``speculative/drafters/eagle3``), which loads one. A rule looks at the parsed ``config.json`` and the
-shapes of the tensors, whatever else is wrong with them, so that all of it is told at once.
+shapes of the tensors, whatever else is wrong with them, so that every finding is reported at once.
 """
 
 from __future__ import annotations

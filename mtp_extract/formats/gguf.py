@@ -29,8 +29,8 @@ from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
     ARCH,
-    BESIDES,
     OWN,
+    TOLERATED,
     config_metadata,
     config_of,
     needed_of,
@@ -129,7 +129,7 @@ class GgufFormat:
     def manifest(self, directory: Path) -> Manifest:
         path = _file_in(directory)
         made = config_metadata(_config(path)[1])
-        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), BESIDES, needed_of(made)),))
+        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), TOLERATED, needed_of(made)),))
 
 
 FORMAT = GgufFormat()

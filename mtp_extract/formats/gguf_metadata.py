@@ -61,7 +61,7 @@ _TABLE = Table(
     held(reading.positive_integer, ("feed_forward_length", "intermediate_size")),
     made("nextn_predict_layers", "num_layers", repeats=True),
     held(reading.positive_integer, ("attention.head_count", "num_heads")),
-    made("attention.head_count_kv", _kv_heads, besides=anything),
+    made("attention.head_count_kv", _kv_heads, tolerated=anything),
     made("attention.key_length", "full.head_dim"),
     made("attention.value_length", "full.head_dim"),
     made("attention.key_length_swa", "sliding.head_dim"),
@@ -79,7 +79,7 @@ _TABLE = Table(
 )
 """The keys of the architecture; of a type of layer that a drafter has not, they repeat the other's."""
 
-BESIDES: Keys = MappingProxyType(
+TOLERATED: Keys = MappingProxyType(
     {
         # What it is called, who made it, and how one samples from a model that is no drafter.
         **{

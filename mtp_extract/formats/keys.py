@@ -36,24 +36,24 @@ class Key:
     field: str = ""
     values: tuple[Any, ...] = ()  # the only ones that can be read, types included; None: no such key. Empty: any
     repeats: bool = False  # it repeats what other keys say, and may not contradict them
-    besides: Allowed = _NOTHING  # what it may be beside what is written: no engine computes another function for it
+    tolerated: Allowed = _NOTHING  # what it may be beside what is written: no engine computes another function for it
 
 
-def held(read: Reader, *names: str | tuple[str, str], besides: Allowed = _NOTHING) -> Iterable[Key]:
+def held(read: Reader, *names: str | tuple[str, str], tolerated: Allowed = _NOTHING) -> Iterable[Key]:
     """Keys that hold the fields of their own names, or, as (key, field), of another."""
     pairs = (name if isinstance(name, tuple) else (name, name) for name in names)
-    return [Key(name, attrgetter(field), read, field, besides=besides) for name, field in pairs]
+    return [Key(name, attrgetter(field), read, field, tolerated=tolerated) for name, field in pairs]
 
 
 def positions(name: str) -> Key:
     """A key for the longest context, from which nothing is computed."""
     field = "max_position_embeddings"
-    return Key(name, lambda shape: getattr(shape, field) or _MAX_POSITIONS, optional_integer, field, besides=is_whole)
+    return Key(name, lambda shape: getattr(shape, field) or _MAX_POSITIONS, optional_integer, field, tolerated=is_whole)
 
 
-def made(name: str, write: str | Writer, *, repeats: bool = False, besides: Allowed = _NOTHING) -> Key:
+def made(name: str, write: str | Writer, *, repeats: bool = False, tolerated: Allowed = _NOTHING) -> Key:
     """A key that is made of the attribute of that name, or of several."""
-    return Key(name, attrgetter(write) if isinstance(write, str) else write, repeats=repeats, besides=besides)
+    return Key(name, attrgetter(write) if isinstance(write, str) else write, repeats=repeats, tolerated=tolerated)
 
 
 def _always(value: Any) -> Writer:
@@ -108,7 +108,7 @@ class Table:
         """
         for key in self.keys:
             value = found.get(key.name)
-            if key.repeats and key.write and value is not None and not key.besides(value):
+            if key.repeats and key.write and value is not None and not key.tolerated(value):
                 expected = key.write(shape)
                 if not _is_one_of(value, [expected]):
                     raise CheckpointError(
@@ -117,7 +117,7 @@ class Table:
 
     def allowed(self, place: str = "") -> Keys:
         """What each key below ``place`` may be beside what is written."""
-        fits = {key.name: some(*key.values) if key.values else key.besides for key in self.keys}
+        fits = {key.name: some(*key.values) if key.values else key.tolerated for key in self.keys}
         return at([place], {name: fit for name, fit in fits.items() if fit is not _NOTHING})
 
 

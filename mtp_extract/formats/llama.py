@@ -66,7 +66,7 @@ _LLAMA = Table(
     held(
         reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
     ),
-    held(reading.optional_integer, "head_dim", ("num_key_value_heads", "num_kv_heads"), besides=some(None)),
+    held(reading.optional_integer, "head_dim", ("num_key_value_heads", "num_kv_heads"), tolerated=some(None)),
     held(reading.number, "rms_norm_eps"),
     held(_theta, "rope_theta"),
     positions("max_position_embeddings"),
@@ -74,14 +74,14 @@ _LLAMA = Table(
 """A Llama configuration, which is written in the order of the alphabet."""
 
 _FLAGS = Table(
-    held(reading.optional_integer, "draft_vocab_size", besides=some(None)),
-    held(reading.flag, "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", besides=some(None)),
-    held(reading.optional_integer, ("target_hidden_size", "backbone_hidden_size"), besides=some(None)),
+    held(reading.optional_integer, "draft_vocab_size", tolerated=some(None)),
+    held(reading.flag, "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", tolerated=some(None)),
+    held(reading.optional_integer, ("target_hidden_size", "backbone_hidden_size"), tolerated=some(None)),
     unwritten(fixed(quantization_config=(None,))),
 )
 """The keys beside it that both layouts have, written whether they are the default or not."""
 
-BESIDES: Keys = MappingProxyType(
+TOLERATED: Keys = MappingProxyType(
     at(
         ("", f"{LLAMA}."),
         {
@@ -108,7 +108,7 @@ class HeadFormat:
     """``config.json`` of a head whose weights have this transformers dtype."""
     parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
     """The head of a parsed ``config.json``; the second argument is whether a table of embeddings lies beside it."""
-    besides: Keys  # what ``config.json`` may say otherwise than it is written here
+    tolerated: Keys  # what ``config.json`` may say otherwise than it is written here
     marker: str = MARKER
     weights_file: str = WEIGHTS_FILE
 
@@ -163,7 +163,7 @@ class HeadFormat:
     def manifest(self, directory: Path) -> Manifest:
         config, stored = self._opened(directory)
         weights = reading.shards_of(directory, self.weights_file, stored)
-        said = Said(directory / self.marker, self.document(config, ""), self.besides)
+        said = Said(directory / self.marker, self.document(config, ""), self.tolerated)
         return Manifest(weights.files | {self.marker}, (*weights.said, said))
 
     def _opened(self, directory: Path) -> tuple[Eagle3Config, reading.Stored]:

@@ -52,7 +52,7 @@ class PackedFormat(ABC):
     key: str  # of the configuration's entry that says how
     unties: bool  # whether a packed head is a module of its own; else it is the embedding
     metadata: Mapping[str, str] = MappingProxyType({"format": "pt", "mtp_extract": __version__})  # of the weights file
-    besides: Keys = MappingProxyType({})  # what that entry may say otherwise than it is written here
+    tolerated: Keys = MappingProxyType({})  # what that entry may say otherwise than it is written here
     marker = "config.json"
     weights_file = "model.safetensors"
 
@@ -191,7 +191,7 @@ class PackedFormat(ABC):
         )
         said = [
             said_by_header(directory / self.weights_file),
-            *said_of(directory, config, made, at([f"{self.key}."], self.besides)),
+            *said_of(directory, config, made, at([f"{self.key}."], self.tolerated)),
         ]
         return Manifest(frozenset(one.path.name for one in said), tuple(said))
 

@@ -69,8 +69,8 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     )
 
 
-_BESIDES = {
-    **llama.BESIDES,
+_TOLERATED = {
+    **llama.TOLERATED,
     "speculators_version": is_text,
     f"{LLAMA}.architectures": anything,
     # Which base it is for, and how many tokens to propose.
@@ -78,4 +78,4 @@ _BESIDES = {
     "speculators_config.*proposal_method*": anything,
 }
 
-FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _BESIDES)
+FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _TOLERATED)

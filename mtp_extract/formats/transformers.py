@@ -82,8 +82,8 @@ _TOP = Table(
     held(reading.positive_integer, "backbone_hidden_size"),
     constant(dtype="", tie_word_embeddings=True),
     made("use_ordered_embeddings", lambda config: config.ordered_head is not None),
-    made("num_centroids", _head("num_centroids", 2048), besides=is_whole),
-    made("centroid_intermediate_top_k", _head("top_k", 32), besides=is_whole),
+    made("num_centroids", _head("num_centroids", 2048), tolerated=is_whole),
+    made("centroid_intermediate_top_k", _head("top_k", 32), tolerated=is_whole),
     unwritten(_BOTH),
 )
 """``config.json``, but for tokens and ``text_config``."""
@@ -101,7 +101,7 @@ _TEXT = Table(
     positions("max_position_embeddings"),
     made("num_hidden_layers", "num_layers", repeats=True),
     # 0 is what transformers takes for all, before it is filled in.
-    made("num_kv_shared_layers", "num_layers", repeats=True, besides=some(0, None)),
+    made("num_kv_shared_layers", "num_layers", repeats=True, tolerated=some(0, None)),
     # Of each layer, by its type.
     made("layer_types", lambda config: list(config.layer_types)),
     made("head_dim", "sliding.head_dim"),
@@ -109,7 +109,7 @@ _TEXT = Table(
     made("num_key_value_heads", "sliding.num_kv_heads"),
     made("num_global_key_value_heads", lambda config: config.full.num_kv_heads if _two_kv_heads(config) else None),
     # Gates num_global_key_value_heads; the drafter itself has neither K nor V projections.
-    made("attention_k_eq_v", _two_kv_heads, besides=some(True, False, None)),
+    made("attention_k_eq_v", _two_kv_heads, tolerated=some(True, False, None)),
     made("rope_parameters", rope_parameters),
     made("sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
 )
@@ -214,7 +214,7 @@ UNCOMPUTED: Keys = MappingProxyType(
 )
 """Keys of transformers' configurations from which nothing is computed."""
 
-_BESIDES: Keys = MappingProxyType(
+_TOLERATED: Keys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
         **_TOP.allowed(),
@@ -266,12 +266,12 @@ def said_of(
         more: what ``config.json`` may say besides.
     """
     # What is said of layers of a type that there is none of is not read.
-    besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
+    tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
     if SLIDING not in config.rope:
-        besides |= {f"text_config.rope_parameters.{SLIDING}": anything}
-        besides |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
+        tolerated |= {f"text_config.rope_parameters.{SLIDING}": anything}
+        tolerated |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
     return [
-        Said(directory / FORMAT.marker, document, besides, _NEEDED),
+        Said(directory / FORMAT.marker, document, tolerated, _NEEDED),
         Said(directory / GENERATION_FILE, GENERATION, _GENERATION),
     ]
 
