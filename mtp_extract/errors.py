@@ -12,10 +12,10 @@
     ├── RoleError              a role of the drafter was not found, or a constant is unaccounted for
     ├── ProofError             what would be written does not compute what the file computes
     ├── OutputError            the result cannot be written where it was asked for
-    ├── CheckpointError        a checkpoint directory does not hold what it says
+    ├── CheckpointError        a checkpoint directory is damaged, incomplete, or does not hold what it says
     ├── HubError               the Hugging Face Hub said no, or could not be reached
     ├── ServerError            a server of models said no, could not be reached, or said what makes no sense
-    ├── DrafterError           a drafter cannot be built or loaded
+    ├── DrafterError           a drafter cannot be built: none has this shape, or computes in this type
     └── PairError              a drafter and a base model do not belong together
 
 A message says what was expected, what was found, and what to do. Commands print it to stderr and exit with
@@ -82,7 +82,7 @@ class OutputError(MtpExtractError):
 
 
 class CheckpointError(MtpExtractError):
-    """A checkpoint directory does not hold what it says."""
+    """A checkpoint directory is damaged, incomplete, or does not hold what it says."""
 
 
 class HubError(MtpExtractError):
@@ -94,7 +94,7 @@ class ServerError(MtpExtractError):
 
 
 class DrafterError(MtpExtractError):
-    """A drafter cannot be built or loaded."""
+    """A drafter cannot be built: none has this shape, or computes in this type."""
 
 
 class PairError(MtpExtractError):

@@ -19,18 +19,14 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one layer type.
-
-    Attributes:
-        theta: base of the frequencies, ``theta ** (-2i / head_dim)``.
-        partial_rotary_factor: share of the head that is rotated. Frequencies past the share are zero, so the head
-            keeps its width ("proportional" RoPE). 1.0 is plain RoPE.
-        factor: every frequency is divided by it (context extension); 1.0 leaves them alone.
-    """
+    """Rotary embedding of one layer type."""
 
     theta: float
+    """Base of the frequencies, ``theta ** (-2i / head_dim)``."""
     partial_rotary_factor: float = 1.0
+    """Share of the head that is rotated. Frequencies past it are zero, so the head keeps its width ("proportional")."""
     factor: float = 1.0
+    """Every frequency is divided by it (context extension)."""
 
     @property
     def kind(self) -> str:
@@ -40,21 +36,13 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: Q-only attention over the base's K and V of ``layer_type``, then a gated feed-forward block.
+    """One layer: Q-only attention over the base's K and V of ``layer_type``, then a gated feed-forward block."""
 
-    Attributes:
-        layer_type: :data:`SLIDING` or :data:`FULL`; the key under which the base's K and V are looked up.
-        head_dim: width of one head, of Q, K and V alike.
-        num_kv_heads: heads of the base's K and V; query heads are divided evenly among them.
-        sliding_window: number of positions a query sees, itself included; None for all.
-        rope: rotary embedding applied to Q. K arrives already rotated.
-    """
-
-    layer_type: str
-    head_dim: int
-    num_kv_heads: int
-    sliding_window: int | None
-    rope: RopeConfig
+    layer_type: str  # SLIDING or FULL; the key under which the base's K and V are looked up
+    head_dim: int  # width of one head, of Q, K and V alike
+    num_kv_heads: int  # heads of the base's K and V; query heads are divided evenly among them
+    sliding_window: int | None  # number of positions a query sees, itself included; None for all
+    rope: RopeConfig  # applied to Q; K arrives already rotated
 
 
 @dataclass(frozen=True)
@@ -67,36 +55,23 @@ class OrderedHeadConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Everything there is to say of a drafter, beside its weights.
+    """Everything there is to say of a drafter, beside its weights."""
 
-    Attributes:
-        backbone_hidden_size: width of the base model; the input is twice as wide (embedding, then hidden state).
-        hidden_size: width of the drafter.
-        intermediate_size: width of the feed-forward block.
-        vocab_size: rows of the LM head.
-        num_heads: query heads, the same in every layer.
-        layers: one entry a layer.
-        attention_scale: factor on Q·K. Gemma 4 uses 1.0, because Q and K are normalized.
-        rms_norm_eps: epsilon under the root of every RMSNorm.
-        final_logit_softcap: c in ``c * tanh(logits / c)``, or None for no cap. LiteRT graphs hold 30; the official
-            transformers checkpoints say none (same argmax, other probabilities).
-        hidden_activation: transformers' name of the gate's function.
-        ordered_head: the centroid head, or None for a dense one.
-        max_position_embeddings: longest context the drafter was made for, in tokens; None when not recorded.
-    """
-
-    backbone_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_heads: int
+    backbone_hidden_size: int  # width of the base model; the input is twice as wide (embedding, then hidden state)
+    hidden_size: int  # width of the drafter
+    intermediate_size: int  # width of the feed-forward block
+    vocab_size: int  # rows of the LM head
+    num_heads: int  # query heads, the same in every layer
     layers: tuple[LayerConfig, ...]
     attention_scale: float = 1.0
+    """Factor on Q·K. Gemma 4 uses 1.0, because Q and K are normalized."""
     rms_norm_eps: float = 1e-6
     final_logit_softcap: float | None = None
-    hidden_activation: str = "gelu_pytorch_tanh"
-    ordered_head: OrderedHeadConfig | None = None
-    max_position_embeddings: int | None = None
+    """c in ``c * tanh(logits / c)``, or None for no cap. LiteRT graphs hold 30; the official transformers checkpoints
+    say none (same argmax, other probabilities)."""
+    hidden_activation: str = "gelu_pytorch_tanh"  # transformers' name of the gate's function
+    ordered_head: OrderedHeadConfig | None = None  # the centroid head; None for a dense one
+    max_position_embeddings: int | None = None  # longest context it was made for, in tokens; None when not recorded
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -116,22 +91,18 @@ class DrafterConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Type of each layer."""
         return tuple(layer.layer_type for layer in self.layers)
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Head width of each layer."""
         return tuple(layer.head_dim for layer in self.layers)
 
     @property
     def num_kv_heads(self) -> tuple[int, ...]:
-        """KV heads of each layer."""
         return tuple(layer.num_kv_heads for layer in self.layers)
 
     @property
@@ -151,6 +122,16 @@ class DrafterConfig:
         for layer in self.layers:
             found.setdefault(layer.layer_type, layer)
         return found
+
+    @property
+    def sliding(self) -> LayerConfig:
+        """The first sliding layer, or full one where there is none: engines' configurations have the fields of both."""
+        return self.kv_layers.get(SLIDING) or self.layers[0]
+
+    @property
+    def full(self) -> LayerConfig:
+        """The first full layer, or sliding one where there is none."""
+        return self.kv_layers.get(FULL) or self.layers[0]
 
     def require_uniform(self) -> None:
         """Check that the layers of one type are alike, as every engine's configuration takes for granted.
@@ -178,25 +159,20 @@ class DrafterConfig:
 
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
-        return {
-            "backbone_hidden_size": self.backbone_hidden_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "head_dims": list(self.head_dims),
-            "num_kv_heads": list(self.num_kv_heads),
-            "layer_types": list(self.layer_types),
-            "sliding_window": self.sliding_window,
-            "rope": {
-                layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
-                for layer_type, rope in self.rope.items()
-            },
-            "final_logit_softcap": self.final_logit_softcap,
-            "rms_norm_eps": self.rms_norm_eps,
-            "hidden_activation": self.hidden_activation,
+        found = {name: getattr(self, name) for name in _RECORDED}
+        rope = {
+            layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
+            for layer_type, rope in self.rope.items()
         }
+        listed = {name: list(getattr(self, name)) for name in ("head_dims", "num_kv_heads", "layer_types")}
+        return {**found, **listed, "rope": rope}
+
+
+_RECORDED = (
+    *("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_layers", "num_heads"),
+    *("head_dims", "num_kv_heads", "layer_types", "sliding_window", "rope"),
+    *("final_logit_softcap", "rms_norm_eps", "hidden_activation"),
+)
 
 
 def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
@@ -204,9 +180,9 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
 
     A window that is not known (None) matches any.
     """
-    mine = config.as_json()
+    shape = config.as_json()
     for entry in load_mapping("geometries")["geometries"]:
-        if all(mine[key] in (entry[key], None) for key in entry if key in mine):
+        if all(shape[key] in (entry[key], None) for key in entry if key in shape):
             known: dict[str, Any] = entry
             return known
     return None

@@ -15,49 +15,29 @@ FUSED = 3
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Everything there is to say of an EAGLE-3 head, beside its weights.
+    """Everything there is to say of an EAGLE-3 head, beside its weights."""
 
-    Attributes:
-        backbone_hidden_size: width of the base, whose states are fused.
-        hidden_size: width of the head.
-        intermediate_size: width of the feed-forward block.
-        vocab_size: tokens of the base.
-        draft_vocab_size: rows of the LM head: tokens that it can propose.
-        num_heads: query heads.
-        num_kv_heads: heads of K and V, each for as many query heads.
-        head_dim: width of one head; heads times this need not be ``hidden_size``.
-        base_layers: whose incoming hidden states are fused, counted from 0, ascending. The number of the base's layers
-            stands for what leaves the last one, before the final norm. vLLM counts so; SGLang and SpecForge name the
-            layer before, whose output that is.
-        rope_theta: base of the frequencies; the whole head is rotated.
-        rms_norm_eps: epsilon under the root of every RMSNorm.
-        fc_norm: each state is normed by itself before they are fused.
-        norm_before_fc: they are normed together.
-        norm_before_residual: the residual stream begins after the norm of the fused state, not before it.
-        norm_output: what is fed back in the next step is taken after the final norm, not before it.
-        own_embedding: it embeds tokens by a table of its own, and not by the base's.
-        max_position_embeddings: longest context it was made for, in tokens; None when not recorded.
-        base: name of the base it was trained for, as the Hub has it; None when not recorded.
-    """
-
-    backbone_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    backbone_hidden_size: int  # width of the base, whose states are fused
+    hidden_size: int  # width of the head
+    intermediate_size: int  # width of the feed-forward block
+    vocab_size: int  # tokens of the base
+    draft_vocab_size: int  # rows of the LM head: tokens that it can propose
+    num_heads: int  # query heads
+    num_kv_heads: int  # heads of K and V, each for as many query heads
+    head_dim: int  # width of one head; heads times this need not be ``hidden_size``
     base_layers: tuple[int, ...]
-    rope_theta: float
+    """Whose incoming hidden states are fused, counted from 0, ascending. The number of the base's layers stands for
+    what leaves the last one, before the final norm. vLLM counts so; SGLang and SpecForge name the layer before, whose
+    output that is."""
+    rope_theta: float  # base of the frequencies; the whole head is rotated
     rms_norm_eps: float = 1e-6
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    own_embedding: bool = False
-    max_position_embeddings: int | None = None
-    base: str | None = None
+    fc_norm: bool = False  # each state is normed by itself before they are fused
+    norm_before_fc: bool = False  # they are normed together
+    norm_before_residual: bool = False  # the residual stream begins after the norm of the fused state, not before it
+    norm_output: bool = False  # what is fed back in the next step is taken after the final norm, not before it
+    own_embedding: bool = False  # it embeds tokens by a table of its own, and not by the base's
+    max_position_embeddings: int | None = None  # longest context it was made for, in tokens; None when not recorded
+    base: str | None = None  # name of the base it was trained for, as the Hub has it; None when not recorded
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
@@ -84,7 +64,6 @@ class Eagle3Config:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the head: one."""
         return 1
 
     @property

@@ -36,25 +36,15 @@ CENTROIDS, ORDERING = HEAD_ROLES = ("ordered_head.centroids", "ordered_head.toke
 
 @dataclass(frozen=True)
 class Role:
-    """One role; with its layer filled in, unless it comes from :func:`role_table`.
+    """One role; with its layer filled in, unless it comes from :func:`role_table`."""
 
-    Attributes:
-        name: "pre_projection", "layers.0.q_proj", …
-        kind: :data:`MATRIX`, :data:`NORM`, :data:`SCALAR` or :data:`INDEX`.
-        shape: dimensions by name, as :func:`shapes_of` resolves them.
-        optional: whether a model may lack it.
-        names: tensor name by format.
-        published_names: regular expressions; one of them is found in the names of Google's published files.
-        also_seen: the same for names that exporters borrow from another role; they neither confirm nor contradict.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[str, ...]
-    optional: bool
-    names: Mapping[str, str] = field(hash=False)
-    published_names: tuple[str, ...]
-    also_seen: tuple[str, ...]
+    name: str  # "pre_projection", "layers.0.q_proj", …
+    kind: str  # MATRIX, NORM, SCALAR or INDEX
+    shape: tuple[str, ...]  # dimensions by name, as shapes_of resolves them
+    optional: bool  # whether a model may lack it
+    names: Mapping[str, str] = field(hash=False)  # format → name of the tensor
+    published_names: tuple[str, ...]  # regular expressions; one is found in the names of Google's published files
+    also_seen: tuple[str, ...]  # names that exporters borrow from another role; they neither confirm nor contradict
 
     @property
     def layer(self) -> int | None:

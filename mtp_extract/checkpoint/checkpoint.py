@@ -122,19 +122,19 @@ class Format(Protocol):
         """What belongs to the checkpoint in ``directory``, and what each file that says something may say.
 
         Raises:
-            DrafterError, CheckpointError: as :meth:`read`.
+            CheckpointError: as :meth:`read`.
         """
 
     def read_config(self, directory: Path) -> Config:
         """What the directory's configuration says, strictly.
 
         Raises:
-            DrafterError: it is damaged, incomplete, or another model's.
+            CheckpointError: it is damaged, incomplete, or another model's.
         """
 
     def read(self, directory: Path) -> Checkpoint:
         """What the directory holds; weights are read when asked for.
 
         Raises:
-            DrafterError, CheckpointError: it is damaged, or a tensor is missing, unexpected or of another shape.
+            CheckpointError: it is damaged, or a tensor is missing, unexpected or of another shape.
         """

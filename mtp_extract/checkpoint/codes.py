@@ -66,7 +66,7 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
 def said_of_codes(path: Path) -> Said:
     """What the header of the file with the integers at ``path`` may say beside its tensors."""
     header = said_by_header(path)
-    return replace(header, besides={**header.besides, _SCHEMES: is_text})
+    return replace(header, tolerated={**header.tolerated, _SCHEMES: is_text})
 
 
 def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:

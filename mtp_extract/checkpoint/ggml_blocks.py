@@ -48,19 +48,12 @@ def _unpack_bytes(stored: Bytes) -> Codes:
 
 @dataclass(frozen=True)
 class BlockType:
-    """How 32 codes lie in bytes.
+    """How 32 codes lie in bytes."""
 
-    Attributes:
-        name: GGUF's.
-        bits: of a code.
-        size: bytes of a block, its step included.
-        pack, unpack: codes ``[…, 32]`` to their bytes ``[…, size − 2]``, and back.
-    """
-
-    name: str
-    bits: int
-    size: int
-    pack: Callable[[Codes], Bytes]
+    name: str  # GGUF's
+    bits: int  # of a code
+    size: int  # bytes of a block, its step included
+    pack: Callable[[Codes], Bytes]  # codes […, 32] to their bytes […, size − 2]
     unpack: Callable[[Bytes], Codes]
 
 

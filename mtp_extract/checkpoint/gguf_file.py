@@ -54,15 +54,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says before its data.
-
-    Attributes:
-        metadata: numbers, truth values, text; tuples of the first two, :class:`Texts` for lists of text. Numbers of
-            FP32 are np.float32.
-        tensors: where they are.
-    """
+    """What a file says before its data."""
 
     metadata: Mapping[str, Any]
+    """Numbers, truth values, text; tuples of the first two, :class:`Texts` for lists of text. Numbers of FP32 are
+    np.float32."""
     tensors: dict[str, StoredTensor]
 
 

@@ -1,6 +1,6 @@
 """What a directory of a format may hold: each file that an engine may read, and each key of those that say something.
 
-Keys are held against what the format's own writer would say of what was read. What may be there besides, or differ, is
+Keys are held against what the format's own writer would say of what was read. What may be there as well, or differ, is
 listed as data, because no engine computes another function for it; anything that is on no list is named.
 """
 
@@ -56,31 +56,20 @@ def at(places: Iterable[str], keys: Keys) -> Keys:
 
 @dataclass(frozen=True)
 class Said:
-    """A file that says something of the drafter, beside its tensors if it has any.
-
-    Attributes:
-        made: what the format's writer would say there of what was read.
-        besides: what may be there besides, or differ.
-        needed: keys without which engines take something else than is read here.
-    """
+    """A file that says something of the drafter, beside its tensors if it has any."""
 
     path: Path
-    made: Mapping[str, Any]
-    besides: Keys
-    needed: Sequence[str] = ()
+    made: Mapping[str, Any]  # what the format's writer would say there of what was read
+    tolerated: Keys  # what may be there as well, or differ
+    needed: Sequence[str] = ()  # keys without which engines take something else than is read here
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to a checkpoint.
+    """What belongs to a checkpoint."""
 
-    Attributes:
-        files: names of all its files.
-        said: those that say something, which may not be there.
-    """
-
-    files: frozenset[str]
-    said: tuple[Said, ...]
+    files: frozenset[str]  # names of all its files
+    said: tuple[Said, ...]  # those that say something, which may not be there
 
 
 def said_by_header(path: Path) -> Said:
@@ -95,7 +84,7 @@ def said_by_index(path: Path, places: Mapping[str, str]) -> Said:
 
 def beyond(found: Mapping[str, Any], said: Said) -> Iterator[str]:
     """What ``found``, the content of a file, says beyond what may be there; in words."""
-    yield from _beyond(found, said.made, said.besides, "")
+    yield from _beyond(found, said.made, said.tolerated, "")
     for name in said.needed:
         outer, _, inner = name.rpartition(".")
         place = found.get(outer)
@@ -103,15 +92,15 @@ def beyond(found: Mapping[str, Any], said: Said) -> Iterator[str]:
             yield f"says nothing of {name}"
 
 
-def _beyond(found: Mapping[str, Any], made: Mapping[str, Any], besides: Keys, prefix: str) -> Iterator[str]:
+def _beyond(found: Mapping[str, Any], made: Mapping[str, Any], tolerated: Keys, prefix: str) -> Iterator[str]:
     for key, value in found.items():
         name = f"{prefix}{key}"
         if key in made and _same(value, made[key]):
             continue
-        if any(fnmatchcase(name, pattern) and fits(value) for pattern, fits in besides.items()):
+        if any(fnmatchcase(name, pattern) and fits(value) for pattern, fits in tolerated.items()):
             continue
         if isinstance(value, Mapping) and isinstance(made.get(key), Mapping):
-            yield from _beyond(value, made[key], besides, f"{name}.")
+            yield from _beyond(value, made[key], tolerated, f"{name}.")
         else:
             yield f"says {escape(name)} {escape(value)}"
 
@@ -122,4 +111,6 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping | list | tuple) or isinstance(other, Mapping | list | tuple):
+        return False
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -50,25 +50,27 @@ class Safetensors:
             length, entries = _read_json(path, size)
             tensors = {name: _described(entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{escape(path)}: cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: its safetensors header is damaged.") from error
+            raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.") from error
         at = 8 + length
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             elements = math.prod(tensor.shape)
             expected = elements * DTYPE_SIZES.get(tensor.dtype, -1)
             if tensor.offset != at or tensor.length != expected or tensor.length < 0:
-                raise CheckpointError(f"{path}: its header gives {escape(name)} a place or a size that cannot be.")
+                raise CheckpointError(
+                    f"{escape(path)}: its header gives {escape(name)} a place or a size that cannot be."
+                )
             at += tensor.length
         if at != size:
-            raise CheckpointError(f"{path}: it has {size} bytes, its header describes {at}.")
+            raise CheckpointError(f"{escape(path)}: it has {size} bytes, its header describes {at}.")
         return tensors
 
     def read_metadata(self, path: Path) -> dict[str, str]:
         self.read_header(path)
         found = _read_json(path, path.stat().st_size)[1].get("__metadata__", {})
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-            raise CheckpointError(f"{path}: its safetensors header is damaged.")
+            raise CheckpointError(f"{escape(path)}: its safetensors header is damaged.")
         return found
 
 
@@ -96,6 +98,6 @@ def _read_json(path: Path, size: int) -> tuple[int, dict[str, Any]]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-            raise CheckpointError(f"{path}: not a safetensors file (its header claims {length} bytes).")
+            raise CheckpointError(f"{escape(path)}: not a safetensors file (its header claims {length} bytes).")
         entries: dict[str, Any] = parse_json(file.read(length))
     return length, entries

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.drafter.mtp import Angles, RMSNorm, angles, turn
+from mtp_extract.drafter.mtp import Angles, RMSNorm, angles, turn, with_weights
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
 
 
@@ -91,26 +91,18 @@ class Eagle3Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Eagle3State:
-    """Where a round stands.
+    """Where a round stands."""
 
-    Attributes:
-        embed: tokens → embedding, unscaled.
-        hidden: [batch, queries, width], the fused state at ``positions`` in the first step, what was fed back later.
-        positions: int64 [batch, queries], that of the pending token less one, and one more with every step.
-        cache: K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each. Slots past what the
-            base has verified hold anything, and are written anew before they are seen.
-        visible: bool [batch, queries, slots].
-        own: K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first.
-        filled: slots that may have been written.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    hidden: Tensor
-    positions: Tensor
+    embed: Callable[[Tensor], Tensor]  # tokens → embedding, unscaled
+    hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step, what was fed back
+    positions: Tensor  # int64 [batch, queries], that of the pending token less one, and one more with every step
     cache: KV
-    visible: Tensor
-    filled: int
+    """K and V at slots that are positions, F32 [batch, slots, KV heads, head_dim] each. Slots past what the base has
+    verified hold anything, and are written anew before they are seen."""
+    visible: Tensor  # bool [batch, queries, slots]
+    filled: int  # slots that may have been written
     own: KV | None = None
+    """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
 
 class Eagle3Drafter(nn.Module):
@@ -213,20 +205,12 @@ class Eagle3Drafter(nn.Module):
         )
 
     def step(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
-        """One draft step.
-
-        Args:
-            state: from :meth:`start`, or from the step before.
-            token: int64 [batch, queries].
-
-        Returns:
-            Logits [batch, queries, vocabulary], −∞ for tokens that the head cannot propose, and the next state.
-        """
+        """As :meth:`Drafter.step`; logits are −∞ for tokens that the head cannot propose."""
         normed, following = self.advance(state, token)
         return self.logits(normed), following
 
     def fork(self, state: Eagle3State, parents: Tensor) -> Eagle3State:
-        """Go on from the queries ``parents`` [batch, branches]: each branch has keys and values of its own steps."""
+        """As :meth:`Drafter.fork`: each branch has keys and values of its own steps."""
         index = parents.to(state.hidden.device)
 
         def of(part: Tensor) -> Tensor:
@@ -264,10 +248,7 @@ class Eagle3Drafter(nn.Module):
 
     def with_tensors(self, changes: Mapping[str, Tensor]) -> Eagle3Drafter:
         """A head with some tensors replaced, by the name of their module, and the others shared."""
-        with torch.device("meta"):
-            twin = Eagle3Drafter(self.config)
-        twin.load_state_dict({**self.state_dict(), **changes}, strict=True, assign=True)
-        return twin.eval().requires_grad_(False)
+        return with_weights(Eagle3Drafter, self.config, {**self.state_dict(), **changes})
 
     def _embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""

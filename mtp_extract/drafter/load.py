@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.eagle3 import Eagle3Config
@@ -16,15 +15,12 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import read_floats, read_indices
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.mtp import MtpDrafter, with_weights
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint, reading
 
 Network = MtpDrafter | Eagle3Drafter
 """A drafter of either architecture."""
-
-_C = TypeVar("_C")
-_N = TypeVar("_N", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -40,7 +36,8 @@ def load_drafter(
         device: where the weights go.
 
     Raises:
-        DrafterError: no such files; a tensor missing, unexpected, or of another shape; or FP16 asked for.
+        CheckpointError: no such files, or a tensor missing, unexpected, or of another shape.
+        DrafterError: FP16 was asked for.
         UnsupportedError: it holds an EAGLE-3 head.
     """
     return drafter_of(read_checkpoint(directory), dtype=dtype, device=device)
@@ -50,7 +47,7 @@ def load_any(directory: Path | str, *, dtype: torch.dtype | None = None, device:
     """As :func:`load_drafter`, of whichever architecture.
 
     Raises:
-        DrafterError: as there.
+        CheckpointError, DrafterError: as there.
     """
     return network_of(read_checkpoint(directory), dtype=dtype, device=device)
 
@@ -64,7 +61,7 @@ def network_of(
         DrafterError: FP16 was asked for.
     """
     if isinstance(checkpoint.config, Eagle3Config):
-        return _on_meta(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
+        return with_weights(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
     return drafter_of(checkpoint, dtype=dtype, device=device)
 
 
@@ -77,7 +74,7 @@ def drafter_of(
         DrafterError: FP16 was asked for.
         UnsupportedError: it is an EAGLE-3 head.
     """
-    return _on_meta(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
+    return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
 
 
 def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
@@ -112,7 +109,7 @@ def build_drafter(
     """A drafter from tensors in memory, under the names of the transformers format.
 
     Raises:
-        DrafterError: as :func:`load_drafter`.
+        CheckpointError, DrafterError: as :func:`load_drafter`.
     """
     shapes = shapes_of(config)
     reading.check_tensors(
@@ -124,7 +121,7 @@ def build_drafter(
     if tied is not None and not torch.equal(tied, embedding):
         raise reading.mismatch(["lm_head.weight: expected the same values as model.embed_tokens.weight, found others"])
     dtype = _computed_in(dtype, tensors["pre_projection.weight"].dtype)
-    return _on_meta(
+    return with_weights(
         MtpDrafter,
         config,
         {
@@ -132,13 +129,6 @@ def build_drafter(
             for role in shapes
         },
     )
-
-
-def _on_meta(network: Callable[[_C], _N], config: _C, state: Mapping[str, Tensor]) -> _N:
-    with torch.device("meta"):
-        drafter = network(config)
-    drafter.load_state_dict(dict(state), strict=True, assign=True)
-    return drafter.eval().requires_grad_(False)
 
 
 def _computed_in(asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:

@@ -31,14 +31,10 @@ class Convention:
     leaves stale ones in view after a rejection (one at n; in sliding layers, once the context exceeds the
     window, one for each rejected draft), as older LiteRT-LM does at n. Here a slot is either verified or
     masked.
-
-    Attributes:
-        position_offset: the query position is n plus this, in every step of the round.
-        window_extra: slots a sliding query sees beyond its window, counted back from n - 1.
     """
 
-    position_offset: int
-    window_extra: int
+    position_offset: int  # the query position is n plus this, in every step of the round
+    window_extra: int  # slots a sliding query sees beyond its window, counted back from n - 1
 
 
 TRANSFORMERS = Convention(position_offset=0, window_extra=1)

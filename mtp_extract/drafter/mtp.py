@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,17 @@ from mtp_extract.drafter.arguments import DraftArguments, Transform
 from mtp_extract.drafter.heads import OrderedHead
 from mtp_extract.drafter.masks import LITERT, Convention, position_masks
 from mtp_extract.drafter.protocol import KV, BaseState, Needs
+
+_Shape = TypeVar("_Shape")
+_Network = TypeVar("_Network", bound=nn.Module)
+
+
+def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
+    """The network of this shape with these very tensors, every one of them, in evaluation mode."""
+    with torch.device("meta"):
+        made = network(shape)
+    made.load_state_dict(dict(state), strict=True, assign=True)
+    return made.eval().requires_grad_(False)
 
 
 class DrafterOutput(NamedTuple):
@@ -81,20 +92,14 @@ def turn(x: Tensor, by: Angles) -> Tensor:
 
 
 class View(NamedTuple):
-    """What the layers of one type look at, and from where: the same in every step of a round, so made once in it.
+    """What the layers of one type look at, and from where: the same in every step of a round, so made once in it."""
 
-    Attributes:
-        keys, values: F32 [batch, KV heads, slots, head_dim].
-        bias: F32 [batch, 1, rows, slots], to be added to the logits: 0 where a slot is visible. One row serves all
-            queries and heads; else there is one for each query of each head of a group, heads before queries.
-            None sees every slot.
-        angles: of the queries.
-    """
-
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # F32 [batch, KV heads, slots, head_dim]
+    values: Tensor  # the same
     bias: Tensor | None
-    angles: Angles
+    """F32 [batch, 1, rows, slots], to be added to the logits: 0 where a slot is visible. One row serves all queries and
+    heads; else there is one for each query of each head of a group, heads before queries. None sees every slot."""
+    angles: Angles  # of the queries
 
 
 class Layer(nn.Module):
@@ -141,23 +146,15 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpState:
-    """Where a round stands. Position, K, V and what of them is visible are the same in every step of it.
+    """Where a round stands. Position, K, V and what of them is visible are the same in every step of it."""
 
-    Attributes:
-        embed: tokens → the base's scaled embedding.
-        hidden: [batch, queries, base width], the base's state in the first step, the drafter's projected one later.
-        shared_kv, position_ids, masks: as in :class:`~mtp_extract.drafter.arguments.DraftArguments`.
-        views: the same, as the layers use it.
-        step: steps done.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    hidden: Tensor
+    embed: Callable[[Tensor], Tensor]  # tokens → the base's scaled embedding
+    hidden: Tensor  # these four as in DraftArguments
     shared_kv: Mapping[str, KV]
     position_ids: Tensor
     masks: Mapping[str, Tensor]
-    views: tuple[View, ...]
-    step: int = 0
+    views: tuple[View, ...]  # the last three, as the layers use them
+    step: int = 0  # steps done
 
     def arguments(self, token: Tensor) -> DraftArguments:
         """What the network reads when ``token`` [batch, queries] was chosen last."""
@@ -188,15 +185,8 @@ class MtpDrafter(nn.Module):
         position_ids: Tensor,
         masks: Mapping[str, Tensor] | None = None,
     ) -> DrafterOutput:
-        """One draft step for every query.
-
-        Args:
-            inputs: [batch, queries, 2 · base width]: scaled embedding, then hidden state.
-            shared_kv: layer type → the base's K and V, each [batch, KV heads, slots, head_dim], K already
-                rotated.
-            position_ids: integer [batch, queries]; the same in every step of a round.
-            masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees
-                every slot.
+        """One draft step for every query; ``inputs`` is [batch, queries, 2 · base width], scaled embedding, then hidden
+        state, the others are as in :class:`~mtp_extract.drafter.arguments.DraftArguments`.
         """
         h, projected = self.body(inputs, shared_kv, position_ids, masks)
         return DrafterOutput(self.logits(h), projected)
@@ -258,12 +248,7 @@ class MtpDrafter(nn.Module):
         )
 
     def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
-        """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype.
-
-        Args:
-            base: what the base knows.
-            convention: where queries stand and how far they see.
-        """
+        """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
         weight = self.pre_projection.weight
         newest = base.positions - 1
         masks = position_masks(self.config, base.slot_positions, newest, window_extra=convention.window_extra)
@@ -282,15 +267,9 @@ class MtpDrafter(nn.Module):
         )
 
     def step(self, state: MtpState, token: Tensor, transform: Transform | None = None) -> tuple[Tensor, MtpState]:
-        """One draft step: only the hidden state moves on, to the drafter's own projection.
+        """As :meth:`Drafter.step`: only the hidden state changes, to the drafter's own projection.
 
-        Args:
-            state: from :meth:`start`, or from the step before.
-            token: int64 [batch, queries].
-            transform: changes what the network reads in this step, and nothing of the next.
-
-        Returns:
-            Logits [batch, queries, vocabulary] and the next state.
+        ``transform`` changes what the network reads in this step, and nothing of the next.
         """
         arguments = state.arguments(token)
         if transform is None:
@@ -300,7 +279,7 @@ class MtpDrafter(nn.Module):
         return self.logits(h), dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
-        """Go on from the queries ``parents`` [batch, branches]: each branch has a projected state of its own."""
+        """As :meth:`Drafter.fork`: each branch has a projected state of its own."""
         index = parents.to(state.hidden.device)[..., None].expand(-1, -1, state.hidden.shape[-1])
         return dataclasses.replace(state, hidden=state.hidden.gather(1, index))
 
@@ -318,39 +297,26 @@ class MtpDrafter(nn.Module):
         return self._twin(self.config, changes)
 
     def _twin(self, config: DrafterConfig, changes: Mapping[str, Tensor]) -> MtpDrafter:
-        with torch.device("meta"):
-            twin = MtpDrafter(config)
-        twin.load_state_dict({**self.state_dict(), **changes}, strict=True, assign=True)
-        return twin.eval().requires_grad_(False)
+        return with_weights(MtpDrafter, config, {**self.state_dict(), **changes})
 
 
 @dataclass(frozen=True)
 class Altered:
-    """An MTP drafter that is fed otherwise: by another runtime's convention, or wrongly on purpose.
-
-    Attributes:
-        drafter: does the work.
-        convention: where queries stand and how far they see.
-        transform: changes what each step reads.
-    """
+    """An MTP drafter that is fed otherwise: by another runtime's convention, or wrongly on purpose."""
 
     drafter: MtpDrafter
-    convention: Convention = LITERT
-    transform: Transform | None = None
+    convention: Convention = LITERT  # where queries stand and how far they see
+    transform: Transform | None = None  # changes what each step reads
 
     @property
     def needs(self) -> Needs:
-        """The drafter's."""
         return self.drafter.needs
 
     def start(self, base: BaseState) -> MtpState:
-        """As the drafter, by the convention."""
         return self.drafter.start(base, self.convention)
 
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        """As the drafter, after the transform."""
         return self.drafter.step(state, token, self.transform)
 
     def fork(self, state: MtpState, parents: Tensor) -> MtpState:
-        """As the drafter."""
         return self.drafter.fork(state, parents)

@@ -23,26 +23,18 @@ DraftState = Any
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter reads of its base. A base that cannot give it is not the one the drafter was made for.
+    """What a drafter reads of its base. A base that cannot give it is not the one the drafter was made for."""
 
-    Attributes:
-        vocab_size: tokens, the base's own.
-        width: of the base's embeddings and hidden states.
-        embedding: the base's embedding of every drafted token, times sqrt(width).
-        final_hidden: the state after the final norm that predicted the pending token.
-        layers: the hidden states that enter these layers of the base, counted from 0; the number of its layers stands
-            for what leaves the last one, before the final norm.
-        shared_kv: layer type → (KV heads, head_dim) of the base's K and V it looks at.
-        own_cache: it keeps something of its own from round to round: :attr:`BaseState.previous`.
-    """
-
-    vocab_size: int
-    width: int
-    embedding: bool = True
-    final_hidden: bool = True
+    vocab_size: int  # tokens, the base's own
+    width: int  # of the base's embeddings and hidden states
+    embedding: bool = True  # the base's embedding of every drafted token, times sqrt(width)
+    final_hidden: bool = True  # the state after the final norm that predicted the pending token
     layers: tuple[int, ...] = ()
+    """The hidden states that enter these layers of the base, counted from 0; the number of its layers stands for what
+    leaves the last one, before the final norm."""
     shared_kv: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    own_cache: bool = False
+    """Layer type → (KV heads, head_dim) of the base's K and V it looks at."""
+    own_cache: bool = False  # it keeps something of its own from round to round: BaseState.previous
 
 
 @dataclass(frozen=True)
@@ -51,18 +43,12 @@ class Fed:
 
     Rejected drafts are among them, and padding after a shorter prompt: both stand at the pending token's position or
     later.
-
-    Attributes:
-        tokens: int64 [batch, fed].
-        positions: int64 [batch, fed].
-        hidden: [batch, fed, width], after the final norm.
-        layers: layer → [batch, fed, width], the hidden state that enters it.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    hidden: Tensor
-    layers: Mapping[int, Tensor]
+    tokens: Tensor  # int64 [batch, fed]
+    positions: Tensor  # int64 [batch, fed]
+    hidden: Tensor  # [batch, fed, width], after the final norm
+    layers: Mapping[int, Tensor]  # layer → [batch, fed, width], the hidden state that enters it
 
     def keep(self, rows: Tensor) -> Fed:
         """These sequences alone, int64 [kept]."""
@@ -84,29 +70,19 @@ class Fed:
 
 @dataclass(frozen=True)
 class BaseState:
-    """What the base knows when a round starts: everything up to the token before the pending one.
+    """What the base knows when a round starts: everything up to the token before the pending one."""
 
-    Attributes:
-        positions: int64 [batch, queries], where the pending token stands; at least 1.
-        hidden: [batch, queries, width], the state after the final norm that predicted it.
-        embed: tokens [...] → [..., width], the base's embedding, scaled.
-        shared_kv: layer type → the base's K and V, of every layer type it has.
-        slot_positions: layer type → int64 [batch, slots], the position whose K and V a slot holds; later than any
-            query where it holds none.
-        fed: what the base was fed since the last round: at first the whole prompt.
-        previous: what :meth:`Drafter.start` returned last; None in the first round, and for a drafter without a cache
-            of its own.
-        rows: which sequences of ``previous`` are still there; None: all.
-    """
-
-    positions: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    shared_kv: Mapping[str, KV]
+    positions: Tensor  # int64 [batch, queries], where the pending token stands; at least 1
+    hidden: Tensor  # [batch, queries, width], the state after the final norm that predicted it
+    embed: Callable[[Tensor], Tensor]  # tokens [...] → [..., width], the base's embedding, scaled
+    shared_kv: Mapping[str, KV]  # layer type → the base's K and V, of every layer type it has
     slot_positions: Mapping[str, Tensor]
-    fed: Fed
+    """Layer type → int64 [batch, slots], the position whose K and V a slot holds; later than any query where it holds
+    none."""
+    fed: Fed  # what the base was fed since the last round: at first the whole prompt
     previous: DraftState = None
-    rows: Sequence[int] | None = None
+    """What :meth:`Drafter.start` returned last; None in the first round, and for a drafter without a cache."""
+    rows: Sequence[int] | None = None  # which sequences of ``previous`` are still there; None: all
 
 
 class Drafter(Protocol):

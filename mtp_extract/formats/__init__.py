@@ -10,47 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, escape
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 
-__all__ = ["EVERY", "FORMATS", "HEADS", "format_named", "format_of", "name_for", "read_checkpoint"]
-
 
 @dataclass(frozen=True)
 class Listed:
-    """A format as the list of choices has it. Its module is imported when it is chosen, so that a list costs nothing.
-
-    Attributes:
-        module: whose ``FORMAT`` it is.
-        dtypes: the output types it has, the default first.
-        about: one line for users.
-        engines: those of :data:`ENGINES` that load it.
-        library: what the Hub calls the library it is for.
-        rules: those of :data:`mtp_extract.checkpoint.rounding.RULES` whose codes it holds, the usual one first.
-        provenance_inside: whether the weights file has room for where it came from.
-        tokenizer_inside: whether it has room for the base's tokenizer.
-        activations: whether it holds the static quantization of activations.
-        architecture: what it holds: "gemma4-mtp" or "eagle3".
-        instance: what it is called in its module.
-        otherwise: engine that wants it otherwise → the name under which it is so written.
-        variant: whether it is chosen by engine and not by name.
-    """
+    """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
 
     module: str
-    dtypes: tuple[str, ...]
-    about: str
-    engines: tuple[str, ...] = ()
-    library: str = ""
-    rules: tuple[str, ...] = ()
-    provenance_inside: bool = False
-    tokenizer_inside: bool = False
-    activations: bool = False
+    dtypes: tuple[str, ...]  # output types, the default first
+    about: str  # one line for users
+    engines: tuple[str, ...] = ()  # those of ENGINES that load it
+    library: str = ""  # what the Hub calls the library it is for
+    rules: tuple[str, ...] = ()  # those of checkpoint.rounding.RULES whose codes it holds, the usual one first
+    provenance_inside: bool = False  # whether the weights file has room for where it came from
+    tokenizer_inside: bool = False  # and for the base's tokenizer
+    activations: bool = False  # whether it holds the static quantization of activations
     architecture: str = GEMMA4_MTP
-    instance: str = "FORMAT"
-    otherwise: Mapping[str, str] = field(default_factory=dict)
-    variant: bool = False
+    instance: str = "FORMAT"  # its name in the module
+    otherwise: Mapping[str, str] = field(default_factory=dict)  # engine → the name under which it is written for it
+    variant: bool = False  # whether it is chosen by engine and not by name
 
 
 ENGINES = ("transformers", "vllm", "sglang", "mlx_vlm", "llama_cpp")
@@ -176,20 +158,20 @@ def format_of(directory: Path) -> Format:
     """The format of the checkpoint in ``directory``.
 
     Raises:
-        DrafterError: it is of none.
+        CheckpointError: it is of none.
     """
     formats = [format_named(name) for name in EVERY]
     for found in formats:
         if found.recognizes(directory):
             return found
     if not directory.exists():
-        raise DrafterError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
+        raise CheckpointError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
     if directory.is_file():
-        raise DrafterError(
+        raise CheckpointError(
             f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file; a bundle is to be "
             "extracted first"
         )
-    raise DrafterError(
+    raise CheckpointError(
         f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
@@ -199,7 +181,7 @@ def read_checkpoint(directory: Path | str) -> Checkpoint:
     """The checkpoint in ``directory``, of whichever format.
 
     Raises:
-        DrafterError, CheckpointError: as :meth:`Format.read`.
+        CheckpointError: as :meth:`Format.read`.
     """
     folder = Path(directory)
     return format_of(folder).read(folder)

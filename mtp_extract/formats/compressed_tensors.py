@@ -1,6 +1,6 @@
 """compressed-tensors' ``pack-quantized``, weights only: what vLLM, SGLang and transformers load.
 
-The head is packed, and so stands apart from the embedding, which nothing stores: a drafter never reads it, and engines
+The head is packed, and so a module of its own; the embedding is not stored: a drafter never reads it, and engines
 share the base's. Packed, the head is an eighth of what it is in floats, and reading it is most of what a draft costs.
 SGLang has no packed head and would leave it as it was made, without a word: for it the head stays in floats, tied.
 """
@@ -15,7 +15,7 @@ from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.manifest import anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat, group_of
 from mtp_extract.formats.parts import Packed, Part
@@ -32,7 +32,7 @@ class CompressedTensorsFormat(PackedFormat):
 
     key = "quantization_config"
     unties = True
-    besides = MappingProxyType(
+    tolerated = MappingProxyType(
         {
             # Read here, or by nothing that computes.
             **dict.fromkeys(_OFF, off),
@@ -50,13 +50,13 @@ class CompressedTensorsFormat(PackedFormat):
         self.name = name
         self._dense_head_for = dense_head_for
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed | str:
+    def fit(self, role: Role, codes: RowCodes) -> Packed:
         if role.name == HEAD and self._dense_head_for:
-            return f"{self._dense_head_for} takes a head of floats only; without it the codes are kept"
+            raise NoCodesError(f"{self._dense_head_for} takes a head of floats only; without it the codes are kept")
         whole = codes.block == codes.shape[1]
         group = codes.block if whole else group_of(codes)
         if group is None:
-            return (
+            raise NoCodesError(
                 f"its blocks of {codes.block} are none that engines have kernels for; the litert format has its floats"
             )
         return Packed(codes.shape, codes.bits, group)
@@ -73,7 +73,7 @@ class CompressedTensorsFormat(PackedFormat):
         groups: dict[tuple[int, int | None], list[str]] = {}
         for module, how in packed.items():
             groups.setdefault((how.bits, _group_size(how)), []).append(
-                _target(module, fused=packed.get(_beside(module)) == how)
+                _target(module, fused=packed.get(_fused_with(module)) == how)
             )
         return {
             "quant_method": "compressed-tensors",
@@ -95,13 +95,13 @@ class CompressedTensorsFormat(PackedFormat):
         self, document: Mapping[str, Any], modules: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, int]]:
         if document.get("format") != "pack-quantized" or document.get("ignore", []) != []:
-            raise DrafterError(
+            raise CheckpointError(
                 "expected compressed-tensors in the format pack-quantized with nothing ignored, found "
                 f"{escape(document.get('format'))}, ignoring {escape(document.get('ignore'))}; it is not supported"
             )
         for key in _OFF:
             if document.get(key):
-                raise DrafterError(
+                raise CheckpointError(
                     f"expected no {key} in {self.key}, found {escape(document[key])}; it is not supported"
                 )
         known = {_target(module, fused): module for module in modules for fused in (False, True)}
@@ -113,24 +113,26 @@ class CompressedTensorsFormat(PackedFormat):
             bits, size = reading.positive_integer(weights, "num_bits"), weights.get("group_size")
             expected = {**_FIXED, "num_bits": bits, **_strategy(size), "actorder": None}
             if size not in (None, *GROUPS) or {key: weights.get(key) for key in expected} != expected:
-                raise DrafterError(
+                raise CheckpointError(
                     f"expected signed integers around zero by channel or in groups of 32, 64 or 128 in {escape(name)}, "
                     f"found {escape(weights)}; it is not supported"
                 )
             if group.get("format") not in (None, document["format"]):
-                raise DrafterError(f"expected {name} in the format pack-quantized, found {escape(group['format'])}")
+                raise CheckpointError(f"expected {name} in the format pack-quantized, found {escape(group['format'])}")
             if group.get("input_activations") or group.get("output_activations"):
-                raise DrafterError(f"expected weights only in {escape(name)}, found activations; it is not supported")
+                raise CheckpointError(
+                    f"expected weights only in {escape(name)}, found activations; it is not supported"
+                )
             for target in reading.sequence(group, "targets"):
                 if not isinstance(target, str) or target not in known:
-                    raise DrafterError(
+                    raise CheckpointError(
                         f"expected targets that name a matrix of the drafter each, found {escape(target)}; extract the "
                         "drafter anew"
                     )
                 module = known[target]
                 how = (bits, modules[module][1] if size is None else size)
                 if found.setdefault(module, how) != how:
-                    raise DrafterError(f"{escape(module)} is in two groups; the config contradicts itself")
+                    raise CheckpointError(f"{escape(module)} is in two groups; the config contradicts itself")
         return found
 
 
@@ -146,7 +148,7 @@ def _strategy(size: int | None) -> dict[str, Any]:
     return {"strategy": "channel" if size is None else "group", "group_size": size}
 
 
-def _beside(module: str) -> str:
+def _fused_with(module: str) -> str:
     """The module that engines fuse with a gate; empty for any other."""
     return module.removesuffix(_GATE) + _UP if module.endswith(_GATE) else ""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.manifest import is_text, some
-from mtp_extract.errors import DrafterError
+from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS
 
@@ -33,30 +33,27 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The parsed ``config.json``.
-
-    Args:
-        config: what it holds.
-        own_embedding: whether a table of embeddings lies beside it.
+    """The head of a parsed ``config.json``; ``own_embedding`` where a table of embeddings lies beside it.
 
     Raises:
-        DrafterError: a key is missing, of the wrong type or range, says what no such head has, or contradicts another.
+        CheckpointError: a key is missing, of the wrong type or range, or says what no such head has.
+        DrafterError: a shape that no head has.
     """
     eagle = reading.table(config, "eagle_config") if config.get("eagle_config") is not None else {}
     if eagle.get("use_aux_hidden_state", True) is not True:
-        raise DrafterError(
+        raise CheckpointError(
             "expected use_aux_hidden_state to be true in an EAGLE-3 head, found otherwise; it is not supported"
         )
     entering, leaving = llama.read_ids(config, IDS), llama.read_ids(eagle, IDS)
     shifted = None if leaving is None else tuple(layer + 1 for layer in leaving)
     layers = entering or shifted
     if layers is None:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected {IDS} in the drafter's config, found none; engines take 2, n // 2 and n − 3 of a base of n "
             "layers: write those that the head was trained with"
         )
     if entering is not None and shifted is not None and entering != shifted:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected each layer of {IDS} in eagle_config to be one less than at the top level, found "
             f"{list(leaving or ())} and {list(entering)}: SGLang and vLLM would read different states; check which of "
             "the two the head was trained with"
@@ -64,19 +61,18 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     return llama.parse_llama(
         config,
         config,
-        layers,
-        norm_before_residual=reading.flag(config, "norm_before_residual"),
+        base_layers=layers,
         norm_before_fc=reading.flag(eagle if "norm_before_fc" in eagle else config, "norm_before_fc"),
         own_embedding=own_embedding,
         base=llama.named_base(config.get(_BASE)),
     )
 
 
-_BESIDES = {
-    **llama.BESIDES,
+_TOLERATED = {
+    **llama.TOLERATED,
     _BASE: is_text,
     "architectures": some(["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]),
     **{f"eagle_config.{key}": some(True, False, None) for key in ("norm_before_fc", "use_aux_hidden_state")},
 }
 
-FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _BESIDES)
+FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _TOLERATED)

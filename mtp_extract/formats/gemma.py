@@ -18,12 +18,11 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.packed import HEAD, PackedFormat
+from mtp_extract.formats.packed import EMBEDDING, HEAD, PackedFormat
 from mtp_extract.formats.parts import INPUT, OUTPUT, Packed, Part, static_scale
 
-_EMBEDDING = "model.embed_tokens"
 _EMBEDDING_BITS = 2
 
 
@@ -34,9 +33,9 @@ class GemmaFormat(PackedFormat):
     key = "quantization_config"
     unties = True
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed | str:
+    def fit(self, role: Role, codes: RowCodes) -> Packed:
         if codes.block != codes.shape[1]:
-            return (
+            raise NoCodesError(
                 f"its blocks of {codes.block} have scales of their own, where this format has one a row; the "
                 "compressed-tensors format keeps blocks of 32, 64 and 128"
             )
@@ -69,7 +68,7 @@ class GemmaFormat(PackedFormat):
     def document(self, packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
         bits = {_pattern(module): {"num_bits": how.bits} for module, how in packed.items()}
         if HEAD in packed:
-            bits[_pattern(_EMBEDDING)] = {"num_bits": _EMBEDDING_BITS}
+            bits[_pattern(EMBEDDING)] = {"num_bits": _EMBEDDING_BITS}
         return {
             "quant_method": "gemma",
             "num_bits": next(iter(packed.values())).bits,
@@ -89,20 +88,20 @@ class GemmaFormat(PackedFormat):
             if pattern in patterns and isinstance(how, dict):
                 module = patterns[pattern]
                 found[module] = reading.positive_integer(how, "num_bits"), modules[module][1]
-            elif pattern != _pattern(_EMBEDDING):
-                raise DrafterError(
+            elif pattern != _pattern(EMBEDDING):
+                raise CheckpointError(
                     f"expected a pattern for each matrix of the drafter under module_quant_configs, found "
                     f"{escape(pattern)}: {escape(how)}; extract the drafter anew"
                 )
         others = [module for module in modules if module not in found]
         others = _skipped(others)
         if sorted(others) != sorted(map(str, skipped)):
-            raise DrafterError(
+            raise CheckpointError(
                 f"expected {', '.join(others) or 'nothing'} under modules_to_not_convert, found "
                 f"{escape(skipped)}; the config contradicts itself"
             )
         if document.get("quantize_embeddings", False) is not (HEAD in found):
-            raise DrafterError(
+            raise CheckpointError(
                 f"expected quantize_embeddings to be {str(HEAD in found).lower()}, as {HEAD} is, found "
                 f"{escape(document.get('quantize_embeddings'))}; the config contradicts itself"
             )
@@ -114,7 +113,7 @@ FORMAT = GemmaFormat()
 
 def _skipped(floats: Sequence[str]) -> list[str]:
     """Modules that stay as they are: a head that is tied to an embedding of floats is one in name too."""
-    return [*floats, *([HEAD] if _EMBEDDING in floats else [])]
+    return [*floats, *([HEAD] if EMBEDDING in floats else [])]
 
 
 def _pattern(module: str) -> str:

@@ -15,22 +15,22 @@ import numpy as np
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, SCALAR, Role, roles_of, shapes_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, Steps, read_floats
+from mtp_extract.checkpoint.lazy import LazyTensor, Steps, read_floats
 from mtp_extract.checkpoint.manifest import Manifest, Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
-from mtp_extract.errors import CheckpointError, DrafterError, NoCodesError, escape
+from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
     ARCH,
-    BESIDES,
     OWN,
+    TOLERATED,
     config_metadata,
     config_of,
     needed_of,
@@ -38,7 +38,7 @@ from mtp_extract.formats.gguf_metadata import (
     rope_frequency_factors,
 )
 from mtp_extract.formats.gguf_tokenizer import MODEL, NO_TOKENIZER, TOKENS, tokenizer_metadata
-from mtp_extract.formats.holding import hold_floats
+from mtp_extract.formats.holding import hold_floats, weight_of
 
 _ROPE = "rope_freqs.weight"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
@@ -68,9 +68,10 @@ class GgufFormat:
             return hold_floats(tensor, "f32", "llama.cpp multiplies by vectors of F32")
         if dtype != CODES:
             return hold_floats(tensor, dtype, "floats were asked for")
-        codes = _codes(tensor)
-        if isinstance(codes, str):
-            return hold_floats(tensor, "f32", codes)
+        try:
+            codes = _codes(tensor)
+        except NoCodesError as error:
+            return hold_floats(tensor, "f32", str(error))
         if (codes.steps == codes.steps.astype(np.float16)).all():
             return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
@@ -128,7 +129,7 @@ class GgufFormat:
     def manifest(self, directory: Path) -> Manifest:
         path = _file_in(directory)
         made = config_metadata(_config(path)[1])
-        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), BESIDES, needed_of(made)),))
+        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), TOLERATED, needed_of(made)),))
 
 
 FORMAT = GgufFormat()
@@ -138,18 +139,22 @@ def _file_in(place: Path) -> Path:
     return place if place.suffix == Path(FORMAT.marker).suffix and place.is_file() else place / FORMAT.marker
 
 
-def _codes(tensor: LazyTensor) -> RowCodes | str:
-    """``tensor`` as Q4_0 or Q8_0 hold it, or why they cannot."""
+def _codes(tensor: LazyTensor) -> RowCodes:
+    """``tensor`` as Q4_0 or Q8_0 hold it.
+
+    Raises:
+        NoCodesError: they cannot.
+    """
     try:
         codes = row_codes(tensor)
     except NoCodesError as error:
-        return (
+        raise NoCodesError(
             f"{error}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
             "can be kept beside the floats)"
-        )
+        ) from error
     if codes.shape[1] % BLOCK or codes.block % BLOCK:
         what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
-        return (
+        raise NoCodesError(
             f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
             "format keeps rows of any length)"
         )
@@ -157,7 +162,7 @@ def _codes(tensor: LazyTensor) -> RowCodes | str:
         rounded = codes.steps.astype(np.float16).astype(np.float32)
     unlike = np.abs(rounded - codes.steps) > DTYPES["f16"].roundoff * np.abs(codes.steps)
     if unlike.any() or not np.isfinite(rounded).all():
-        return (
+        raise NoCodesError(
             f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
             "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
         )
@@ -165,15 +170,10 @@ def _codes(tensor: LazyTensor) -> RowCodes | str:
 
 
 def _plan(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], dtype: str) -> PlannedTensor:
-    tensor, name = checkpoint.tensors.get(role.name), role.names[FORMAT.name]
-    if tensor is None and role.kind == SCALAR:
-        # A layer without a factor is one with a factor of 1, and llama.cpp wants it to be there.
-        tensor = FilledTensor(shape)
-    if tensor is None:
-        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-    codes = _codes(tensor) if role.kind == MATRIX and dtype == CODES else ""
-    if isinstance(codes, str):
+    tensor, name = weight_of(checkpoint, role, shape), role.names[FORMAT.name]
+    if FORMAT.hold(role, tensor, dtype).kept != CODES:
         return plan_floats(name, role.name, tensor, "f32" if role.kind != MATRIX or dtype == CODES else dtype)
+    codes = _codes(tensor)
     kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
     return PlannedTensor(name, kind.name, shape, lambda: blocks_of(codes), role.name, tensor)
 
@@ -195,16 +195,14 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
     tokens = header.metadata.get(TOKENS)
     rows = head.shape[0] if head is not None else 0
     if isinstance(tokens, Texts) and head is not None and tokens.count != rows:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected {rows} tokens in {escape(path)}, found {tokens.count}; the file contradicts itself"
         )
     factors = None
     if _ROPE in header.tensors:
         factors = read_floats(StoredWeight(path, header.tensors[_ROPE])).reshape(-1)
-    try:
+    with reading.naming(path):
         return header, config_of(header.metadata, rows, factors)
-    except DrafterError as error:
-        raise DrafterError(f"{escape(path)}: {error}") from error
 
 
 def _head_name() -> str:

@@ -7,6 +7,7 @@ decimal; one that does not come back as the same number stands in float64 under 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -15,16 +16,18 @@ import numpy.typing as npt
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
-from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, is_whole, some
-from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, some
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.transformers import MAX_POSITIONS
+from mtp_extract.formats.keys import Table, fixed, held, made, positions, unwritten
 
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
 
 OWN = "mtp_extract."
 """What keys of ours begin with."""
+
+Floats = npt.NDArray[np.float32]
 
 _UNUSED_WINDOW = 512
 _NEVER_TURNED = 1e30
@@ -33,15 +36,50 @@ _NEVER_TURNED = 1e30
 _ACTIVATION = f"{OWN}hidden_activation"
 _SHARE = f"{OWN}rope.partial_rotary_factor"
 _TANH = "gelu_pytorch_tanh"
-_FIXED: Mapping[str, tuple[object, ...]] = {
-    "attention.scale": (None, 1.0),
-    "embedding_length_per_layer_input": (None, 0),
-    "expert_count": (None, 0),
-    "rope.scaling.factor": (None, 1.0),
-}
-"""Keys that change what is computed, and the values that do not."""
+_EPSILON, _CAP, _FACTOR = "attention.layer_norm_rms_epsilon", "final_logit_softcapping", "rope.factor"
+_THETA, _THETA_SLIDING = "rope.freq_base", "rope.freq_base_swa"
+_NUMBERS = (_EPSILON, _THETA, _THETA_SLIDING, _CAP, _FACTOR)
+"""Keys in FP32; the last is a factor of frequencies, which have a tensor."""
 
-BESIDES: Keys = MappingProxyType(
+
+_ONE = (None, 1.0, 1)
+
+
+def _kv_heads(config: DrafterConfig) -> int | list[int]:
+    heads = config.num_kv_heads
+    return heads[0] if len(set(heads)) == 1 else list(heads)
+
+
+_TABLE = Table(
+    made("block_count", "num_layers"),
+    made("vocab_size", "vocab_size", repeats=True),
+    positions("context_length"),
+    held(
+        reading.positive_integer, ("embedding_length", "hidden_size"), ("embedding_length_out", "backbone_hidden_size")
+    ),
+    fixed(embedding_length_per_layer_input=(0, None)),
+    held(reading.positive_integer, ("feed_forward_length", "intermediate_size")),
+    made("nextn_predict_layers", "num_layers", repeats=True),
+    held(reading.positive_integer, ("attention.head_count", "num_heads")),
+    made("attention.head_count_kv", _kv_heads, tolerated=anything),
+    made("attention.key_length", "full.head_dim"),
+    made("attention.value_length", "full.head_dim"),
+    made("attention.key_length_swa", "sliding.head_dim"),
+    made("attention.value_length_swa", "sliding.head_dim"),
+    made("attention.shared_kv_layers", "num_layers", repeats=True),
+    made("attention.sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
+    made("attention.sliding_window_pattern", lambda config: [kind == SLIDING for kind in config.layer_types]),
+    made("rope.dimension_count", "full.head_dim"),
+    made("rope.dimension_count_swa", "sliding.head_dim"),
+    held(reading.number, (_EPSILON, "rms_norm_eps")),
+    made(_THETA, "full.rope.theta"),
+    made(_THETA_SLIDING, "sliding.rope.theta"),
+    held(reading.optional_number, (_CAP, "final_logit_softcap")),
+    unwritten(fixed(**{"attention.scale": _ONE, "expert_count": (None, 0), "rope.scaling.factor": _ONE})),
+)
+"""The keys of the architecture; of a type of layer that a drafter has not, they repeat the other's."""
+
+TOLERATED: Keys = MappingProxyType(
     {
         # What it is called, who made it, and how one samples from a model that is no drafter.
         **{
@@ -57,28 +95,22 @@ BESIDES: Keys = MappingProxyType(
         # Drafts are tokens of the base, whatever this file calls them; that they are as many is read.
         "tokenizer.*": anything,
         "quantize.imatrix.*": anything,
-        # In other words, which are read.
-        **{f"{ARCH}.{key}": some(*values) for key, values in _FIXED.items()},
-        f"{ARCH}.attention.head_count_kv": anything,
+        **_TABLE.allowed(f"{ARCH}."),
         f"{ARCH}.expert_used_count": some(0),
-        f"{ARCH}.context_length": is_whole,
         f"{OWN}version": is_text,
         **dict.fromkeys((f"{OWN}source.*", f"{OWN}section.*"), is_text),
-        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}final_logit_softcapping"), is_number),
+        **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}{_CAP}"), is_number),
     }
 )
 """What a file may say beside what it is written here; by whom, of what, and for which tokens."""
 
-_IMPLIED = ("vocab_size", "context_length", "final_logit_softcapping")
+_IMPLIED = ("vocab_size", "context_length", _CAP)
 """Keys of the architecture that llama.cpp does without: its converter writes all others."""
 
 
 def needed_of(made: Mapping[str, Any]) -> tuple[str, ...]:
     """Those of :func:`config_metadata` without which llama.cpp takes something else."""
     return tuple(key for key in made if key.startswith(f"{ARCH}.") and not key.endswith(_IMPLIED))
-
-
-Floats = npt.NDArray[np.float32]
 
 
 def config_metadata(config: DrafterConfig) -> dict[str, Any]:
@@ -88,13 +120,11 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
         UnsupportedError: llama.cpp would compute something else.
     """
     config.require_uniform()
-    kinds = config.kv_layers
-    sliding = kinds.get(SLIDING) or kinds[FULL]
-    full = kinds.get(FULL) or sliding
-    if SLIDING in kinds and sliding.rope.kind != "default":
+    rope = config.sliding.rope
+    if SLIDING in config.layer_types and rope.kind != "default":
         raise UnsupportedError(
-            f"The sliding layers turn {sliding.rope.partial_rotary_factor:g} of a head, by frequencies divided by "
-            f"{sliding.rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
+            f"The sliding layers turn {rope.partial_rotary_factor:g} of a head, by frequencies divided by "
+            f"{rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
             "transformers format.",
             remedies=("format=transformers",),
         )
@@ -104,42 +134,15 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
             "litert format.",
             remedies=("format=litert",),
         )
-    count = config.num_layers
-    kv_heads = sorted(set(config.num_kv_heads))
-    numbers = {
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": full.rope.theta,
-        "rope.freq_base_swa": sliding.rope.theta,
-        **({"final_logit_softcapping": config.final_logit_softcap} if config.final_logit_softcap else {}),
-    }
-    made = {
-        "block_count": count,
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings or MAX_POSITIONS,
-        "embedding_length": config.hidden_size,
-        "embedding_length_out": config.backbone_hidden_size,
-        "embedding_length_per_layer_input": 0,
-        "feed_forward_length": config.intermediate_size,
-        "nextn_predict_layers": count,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": kv_heads[0] if len(kv_heads) == 1 else list(config.num_kv_heads),
-        "attention.key_length": full.head_dim,
-        "attention.value_length": full.head_dim,
-        "attention.key_length_swa": sliding.head_dim,
-        "attention.value_length_swa": sliding.head_dim,
-        "attention.shared_kv_layers": count,
-        "attention.sliding_window": config.sliding_window or _UNUSED_WINDOW,
-        "attention.sliding_window_pattern": [kind == SLIDING for kind in config.layer_types],
-        "rope.dimension_count": full.head_dim,
-        "rope.dimension_count_swa": sliding.head_dim,
-        **numbers,
-    }
+    keys = {key: value for key, value in _TABLE.write(config).items() if value is not None}
     own: dict[str, Any] = {_ACTIVATION: config.hidden_activation}
-    if FULL in kinds:
-        own[_SHARE] = np.float64(full.rope.partial_rotary_factor)
-        numbers = {**numbers, "rope.factor": full.rope.factor}
-    own |= {OWN + key: np.float64(number) for key, number in numbers.items() if _decimal(number) != number}
-    return {**{f"{ARCH}.{key}": value for key, value in made.items()}, **own}
+    numbers = keys
+    if FULL in config.layer_types:
+        own[_SHARE] = np.float64(config.full.rope.partial_rotary_factor)
+        numbers = {**keys, _FACTOR: config.full.rope.factor}
+    exact = {key: numbers[key] for key in _NUMBERS if key in numbers and _decimal(numbers[key]) != numbers[key]}
+    own |= {OWN + key: np.float64(number) for key, number in exact.items()}
+    return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **own}
 
 
 def _decimal(number: float | np.float32) -> float:
@@ -185,73 +188,48 @@ def config_of(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | No
         factors: as :func:`rope_frequency_factors` makes them; None where the file has none.
 
     Raises:
-        DrafterError: another architecture, a key missing or of another type or range, keys that contradict each other,
-            or a feature that this drafter does not have.
+        CheckpointError: another architecture, a key missing or of another type or range, keys that contradict each
+            other, or a feature that this drafter does not have.
+        DrafterError: a shape that no drafter has.
     """
     if metadata.get(ARCHITECTURE) != ARCH:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected {ARCHITECTURE} {ARCH}, found {escape(metadata.get(ARCHITECTURE))}; point to the drafter, not "
             "the base model"
         )
-    keys = {
-        key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items() if key.startswith(f"{ARCH}.")
-    }
-    for key, values in _FIXED.items():
-        if keys.get(key) not in values:
-            raise DrafterError(f"expected no {key} in a drafter, found {escape(keys[key])}; it is not supported")
-    count = reading.positive_integer(keys, "block_count")
-    layers = _layers(metadata, keys, count, factors)
-    for key, value in (
-        ("nextn_predict_layers", count),
-        ("attention.shared_kv_layers", count),
-        ("vocab_size", vocabulary),
-        ("attention.value_length", keys.get("attention.key_length")),
-        ("attention.value_length_swa", keys.get("attention.key_length_swa")),
-        ("rope.dimension_count", keys.get("attention.key_length")),
-        ("rope.dimension_count_swa", keys.get("attention.key_length_swa")),
-    ):
-        if keys.get(key, value) != value:
-            raise DrafterError(f"expected {key} {value}, found {escape(keys[key])}; the file contradicts itself")
-    return DrafterConfig(
-        backbone_hidden_size=reading.positive_integer(keys, "embedding_length_out"),
-        hidden_size=reading.positive_integer(keys, "embedding_length"),
-        intermediate_size=reading.positive_integer(keys, "feed_forward_length"),
+    keys = _exact(metadata, factors)
+    found = DrafterConfig(
+        **_TABLE.read(keys),
         vocab_size=vocabulary,
-        num_heads=reading.positive_integer(keys, "attention.head_count"),
-        layers=layers,
-        rms_norm_eps=_number(metadata, keys, "attention.layer_norm_rms_epsilon"),
-        final_logit_softcap=None
-        if keys.get("final_logit_softcapping") is None
-        else _number(metadata, keys, "final_logit_softcapping"),
-        hidden_activation=reading.activation(metadata.get(_ACTIVATION, _TANH)),
-        max_position_embeddings=reading.optional_integer(keys, "context_length"),
+        layers=_layers(metadata, keys, factors),
+        hidden_activation=reading.activation(metadata, _ACTIVATION, default=_TANH),
     )
+    _TABLE.require_agreement(keys, found)
+    return found
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with numbers of FP32 as the decimals they are known by."""
-    return _decimal(value) if isinstance(value, np.float32) else value
+def _exact(metadata: Mapping[str, Any], factors: Floats | None) -> dict[str, Any]:
+    """The architecture's keys, without its name; numbers as exact as the file has them."""
+    keys = {key.removeprefix(f"{ARCH}."): value for key, value in metadata.items() if key.startswith(f"{ARCH}.")}
+    if factors is not None and factors.size:
+        keys[_FACTOR] = factors[0]
+    keys = {key: _decimal(value) if isinstance(value, np.float32) else value for key, value in keys.items()}
+    for key in _NUMBERS:
+        if OWN + key in metadata and key in keys:
+            found, exact = reading.number(keys, key), reading.number(metadata, OWN + key)
+            if np.float32(exact) != np.float32(found):
+                raise CheckpointError(
+                    f"expected {OWN}{key} {found:g}, as {key} says, found {exact:g}; the file contradicts itself"
+                )
+            keys[key] = exact
+    return keys
 
 
-def _number(metadata: Mapping[str, Any], keys: Mapping[str, Any], key: str) -> float:
-    """The number under ``key``, as exact as the file has it."""
-    found, own = reading.number(keys, key), metadata.get(OWN + key)
-    if own is None:
-        return found
-    exact = reading.number({key: own}, key)
-    if np.float32(exact) != np.float32(found):
-        raise DrafterError(
-            f"expected {OWN}{key} {found:g}, as {key} says, found {exact:g}; the file contradicts itself"
-        )
-    return exact
-
-
-def _layers(
-    metadata: Mapping[str, Any], keys: Mapping[str, Any], count: int, factors: Floats | None
-) -> tuple[LayerConfig, ...]:
+def _layers(metadata: Mapping[str, Any], keys: Mapping[str, Any], factors: Floats | None) -> tuple[LayerConfig, ...]:
+    count = reading.positive_integer(keys, "block_count")
     pattern = reading.require(keys, "attention.sliding_window_pattern")
     if not isinstance(pattern, tuple) or len(pattern) != count or not all(isinstance(n, bool) for n in pattern):
-        raise DrafterError(
+        raise CheckpointError(
             f"expected attention.sliding_window_pattern to be {count} truth values, found {escape(pattern)}; check "
             "the file"
         )
@@ -259,15 +237,19 @@ def _layers(
     if not isinstance(kv_heads, tuple):
         kv_heads = (kv_heads,) * count
     if len(kv_heads) != count:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected attention.head_count_kv to be one number or {count}, found {len(kv_heads)}; check the file"
         )
+    for kind, key in product(("", "_swa"), ("attention.value_length", "rope.dimension_count")):
+        width = keys.get(f"attention.key_length{kind}")
+        if (found := keys.get(key + kind, width)) != width:
+            raise CheckpointError(f"expected {key}{kind} {width}, found {escape(found)}; the file contradicts itself")
     if (factors is None) != all(pattern):
-        raise DrafterError(
+        raise CheckpointError(
             "expected rope_freqs.weight in a file with full layers and in no other, found "
             f"{'none' if factors is None else 'one'}; check the file"
         )
-    sliding_rope = RopeConfig(_number(metadata, keys, "rope.freq_base_swa")) if any(pattern) else None
+    sliding_rope = RopeConfig(reading.number(keys, _THETA_SLIDING)) if any(pattern) else None
     full_rope = None if factors is None else _full_rope(metadata, keys, factors)
     layers = []
     for slides, heads in zip(pattern, kv_heads, strict=True):
@@ -292,17 +274,16 @@ def _full_rope(metadata: Mapping[str, Any], keys: Mapping[str, Any], factors: Fl
     expected = np.full(width // 2, _NEVER_TURNED, np.float32)
     expected[:turned] = factors[0] if factors.size else 1
     if not turned or not np.array_equal(factors, expected):
-        raise DrafterError(
+        raise CheckpointError(
             f"expected rope_freqs.weight to be {width // 2} numbers, one factor and then {_NEVER_TURNED:g}, found "
             "others; it is not supported"
         )
-    factor = _number(metadata, {"rope.factor": _decimal(factors[0])}, "rope.factor")
     share = 2 * turned / width
     if _SHARE in metadata:
         said = reading.number(metadata, _SHARE)
         if said > 1 or _turned(said, width) != turned:
-            raise DrafterError(
+            raise CheckpointError(
                 f"expected {_SHARE} {share:g}, as rope_freqs.weight says, found {said:g}; the file contradicts itself"
             )
         share = said
-    return RopeConfig(_number(metadata, keys, "rope.freq_base"), share, factor)
+    return RopeConfig(reading.number(keys, _THETA), share, reading.number(keys, _FACTOR))

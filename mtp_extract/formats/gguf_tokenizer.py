@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 
 MODEL, TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
@@ -43,11 +44,11 @@ def tokenizer_metadata(directory: Path, vocabulary: int) -> dict[str, Any]:
         if not (directory / name).is_file():
             raise _refused(directory, f"expected {name} there, found none")
     try:
-        config = reading.read_json(directory / _CONFIG)
-        tokens, added = _tokens(reading.read_json(directory / _FILE, _LARGEST))
-    except DrafterError as error:
+        config = read_object(directory / _CONFIG, "")
+        tokens, added = _tokens(read_object(directory / _FILE, "", largest=_LARGEST))
+    except CheckpointError as error:
         # What to do about a drafter is nothing to do about a tokenizer.
-        raise _refused(directory, str(error).partition("; ")[0]) from error
+        raise _refused(directory, str(error).partition("; ")[0].rstrip(". ")) from error
     if len(tokens) != vocabulary:
         raise _refused(directory, f"expected {vocabulary} tokens, as the drafter has, found {len(tokens)}")
     named = _special(config)
@@ -80,16 +81,16 @@ def _tokens(parsed: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     """All tokens by their number, and those that were added after the vocabulary."""
     model = reading.table(parsed, "model")
     if model.get("type") != "BPE" or model.get("byte_fallback") is not True:
-        raise DrafterError("expected a BPE tokenizer that falls back to bytes, as Gemma 4's, found another kind")
+        raise CheckpointError("expected a BPE tokenizer that falls back to bytes, as Gemma 4's, found another kind")
     numbers = dict(reading.table(model, "vocab"))
     known = len(numbers)
     for entry in parsed.get("added_tokens") or []:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise DrafterError(f"expected added_tokens to have content, found {escape(entry)}")
+            raise CheckpointError(f"expected added_tokens to have content, found {escape(entry)}")
         numbers[entry["content"]] = entry.get("id")
     by_number = {number: token for token, number in numbers.items() if type(number) is int}
     if by_number.keys() != set(range(len(numbers))):
-        raise DrafterError(f"expected its {len(numbers)} tokens to be numbered from 0 on, found other numbers")
+        raise CheckpointError(f"expected its {len(numbers)} tokens to be numbered from 0 on, found other numbers")
     tokens = [by_number[number] for number in range(len(numbers))]
     return tokens, set(tokens[known:])
 

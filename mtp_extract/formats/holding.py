@@ -1,10 +1,15 @@
-"""How weights are held, where formats agree on it."""
+"""How weights are held and written, where formats agree on it."""
 
 from __future__ import annotations
 
-from mtp_extract.checkpoint.checkpoint import FLOATS, Holding
+from dataclasses import replace
+
+from mtp_extract.architecture.roles import INDEX, SCALAR, Role
+from mtp_extract.checkpoint.checkpoint import FLOATS, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.lazy import LazyTensor
+from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
+from mtp_extract.checkpoint.planned import PlannedTensor, plan_array, plan_floats
+from mtp_extract.errors import CheckpointError
 
 
 def hold_floats(tensor: LazyTensor, dtype: str, why: str = "the format holds floats only") -> Holding:
@@ -13,3 +18,27 @@ def hold_floats(tensor: LazyTensor, dtype: str, why: str = "the format holds flo
     return Holding(
         FLOATS, rounded_to, DTYPES[dtype].roundoff if rounded_to else 0.0, why if tensor.scheme is not None else ""
     )
+
+
+def weight_of(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...]) -> LazyTensor:
+    """The weight of ``role``; a layer scalar that is not there is 1, as every engine wants it to be there.
+
+    Raises:
+        CheckpointError: ``checkpoint`` lacks it.
+    """
+    tensor = checkpoint.tensors.get(role.name)
+    if tensor is None and role.kind != SCALAR:
+        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+    return tensor or FilledTensor(shape)
+
+
+def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
+    """The floats or indices of ``role``, called ``name``.
+
+    Raises:
+        CheckpointError: as :func:`weight_of`.
+    """
+    tensor = weight_of(checkpoint, role, shape)
+    if role.kind == INDEX:
+        return replace(plan_array(name, read_indices(tensor)), role=role.name)
+    return plan_floats(name, role.name, tensor, dtype)

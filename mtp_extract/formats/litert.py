@@ -14,19 +14,36 @@ from typing import Any
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.manifest import Manifest, Said, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
-from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import DrafterError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
-from mtp_extract.formats.transformers import MAX_POSITIONS, parse_rope, rope_parameters
+from mtp_extract.formats.keys import Table, fixed, held, made, positions
+from mtp_extract.formats.transformers import parse_rope, rope_parameters
 
-_VERSION = 1
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _COLUMNS = ("layer_types", "head_dims", "num_kv_heads", "sliding_windows", "kv_bank_ids")
+_TABLE = Table(
+    fixed(format_version=(1,)),
+    held(reading.positive_integer, "backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size"),
+    made("num_layers", "num_layers"),
+    held(reading.positive_integer, "num_heads"),
+    # A value a layer.
+    made("head_dims", lambda config: list(config.head_dims)),
+    made("num_kv_heads", lambda config: list(config.num_kv_heads)),
+    made("layer_types", lambda config: list(config.layer_types)),
+    made("kv_bank_ids", lambda config: [_KV_BANKS[layer_type] for layer_type in config.layer_types]),
+    made("sliding_windows", lambda config: [layer.sliding_window for layer in config.layers]),
+    held(reading.number, "attention_scale", "rms_norm_eps"),
+    held(reading.activation, "hidden_activation"),
+    held(reading.optional_number, "final_logit_softcap"),
+    positions("max_position_embeddings"),
+    made("rope", lambda config: {t: p for t, p in rope_parameters(config).items() if t in config.rope}),
+)
+"""``mtp_drafter_config.json``, but for the names of tensors."""
 
 
 class LitertFormat:
@@ -52,44 +69,37 @@ class LitertFormat:
         )
         return [
             OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json_text(_config(checkpoint.mtp, names))),
+            OutputFile(self.marker, text=json_text(_document(checkpoint.mtp, names))),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return _parse_config(reading.read_json(directory / self.marker))
+        return self._read_config(directory)[0]
+
+    def _read_config(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, Any]]:
+        path = directory / self.marker
+        document = read_object(path)
+        with reading.naming(path):
+            return _parse_config(document), document
 
     def read(self, directory: Path) -> Checkpoint:
-        parsed = reading.read_json(directory / self.marker)
-        config = _parse_config(parsed)
-        path = directory / self.weights_file
-        stored = reading.read_tensors(path)
+        config, document = self._read_config(directory)
+        names = _read_names(document, shapes_of(config))
         shapes = shapes_of(config)
-        names = _read_names(parsed, shapes)
-        reading.check_tensors(
-            {names[role.name]: (role.path, shape) for role, shape in shapes.items() if role.name in names},
-            {name: tensor.shape for name, tensor in stored.items()},
-        )
+        held = {role: shape for role, shape in shapes.items() if role.name in names}
+        stored = reading.read_tensors(directory / self.weights_file)
+        weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored)
+        if (types := {weight.stored.dtype for weight in weights.values()}) != {"F32"}:
+            where = escape(directory / self.weights_file)
+            raise CheckpointError(f"{where}: expected tensors in F32, found {', '.join(sorted(types))}")
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
-        tensors: dict[str, LazyTensor] = {
-            role.name: StoredWeight(path, stored[names[role.name]], names[role.name])
-            if role.name in names
-            else FilledTensor(shape)
-            for role, shape in shapes.items()
-        }
-        types = {stored[name].dtype for name in names.values()}
-        dtype = next((name for name, dtype in DTYPES.items() if {dtype.safetensors} == types), "")
-        if dtype != "f32":
-            raise DrafterError(f"{escape(path)}: expected tensors in F32, found {', '.join(sorted(types))}")
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
+        tensors = {role.name: weights.get(role.name, FilledTensor(shape)) for role, shape in shapes.items()}
+        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
 
     def manifest(self, directory: Path) -> Manifest:
-        path = directory / self.marker
-        parsed = reading.read_json(path)
-        config = _parse_config(parsed)
-        made = Said(path, _config(config, _read_names(parsed, shapes_of(config))), {})
-        return Manifest(
-            frozenset({self.marker, self.weights_file}), (made, said_by_header(directory / self.weights_file))
-        )
+        config, document = self._read_config(directory)
+        said = Said(directory / self.marker, _document(config, _read_names(document, shapes_of(config))), {})
+        header = said_by_header(directory / self.weights_file)
+        return Manifest(frozenset({self.marker, self.weights_file}), (said, header))
 
 
 FORMAT = LitertFormat()
@@ -107,69 +117,34 @@ def _tensor_names(tensors: Mapping[str, LazyTensor], num_layers: int) -> dict[st
     return names
 
 
-def _config(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
+def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
-    return {
-        "format_version": _VERSION,
-        "backbone_hidden_size": config.backbone_hidden_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "head_dims": list(config.head_dims),
-        "num_kv_heads": list(config.num_kv_heads),
-        "layer_types": list(config.layer_types),
-        "kv_bank_ids": [_KV_BANKS[t] for t in config.layer_types],
-        "sliding_windows": [layer.sliding_window for layer in config.layers],
-        "attention_scale": config.attention_scale,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_activation": config.hidden_activation,
-        "final_logit_softcap": config.final_logit_softcap,
-        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
-        "rope": {t: p for t, p in rope_parameters(config).items() if t in config.layer_types},
-        "tensors": dict(names),
-    }
+    return {**_TABLE.write(config), "tensors": dict(names)}
 
 
-def _parse_config(config: Mapping[str, Any]) -> DrafterConfig:
+def _parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     """The parsed ``mtp_drafter_config.json``.
 
     Raises:
-        DrafterError: another format version, a missing key, per-layer lists of unequal length, or a feature that
+        CheckpointError: another format version, a missing key, per-layer lists of unequal length, or a feature that
             this drafter does not have.
+        DrafterError: a shape that no drafter has.
     """
-    version = config.get("format_version")
-    if version != _VERSION:
-        raise DrafterError(
-            f"expected format_version {_VERSION} in {FORMAT.marker}, found {escape(version)}; extract the drafter anew"
-        )
-    count = reading.positive_integer(config, "num_layers")
+    fields = _TABLE.read(document)
+    count = reading.positive_integer(document, "num_layers")
     for column in _COLUMNS:
-        if len(reading.sequence(config, column)) != count:
-            raise DrafterError(
-                f"expected {count} entries in {column}, found {len(config[column])}; extract the drafter anew"
+        if len(reading.sequence(document, column)) != count:
+            raise CheckpointError(
+                f"expected {count} entries in {column}, found {len(document[column])}; extract the drafter anew"
             )
-    return DrafterConfig(
-        backbone_hidden_size=reading.positive_integer(config, "backbone_hidden_size"),
-        hidden_size=reading.positive_integer(config, "hidden_size"),
-        intermediate_size=reading.positive_integer(config, "intermediate_size"),
-        vocab_size=reading.positive_integer(config, "vocab_size"),
-        num_heads=reading.positive_integer(config, "num_heads"),
-        layers=tuple(_layer(config, index) for index in range(count)),
-        attention_scale=reading.number(config, "attention_scale"),
-        rms_norm_eps=reading.number(config, "rms_norm_eps"),
-        final_logit_softcap=reading.optional_number(config, "final_logit_softcap"),
-        hidden_activation=reading.activation(reading.require(config, "hidden_activation")),
-        max_position_embeddings=reading.optional_integer(config, "max_position_embeddings"),
-    )
+    return DrafterConfig(**fields, layers=tuple(_layer(document, index) for index in range(count)))
 
 
 def _layer(config: Mapping[str, Any], index: int) -> LayerConfig:
     row = {column: config[column][index] for column in _COLUMNS}
     layer_type = row["layer_types"]
     if not isinstance(layer_type, str) or _KV_BANKS.get(layer_type) != row["kv_bank_ids"]:
-        raise DrafterError(
+        raise CheckpointError(
             f"layer {index}: expected layer type and KV bank to be one of {_KV_BANKS}, found "
             f"{escape(layer_type)} with bank {escape(row['kv_bank_ids'])}; extract the drafter anew"
         )
@@ -186,15 +161,15 @@ def _read_names(parsed: Mapping[str, Any], roles: Mapping[Role, Any]) -> dict[st
     """Role → tensor name, as the config's table says; strict about roles."""
     table = parsed.get("tensors")
     if not isinstance(table, dict):
-        raise DrafterError(
+        raise CheckpointError(
             f"expected a table of roles under 'tensors' in {FORMAT.marker}, found none; extract the drafter anew"
         )
     if unknown := sorted(set(table) - {role.name for role in roles}):
-        raise DrafterError(
+        raise CheckpointError(
             f"expected no role {', '.join(map(escape, unknown))} in {FORMAT.marker}; extract the drafter anew"
         )
     if missing := sorted(role.name for role in roles if role.name not in table and not role.optional):
-        raise DrafterError(
+        raise CheckpointError(
             f"expected roles {', '.join(missing)} in {FORMAT.marker}, found none; extract the drafter anew"
         )
     return {role: str(name) for role, name in table.items()}

@@ -12,7 +12,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.packing import row_bytes
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, NoCodesError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.packed import GROUPS, PackedFormat, group_of
 from mtp_extract.formats.parts import Packed, Part
@@ -28,10 +28,10 @@ class MlxFormat(PackedFormat):
     unties = False
     metadata = MappingProxyType({"format": "mlx", "mtp_extract": __version__})
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed | str:
+    def fit(self, role: Role, codes: RowCodes) -> Packed:
         group = group_of(codes)
         if group is None:
-            return (
+            raise NoCodesError(
                 f"its steps are shared by {codes.block} elements, where MLX has groups of 32, 64 or 128; "
                 "the compressed-tensors format keeps whole rows of any length"
             )
@@ -58,13 +58,13 @@ class MlxFormat(PackedFormat):
             if module in ("group_size", "bits") or (module, entry) == ("mode", _MODE):
                 continue
             if module not in modules or not isinstance(entry, dict) or entry.get("mode", _MODE) != _MODE:
-                raise DrafterError(
+                raise CheckpointError(
                     f"expected affine quantization of a matrix of the drafter under {self.key}, found "
                     f"{escape(module)}: {escape(entry)}; extract the drafter anew"
                 )
             bits, group = (reading.positive_integer(entry, key) for key in ("bits", "group_size"))
             if group not in GROUPS:
-                raise DrafterError(
+                raise CheckpointError(
                     f"{escape(module)}: expected groups of 32, 64 or 128, found {group}; check the config"
                 )
             found[module] = bits, group

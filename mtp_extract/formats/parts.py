@@ -30,17 +30,11 @@ _TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType({"F32": np.dtype("<f4"), 
 
 @dataclass(frozen=True)
 class Packed:
-    """How a matrix is packed.
+    """How a matrix is packed."""
 
-    Attributes:
-        shape: ``[out, in]``.
-        bits: of a code.
-        group: neighbouring elements of a row that share a scale; ``in`` where a row has one.
-    """
-
-    shape: tuple[int, ...]
-    bits: int
-    group: int
+    shape: tuple[int, ...]  # [out, in]
+    bits: int  # of a code
+    group: int  # neighbouring elements of a row that share a scale; ``in`` where a row has one
 
     @property
     def scales(self) -> tuple[int, int]:
@@ -50,17 +44,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors that hold a matrix.
+    """One of the tensors that hold a matrix."""
 
-    Attributes:
-        suffix: what its name adds to the module's.
-        kind: "codes", "scales", "biases", "shape", :data:`INPUT` or :data:`OUTPUT`.
-        dtype, shape: of the tensor. Codes of type I8 are not packed.
-    """
-
-    suffix: str
-    kind: str
-    dtype: str
+    suffix: str  # what its name adds to the module's
+    kind: str  # "codes", "scales", "biases", "shape", INPUT or OUTPUT
+    dtype: str  # codes of type I8 are not packed
     shape: tuple[int, ...]
 
 
@@ -113,7 +101,7 @@ def _biases(bits: int, scales: npt.NDArray[np.float32]) -> npt.NDArray[np.float3
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed matrix in the file at ``path``, whose tensors have the types and shapes that ``parts`` say."""
+    """A packed matrix in the file at ``path``; its tensors have the types and shapes of ``parts``, the codes first."""
 
     path: Path
     stored: Mapping[str, StoredTensor]
@@ -127,9 +115,10 @@ class Matrix:
         Raises:
             CheckpointError: it says itself that it has another shape.
         """
-        if self._has("shape") and tuple(self._array("shape").tolist()) != self.packed.shape:
-            raise self._damaged(f"expected the shape {list(self.packed.shape)}, found {self._array('shape').tolist()}")
-        codes = self.stored[self.module + self._part("codes").suffix]
+        shape = self._array("shape").tolist()
+        if shape and tuple(shape) != self.packed.shape:
+            raise self._damaged(f"expected the shape {list(self.packed.shape)}, found {shape}")
+        codes = self.stored[self.module + self.parts[0].suffix]
 
         def rows(first: int, last: int) -> npt.NDArray[np.int8]:
             found = read_rows(self.path, codes, first, last)
@@ -150,34 +139,30 @@ class Matrix:
         Raises:
             CheckpointError: they are damaged.
         """
-        found: list[Activation | None] = []
-        for kind in (INPUT, OUTPUT):
-            scale = float(self._array(kind)) if self._has(kind) else 0.0
-            if not 0 <= scale < np.inf:
-                raise self._damaged(f"expected a scale of activations that is finite and not negative, found {scale}")
-            found.append(Activation("int8", scale, 0) if scale else None)
-        return found[0], found[1]
+        return self._activation(INPUT), self._activation(OUTPUT)
+
+    def _activation(self, kind: str) -> Activation | None:
+        scale = float(self._array(kind).sum())
+        if not 0 <= scale < np.inf:
+            raise self._damaged(f"expected a scale of activations that is finite and not negative, found {scale}")
+        return Activation("int8", scale, 0) if scale else None
 
     def _steps(self) -> Steps:
-        scales, bits = self._array("scales"), self.packed.bits
+        scales, biases, bits = self._array("scales"), self._array("biases"), self.packed.bits
         with np.errstate(over="ignore", invalid="ignore"):
             sound = (scales >= 0) & np.isfinite(_biases(bits, scales))
         if not sound.all():
             raise self._damaged("expected scales that are finite and not negative, found others")
-        if self._has("biases") and not np.array_equal(self._array("biases"), _biases(bits, scales)):
+        if biases.size and not np.array_equal(biases, _biases(bits, scales)):
             raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
         return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64)).by_row()
 
-    def _has(self, kind: str) -> bool:
-        return any(part.kind == kind for part in self.parts)
-
-    def _part(self, kind: str) -> Part:
-        return next(part for part in self.parts if part.kind == kind)
-
     def _array(self, kind: str) -> npt.NDArray[Any]:
-        part = self._part(kind)
-        there = self.stored[self.module + part.suffix]
-        flat = StoredTensor(there.dtype, (1,), there.offset, there.length)
+        """The part of that kind; empty where the format has none."""
+        part = next((part for part in self.parts if part.kind == kind), None)
+        if part is None:
+            return np.empty(0)
+        flat = replace(self.stored[self.module + part.suffix], shape=(1,))
         return read_rows(self.path, flat, 0, 1).reshape(-1).view(_TYPES[part.dtype]).reshape(part.shape)
 
     def _damaged(self, what: str) -> CheckpointError:

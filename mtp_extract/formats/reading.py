@@ -1,43 +1,23 @@
-"""What reading has in common: JSON files, typed values, and tensors matched strictly to roles."""
+"""Reading strictly: typed values of a configuration, tensors of one file or several, and tensors matched to roles."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.checkpoint.json_file import once
+from mtp_extract.architecture.roles import Role
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.manifest import Manifest, said_by_header, said_by_index
-from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
-from mtp_extract.io.regular import read_regular
 
-_LARGEST_JSON = 1 << 24
-
-
-def read_json(path: Path, largest: int = _LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in the file at ``path``, of at most ``largest`` bytes.
-
-    Raises:
-        DrafterError: it cannot be read, or holds something else.
-    """
-    try:
-        parsed = json.loads(read_regular(path, largest).decode("utf-8"), object_pairs_hook=once)
-    except (OSError, ValueError, RecursionError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise DrafterError(
-            f"expected JSON in {escape(path)}, found: {escape(found)}; extract the drafter anew"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise DrafterError(f"expected a JSON object in {escape(path)}, found a {type(parsed).__name__}")
-    return parsed
-
+Stored = Mapping[str, tuple[Path, StoredTensor]]
+"""Tensor → the file that holds it, and where in it."""
 
 _QUANTIZED = ("compressed-tensors", "gemma")
-
-
 _EAGLE3 = "eagle3"
 
 
@@ -51,8 +31,8 @@ def kind_of(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        config = read_json(path)
-    except DrafterError:
+        config = read_object(path)
+    except CheckpointError:
         return ""
     if "speculators_model_type" in config:
         return "speculators"
@@ -65,50 +45,60 @@ def kind_of(path: Path) -> str | None:
     return method if method in _QUANTIZED else ""
 
 
-def read_tensors(path: Path) -> dict[str, StoredTensor]:
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What is wrong with the shape that the file at ``path`` describes is said with its name.
+
+    Raises:
+        CheckpointError: for any that is raised inside, and for a shape that no drafter has.
+    """
+    try:
+        yield
+    except (CheckpointError, DrafterError) as error:
+        raise CheckpointError(f"{escape(path)}: {error}") from error
+
+
+def read_tensors(path: Path) -> Stored:
     """The tensors of the safetensors file at ``path``.
 
     Raises:
-        DrafterError: it is not there, or is none.
+        CheckpointError: it is not there, or is none.
     """
     if not path.is_file():
-        raise DrafterError(f"expected {path.name} in {escape(path.parent)}, found none; extract the drafter anew")
-    try:
-        return read_header(path)
-    except CheckpointError as error:
-        raise DrafterError(
-            f"expected safetensors in {escape(path)}, found: {error} Extract the drafter anew"
-        ) from error
+        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; extract the drafter anew")
+    return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
 
 
-def read_shards(directory: Path, name: str) -> dict[str, tuple[Path, StoredTensor]]:
+def read_shards(directory: Path, name: str) -> Stored:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
 
     Raises:
-        DrafterError: it is not there, is none, or the index contradicts its files.
+        CheckpointError: it is not there, is none, or the index contradicts its files.
     """
     index = directory / f"{name}.index.json"
     if (directory / name).is_file() or not index.is_file():
-        return {tensor: (directory / name, stored) for tensor, stored in read_tensors(directory / name).items()}
-    places = table(read_json(index), "weight_map")
-    files = dict.fromkeys(str(file) for file in places.values())
-    if wrong := [file for file in files if Path(file).name != file]:
-        raise DrafterError(
-            f"expected files beside {escape(index)} in it, found {escape(wrong[0])}; check the directory"
-        )
-    found: dict[str, tuple[Path, StoredTensor]] = {}
-    for file in files:
-        stored = read_tensors(directory / file)
-        if twice := sorted(stored.keys() & found.keys()):
-            raise DrafterError(f"{escape(twice[0])}: expected it in one file of {escape(index)}, found it in two")
-        found |= {tensor: (directory / file, there) for tensor, there in stored.items()}
-    there = {tensor: path.name for tensor, (path, _) in found.items()}
-    if odd := [tensor for tensor in {**places, **there} if places.get(tensor) != there.get(tensor)]:
-        raise DrafterError(f"expected {escape(odd[0])} where {escape(index)} says it is, found it elsewhere or nowhere")
+        return read_tensors(directory / name)
+    document = read_object(index)
+    with naming(index):
+        places = table(document, "weight_map")
+        files = dict.fromkeys(str(file) for file in places.values())
+        if wrong := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(f"expected files beside it, found {escape(wrong[0])}; check the index")
+        found: dict[str, tuple[Path, StoredTensor]] = {}
+        for file in files:
+            stored = read_tensors(directory / file)
+            if twice := sorted(stored.keys() & found.keys()):
+                raise CheckpointError(f"expected {escape(twice[0])} in one of its files, found it in two")
+            found |= stored
+        there = {tensor: path.name for tensor, (path, _) in found.items()}
+        if odd := [tensor for tensor in {**places, **there} if places.get(tensor) != there.get(tensor)]:
+            raise CheckpointError(
+                f"expected {escape(odd[0])} where the index says it is, found it elsewhere or nowhere"
+            )
     return found
 
 
-def shards_of(directory: Path, name: str, places: Mapping[str, tuple[Path, StoredTensor]]) -> Manifest:
+def shards_of(directory: Path, name: str, places: Stored) -> Manifest:
     """What belongs to the tensors that :func:`read_shards` has found at ``places``."""
     files = {path.name: path for path, _ in places.values()}
     said = [said_by_header(path) for path in files.values()]
@@ -122,7 +112,7 @@ def shards_of(directory: Path, name: str, places: Mapping[str, tuple[Path, Store
 def require(config: Mapping[str, Any], key: str) -> Any:
     """The value of ``key``, which must be there."""
     if config.get(key) is None:
-        raise DrafterError(f"expected {key} in the drafter's config, found no such key; the config is incomplete")
+        raise CheckpointError(f"expected {key} in the drafter's config, found no such key; the config is incomplete")
     return config[key]
 
 
@@ -141,33 +131,32 @@ def sequence(config: Mapping[str, Any], key: str) -> list[Any]:
 def _of_type(config: Mapping[str, Any], key: str, kind: type, called: str) -> Any:
     value = require(config, key)
     if not isinstance(value, kind):
-        raise DrafterError(f"expected {key} to be {called}, found {escape(value)}; check the config")
+        raise _unlike(key, called, value)
     return value
+
+
+def _unlike(key: str, expected: str, value: object) -> CheckpointError:
+    return CheckpointError(f"expected {key} to be {expected}, found {escape(value)}; check the config")
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
     """The truth value under ``key``; False where it is absent or null."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise DrafterError(f"expected {key} to be true or false, found {escape(value)}; check the config")
+        raise _unlike(key, "true or false", value)
     return bool(value)
 
 
-def positive_integer(config: Mapping[str, Any], key: str, *, least: int = 1) -> int:
-    """The integer under ``key``, positive unless said otherwise."""
+def positive_integer(config: Mapping[str, Any], key: str) -> int:
+    """The positive integer under ``key``."""
     value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST_SIZE:
-        raise DrafterError(f"expected {key} to be a positive integer, found {escape(value)}; check the config")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
+        raise _unlike(key, "a positive integer", value)
     return value
 
 
 _LARGEST_SIZE = 1 << 24
 _LARGEST_NUMBER = 1e30
-
-
-def optional_integer(config: Mapping[str, Any], key: str, *, least: int = 1) -> int | None:
-    """The positive integer under ``key``; None where it is absent or null."""
-    return None if config.get(key) is None else positive_integer(config, key, least=least)
 
 
 def number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
@@ -178,19 +167,50 @@ def number(config: Mapping[str, Any], key: str, *, default: float | None = None)
     # Compared as it is: an integer may be too large for a float.
     sound = isinstance(value, int | float) and not isinstance(value, bool)
     if not sound or not 1 / _LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
-        raise DrafterError(f"expected {key} to be a positive number, found {escape(value)}; check the config")
+        raise _unlike(key, "a positive number", value)
     return float(value)
 
 
+def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
+    """As :func:`positive_integer`; None where it is absent or null."""
+    return None if config.get(key) is None else positive_integer(config, key)
+
+
 def optional_number(config: Mapping[str, Any], key: str) -> float | None:
-    """The positive number under ``key``; None where it is absent or null."""
+    """As :func:`number`; None where it is absent or null."""
     return None if config.get(key) is None else number(config, key)
 
 
+_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
+
+
+def activation(config: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
+    """transformers' name of a gate's function under ``key``, if it is one that the drafter has."""
+    name = config.get(key, default)
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise CheckpointError(f"expected {key} {' or '.join(_ACTIVATIONS)}, found {escape(name)}; it is not supported")
+    return name
+
+
+def weights_of(
+    shapes: Mapping[Role, tuple[int, ...]], names: Mapping[Role, str], stored: Stored, more: Iterable[str] = ()
+) -> dict[str, StoredWeight]:
+    """Role → its weight among those ``stored``, where it is called as ``names`` has it.
+
+    Args:
+        shapes: every role there is to be.
+        more: names of tensors that may be there as well.
+
+    Raises:
+        CheckpointError: names every tensor that is missing, unexpected or of another shape.
+    """
+    expected = {names[role]: (role.path, shape) for role, shape in shapes.items()}
+    check_tensors(expected, {name: tensor.shape for name, (_, tensor) in stored.items()}, more)
+    return {role.name: StoredWeight(*stored[names[role]], names[role]) for role in shapes}
+
+
 def check_tensors(
-    expected: Mapping[str, tuple[str, tuple[int, ...]]],
-    found: Mapping[str, tuple[int, ...]],
-    more: Iterable[str] = (),
+    expected: Mapping[str, tuple[str, tuple[int, ...]]], found: Mapping[str, tuple[int, ...]], more: Iterable[str] = ()
 ) -> None:
     """Hold the tensors of a file against what its config asks for.
 
@@ -200,42 +220,25 @@ def check_tensors(
         more: names that may be there as well.
 
     Raises:
-        DrafterError: names every tensor that is missing, unexpected or of another shape.
+        CheckpointError: names every tensor that is missing, unexpected or of another shape.
     """
-    problems = [
-        f"{escape(name)}: expected a tensor for {path}, found none"
-        for name, (path, _) in expected.items()
-        if name not in found
-    ]
+    problems = []
+    for name, (path, shape) in expected.items():
+        if name not in found:
+            problems.append(f"{escape(name)}: expected a tensor for {path}, found none")
+        elif found[name] != shape:
+            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}")
     problems += [
-        f"{escape(name)}: expected no such tensor, found {list(shape)}"
-        for name, shape in found.items()
-        if name not in expected and name not in more
-    ]
-    problems += [
-        f"{escape(name)}: expected shape {list(shape)}, found {list(found[name])}"
-        for name, (_, shape) in expected.items()
-        if name in found and found[name] != shape
+        f"{escape(name)}: expected no such tensor, found {list(found[name])}"
+        for name in found.keys() - expected.keys() - set(more)
     ]
     if problems:
         raise mismatch(problems)
 
 
-def mismatch(problems: Iterable[str]) -> DrafterError:
+def mismatch(problems: Iterable[str]) -> CheckpointError:
     """The error that lists ``problems`` of a checkpoint."""
-    return DrafterError(
+    return CheckpointError(
         "the checkpoint does not match its config; extract the drafter anew, or check which model the config "
         f"describes: {few(sorted(problems), separator='; ')}"
     )
-
-
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
-
-
-def activation(name: object) -> str:
-    """transformers' name of a gate's function, if it is one that the drafter has."""
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise DrafterError(
-            f"expected hidden_activation {' or '.join(_ACTIVATIONS)}, found {escape(name)}; it is not supported"
-        )
-    return str(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.checkpoint.manifest import anything, is_text
-from mtp_extract.errors import DrafterError, escape
+from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS, LLAMA
 
@@ -41,20 +41,17 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The parsed ``config.json``.
-
-    Args:
-        config: what it holds.
-        own_embedding: whether a table of embeddings lies beside it.
+    """The head of a parsed ``config.json``; ``own_embedding`` where a table of embeddings lies beside it.
 
     Raises:
-        DrafterError: a key is missing, of the wrong type or range, or says what no such head has.
+        CheckpointError: a key is missing, of the wrong type or range, or says what no such head has.
+        DrafterError: a shape that no head has.
     """
     if config.get(_TYPE) != "eagle3":
-        raise DrafterError(f"expected {_TYPE} eagle3, found {escape(config.get(_TYPE))}; it is not supported")
+        raise CheckpointError(f"expected {_TYPE} eagle3, found {escape(config.get(_TYPE))}; it is not supported")
     layers = llama.read_ids(config, IDS)
     if layers is None:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected {IDS} in the drafter's config, found none; vLLM takes 2, n // 2 and n − 3 of a base of n "
             "layers: write those that the head was trained with"
         )
@@ -66,16 +63,14 @@ def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config
     return llama.parse_llama(
         reading.table(config, LLAMA),
         config,
-        layers,
-        norm_before_residual=reading.flag(config, "norm_before_residual"),
-        norm_before_fc=reading.flag(config, "norm_before_fc"),
+        base_layers=layers,
         own_embedding=own_embedding,
         base=llama.named_base(verifier),
     )
 
 
-_BESIDES = {
-    **llama.BESIDES,
+_TOLERATED = {
+    **llama.TOLERATED,
     "speculators_version": is_text,
     f"{LLAMA}.architectures": anything,
     # Which base it is for, and how many tokens to propose.
@@ -83,4 +78,4 @@ _BESIDES = {
     "speculators_config.*proposal_method*": anything,
 }
 
-FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _BESIDES)
+FORMAT = llama.HeadFormat("speculators", config_document, parse_config, _TOLERATED)

@@ -7,50 +7,113 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, SCALAR, Role, shapes_of
+from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_indices
+from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_number, is_text, is_whole, off, some
-from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text, plan_array, plan_floats
+from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.holding import hold_floats
+from mtp_extract.formats.holding import hold_floats, plan_weight
+from mtp_extract.formats.keys import Table, constant, fixed, held, made, positions, unwritten
 
-# What a shard does not say. Values of the official assistants' configurations; none changes what is computed.
-MAX_POSITIONS = 131072
-_NUM_ASSISTANT_TOKENS = 6
-_CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
+GENERATION_FILE = "generation_config.json"
+
 _UNUSED_WINDOW = 512
-
 _ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 # Used by transformers' Gemma4TextConfig when the key is absent.
 _DEFAULT_GLOBAL_HEAD_DIM = 512
-_ROPE_TYPES = ("default", "proportional")
-# What the drafter has not: keys that change what is computed, or which tensors there are, and the values that do not.
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "enable_moe_block": (False, None),
-    "hidden_size_per_layer_input": (0, None),
-    "use_double_wide_mlp": (False, None),
-    # In the base "vision" is said of images, of which a drafter sees none.
-    "use_bidirectional_attention": (False, None, "vision"),
-    "quantization_config": (None,),
-    # Embeddings and head are one tensor.
-    "tie_word_embeddings": (True, None),
-}
 _MOST_LAYERS = 1024
 _LM_HEAD = "lm_head.weight"
-GENERATION_FILE = "generation_config.json"
+
+
+def _head(field: str, default: int) -> Callable[[DrafterConfig], int]:
+    """A number of the ordered head; where there is none, that of the official assistants, which nothing reads."""
+    return lambda config: getattr(config.ordered_head, field, default)
+
+
+def _two_kv_heads(config: DrafterConfig) -> bool:
+    return config.sliding.num_kv_heads != config.full.num_kv_heads
+
+
+def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
+    """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
+    parameters: dict[str, dict[str, Any]] = {
+        SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
+        FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    }
+    for layer_type, rope in config.rope.items():
+        parameters[layer_type] = {"rope_theta": rope.theta, "rope_type": rope.kind}
+        if rope.kind == "proportional":
+            parameters[layer_type]["partial_rotary_factor"] = rope.partial_rotary_factor
+        if rope.factor != 1.0:
+            parameters[layer_type]["factor"] = rope.factor
+    return parameters
+
+
+_BOTH = (
+    *fixed(
+        attention_bias=(False, None),
+        enable_moe_block=(False, None),
+        hidden_size_per_layer_input=(0, None),
+        use_double_wide_mlp=(False, None),
+        # In the base "vision" is said of images, of which a drafter sees none.
+        use_bidirectional_attention=(None, False, "vision"),
+        # Embeddings and head are one tensor.
+        tie_word_embeddings=(True, None),
+    ),
+    *unwritten(fixed(quantization_config=(None,))),
+)
+"""What a drafter has not, wherever ``config.json`` says it."""
+
+_TOP = Table(
+    constant(architectures=["Gemma4AssistantForCausalLM"], model_type=_ASSISTANT_TYPES[0]),
+    held(reading.positive_integer, "backbone_hidden_size"),
+    constant(dtype="", tie_word_embeddings=True),
+    made("use_ordered_embeddings", lambda config: config.ordered_head is not None),
+    made("num_centroids", _head("num_centroids", 2048), tolerated=is_whole),
+    made("centroid_intermediate_top_k", _head("top_k", 32), tolerated=is_whole),
+    unwritten(_BOTH),
+)
+"""``config.json``, but for tokens and ``text_config``."""
+
+_TEXT = Table(
+    _BOTH,
+    constant(attention_dropout=0.0, dtype="", initializer_range=0.02, use_cache=True),
+    constant(bos_token_id=2, eos_token_id=1, pad_token_id=0, model_type="gemma4_text", vocab_size_per_layer_input=0),
+    held(
+        reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
+    ),
+    held(reading.optional_number, ("final_logit_softcapping", "final_logit_softcap")),
+    held(partial(reading.activation, default="gelu_pytorch_tanh"), "hidden_activation"),
+    held(partial(reading.number, default=1e-6), "rms_norm_eps"),
+    positions("max_position_embeddings"),
+    made("num_hidden_layers", "num_layers", repeats=True),
+    # 0 is what transformers takes for all, before it is filled in.
+    made("num_kv_shared_layers", "num_layers", repeats=True, tolerated=some(0, None)),
+    # Of each layer, by its type.
+    made("layer_types", lambda config: list(config.layer_types)),
+    made("head_dim", "sliding.head_dim"),
+    made("global_head_dim", "full.head_dim"),
+    made("num_key_value_heads", "sliding.num_kv_heads"),
+    made("num_global_key_value_heads", lambda config: config.full.num_kv_heads if _two_kv_heads(config) else None),
+    # Gates num_global_key_value_heads; the drafter itself has neither K nor V projections.
+    made("attention_k_eq_v", _two_kv_heads, tolerated=some(True, False, None)),
+    made("rope_parameters", rope_parameters),
+    made("sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
+)
+"""``text_config``, which is written in the order of the alphabet."""
 
 
 class TransformersFormat:
@@ -75,23 +138,20 @@ class TransformersFormat:
         return [
             OutputFile(self.weights_file, tensors=tensors),
             OutputFile(self.marker, text=json_text(config_document(config, DTYPES[dtype].transformers))),
-            OutputFile(GENERATION_FILE, text=json_text(generation_document())),
+            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return parse_config(reading.read_json(directory / self.marker))
+        path = directory / self.marker
+        document = read_object(path)
+        with reading.naming(path):
+            return parse_config(document)
 
     def read(self, directory: Path) -> Checkpoint:
         config = self.read_config(directory)
         stored = reading.read_shards(directory, self.weights_file)
         shapes = shapes_of(config)
-        reading.check_tensors(
-            {role.names[self.name]: (role.path, shape) for role, shape in shapes.items()},
-            {name: tensor.shape for name, (_, tensor) in stored.items()},
-            more=(_LM_HEAD,),
-        )
-        names = {role.name: role.names[self.name] for role in shapes}
-        tensors = {role: StoredWeight(*stored[name], name) for role, name in names.items()}
+        tensors = reading.weights_of(shapes, {role: role.names[self.name] for role in shapes}, stored, (_LM_HEAD,))
         if _LM_HEAD in stored:
             _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
@@ -107,33 +167,12 @@ class TransformersFormat:
 FORMAT = TransformersFormat()
 
 
-def plan_weight(checkpoint: Checkpoint, role: Role, shape: tuple[int, ...], name: str, dtype: str) -> PlannedTensor:
-    """The floats or indices of ``role``, called ``name``; a layer scalar that is not there is 1.
-
-    Raises:
-        CheckpointError: ``checkpoint`` lacks the weight.
-    """
-    tensor = checkpoint.tensors.get(role.name)
-    if tensor is not None and role.kind == INDEX:
-        return replace(plan_array(name, read_indices(tensor)), role=role.name)
-    if tensor is None and role.kind == SCALAR:
-        # A layer without a factor is one with a factor of 1.
-        tensor = FilledTensor(shape)
-    if tensor is None:
-        raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-    return plan_floats(name, role.name, tensor, dtype)
-
-
 def _check_tied(copy: LazyTensor, original: LazyTensor) -> None:
     same = copy.shape == original.shape and all(
         bool((a == b).all()) for a, b in zip(copy.floats(), original.floats(), strict=True)
     )
     if not same:
-        raise reading.mismatch(
-            [
-                f"{_LM_HEAD}: expected the same values as model.embed_tokens.weight (tied weights), found others",
-            ]
-        )
+        raise reading.mismatch([f"{_LM_HEAD}: expected the same values as model.embed_tokens.weight, found others"])
 
 
 def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
@@ -146,83 +185,16 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
         UnsupportedError: a shape that the configuration cannot express.
     """
     config.require_uniform()
-    kinds = config.kv_layers
-    # Where there is no layer of a type, its fields repeat the other's: they are not read.
-    sliding = kinds.get(SLIDING) or kinds[FULL]
-    full = kinds.get(FULL) or sliding
     if config.layer_types[-1] != FULL:
         raise UnsupportedError(
             "The last layer is a sliding one; transformers' Gemma 4 makes the last layer a full one whatever the "
             "configuration says. The litert layout can express it.",
             remedies=("format=litert",),
         )
-    ids = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
-    text_config = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        # Gates num_global_key_value_heads; the drafter itself has neither K nor V projections.
-        "attention_k_eq_v": sliding.num_kv_heads != full.num_kv_heads,
-        "bos_token_id": 2,
-        "dtype": dtype,
-        "enable_moe_block": False,
-        "eos_token_id": 1,
-        "final_logit_softcapping": config.final_logit_softcap,
-        "global_head_dim": full.head_dim,
-        "head_dim": sliding.head_dim,
-        "hidden_activation": config.hidden_activation,
-        "hidden_size": config.hidden_size,
-        "hidden_size_per_layer_input": 0,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "layer_types": list(config.layer_types),
-        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
-        "model_type": "gemma4_text",
-        "num_attention_heads": config.num_heads,
-        "num_global_key_value_heads": full.num_kv_heads if full.num_kv_heads != sliding.num_kv_heads else None,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": sliding.num_kv_heads,
-        "num_kv_shared_layers": config.num_layers,
-        "pad_token_id": 0,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope_parameters(config),
-        "sliding_window": config.sliding_window or _UNUSED_WINDOW,
-        "tie_word_embeddings": tied,
-        "use_bidirectional_attention": None,
-        "use_cache": True,
-        "use_double_wide_mlp": False,
-        "vocab_size": config.vocab_size,
-        "vocab_size_per_layer_input": 0,
-    }
-    centroids = _CENTROIDS
-    if config.ordered_head is not None:
-        head = config.ordered_head
-        centroids = {"num_centroids": head.num_centroids, "centroid_intermediate_top_k": head.top_k}
-    return {
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
-        "backbone_hidden_size": config.backbone_hidden_size,
-        "dtype": dtype,
-        "tie_word_embeddings": tied,
-        "use_ordered_embeddings": config.ordered_head is not None,
-        **centroids,
-        **ids,
-        "text_config": text_config,
-    }
-
-
-def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
-    """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
-    parameters: dict[str, dict[str, Any]] = {
-        SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
-        FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-    }
-    for layer_type, rope in config.rope.items():
-        parameters[layer_type] = {"rope_theta": rope.theta, "rope_type": rope.kind}
-        if rope.kind == "proportional":
-            parameters[layer_type]["partial_rotary_factor"] = rope.partial_rotary_factor
-        if rope.factor != 1.0:
-            parameters[layer_type]["factor"] = rope.factor
-    return parameters
+    tokens = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
+    weights = {"dtype": dtype, "tie_word_embeddings": tied}
+    text = dict(sorted({**_TEXT.write(config), **weights}.items()))
+    return {**_TOP.write(config), **weights, **tokens, "text_config": text}
 
 
 _FLOATS = some(None, *(dtype.transformers for dtype in DTYPES.values()))
@@ -242,20 +214,17 @@ UNCOMPUTED: Keys = MappingProxyType(
 )
 """Keys of transformers' configurations from which nothing is computed."""
 
-_BESIDES: Keys = MappingProxyType(
+_TOLERATED: Keys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
-        # What engines know it by.
-        "architectures": some(None, ["Gemma4AssistantForCausalLM"], ["Gemma4UnifiedAssistantForCausalLM"]),
+        **_TOP.allowed(),
+        "architectures": some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
         "model_type": some(*_ASSISTANT_TYPES),
-        # Of an ordered head that is not there, and of experts, where reading refuses any.
-        **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k"), is_whole),
+        **_TEXT.allowed("text_config."),
+        # Of experts, where reading refuses any.
         **{f"text_config.{key}": is_whole for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
         # In other words, all of which are read: by layer, or as what is on or off.
-        **at(("", "text_config."), {key: some(*values) for key, values in _FIXED.items()}),
         "text_config.per_layer_config": anything,
-        "text_config.attention_k_eq_v": some(True, False, None),
-        "text_config.num_kv_shared_layers": some(0, None),
         **{f"text_config.rope_parameters.*.{key}": some(1, None) for key in ("factor", "partial_rotary_factor")},
     }
 )
@@ -263,6 +232,13 @@ _BESIDES: Keys = MappingProxyType(
 
 _NEEDED = tuple(f"text_config.{size}_per_layer_input" for size in ("hidden_size", "vocab_size"))
 """Without them transformers takes sizes of embeddings a layer, of which a drafter has none."""
+
+GENERATION: Mapping[str, Any] = {
+    "is_assistant": True,
+    "num_assistant_tokens": 6,
+    "num_assistant_tokens_schedule": "constant",
+}
+"""``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
 
 _GENERATION: Keys = MappingProxyType(
     {
@@ -289,25 +265,15 @@ def said_of(
         document: what would be written of it.
         more: what ``config.json`` may say besides.
     """
-    absent = [layer_type for layer_type in (SLIDING, FULL) if layer_type not in config.rope]
-    unused: Keys = {f"text_config.rope_parameters.{layer_type}": anything for layer_type in absent}
-    if SLIDING in absent:
-        unused = {**unused, "text_config.sliding_window": is_whole, "text_config.head_dim": is_whole}
-    heads = [None, *(layer.num_kv_heads for kind, layer in config.kv_layers.items() if kind == FULL)]
-    besides = {**_BESIDES, "text_config.num_global_key_value_heads": some(*heads), **unused, **more}
+    # What is said of layers of a type that there is none of is not read.
+    tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
+    if SLIDING not in config.rope:
+        tolerated |= {f"text_config.rope_parameters.{SLIDING}": anything}
+        tolerated |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
     return [
-        Said(directory / FORMAT.marker, document, besides, _NEEDED),
-        Said(directory / GENERATION_FILE, generation_document(), _GENERATION),
+        Said(directory / FORMAT.marker, document, tolerated, _NEEDED),
+        Said(directory / GENERATION_FILE, GENERATION, _GENERATION),
     ]
-
-
-def generation_document() -> dict[str, Any]:
-    """``generation_config.json``: what makes transformers use the checkpoint as an assistant."""
-    return {
-        "is_assistant": True,
-        "num_assistant_tokens": _NUM_ASSISTANT_TOKENS,
-        "num_assistant_tokens_schedule": "constant",
-    }
 
 
 def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
@@ -318,53 +284,34 @@ def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
     transformers' ``save_pretrained`` writes.
 
     Raises:
-        DrafterError: another model type, a missing key, a value of the wrong type or range, or a feature that this
+        CheckpointError: another model type, a missing key, a value of the wrong type or range, or a feature that this
             drafter does not have.
+        DrafterError: a shape that no drafter has.
     """
     model_type = config.get("model_type")
     if model_type not in _ASSISTANT_TYPES:
-        raise DrafterError(
+        raise CheckpointError(
             f"expected model_type {' or '.join(_ASSISTANT_TYPES)}, found {escape(model_type)}; "
             "point to the drafter's directory, not the base model's"
         )
     text = reading.table(config, "text_config")
-    for place, (key, values) in ((place, item) for place in (config, text) for item in _FIXED.items()):
-        found = place.get(key)
-        if (type(found), found) not in [(type(value), value) for value in values]:
-            what = "to be on" if values[0] is True else "to be off"
-            raise DrafterError(f"expected {key} {what} in a drafter, found {escape(found)}; it is not supported")
-    layer_types = reading.sequence(text, "layer_types")
-    if len(layer_types) > _MOST_LAYERS:
-        raise DrafterError(f"expected at most {_MOST_LAYERS} layer_types, found {len(layer_types)}; check the config")
-    # A count of 0 is what transformers takes for all, before it is filled in.
-    for key, counts in (("num_hidden_layers", {len(layer_types)}), ("num_kv_shared_layers", {len(layer_types), 0})):
-        if reading.optional_integer(text, key, least=0) not in {*counts, None}:
-            raise DrafterError(
-                f"expected {escape(text[key])} layer_types, as {key} says, found {len(layer_types)}; the config "
-                "contradicts itself"
-            )
-    ordered = None
+    fields = {**_TOP.read(config), **_TEXT.read(text)}
     if reading.flag(config, "use_ordered_embeddings"):
-        ordered = OrderedHeadConfig(
+        fields["ordered_head"] = OrderedHeadConfig(
             num_centroids=reading.positive_integer(config, "num_centroids"),
             top_k=reading.positive_integer(config, "centroid_intermediate_top_k"),
         )
-    return DrafterConfig(
-        backbone_hidden_size=reading.positive_integer(config, "backbone_hidden_size"),
-        hidden_size=reading.positive_integer(text, "hidden_size"),
-        intermediate_size=reading.positive_integer(text, "intermediate_size"),
-        vocab_size=reading.positive_integer(text, "vocab_size"),
-        num_heads=reading.positive_integer(text, "num_attention_heads"),
-        layers=tuple(_layers(text, layer_types)),
-        rms_norm_eps=reading.number(text, "rms_norm_eps", default=1e-6),
-        final_logit_softcap=reading.optional_number(text, "final_logit_softcapping"),
-        hidden_activation=reading.activation(text.get("hidden_activation", "gelu_pytorch_tanh")),
-        ordered_head=ordered,
-        max_position_embeddings=reading.optional_integer(text, "max_position_embeddings"),
-    )
+    found = DrafterConfig(**fields, layers=tuple(_layers(text)))
+    _TEXT.require_agreement(text, found)
+    return found
 
 
-def _layers(text: Mapping[str, Any], layer_types: Sequence[Any]) -> list[LayerConfig]:
+def _layers(text: Mapping[str, Any]) -> list[LayerConfig]:
+    layer_types = reading.sequence(text, "layer_types")
+    if len(layer_types) > _MOST_LAYERS:
+        raise CheckpointError(
+            f"expected at most {_MOST_LAYERS} layer_types, found {len(layer_types)}; check the config"
+        )
     full_kv_heads = text.get("num_global_key_value_heads") if reading.flag(text, "attention_k_eq_v") else None
     by_type: dict[str, dict[str, Any]] = {
         SLIDING: {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")},
@@ -380,7 +327,7 @@ def _layers(text: Mapping[str, Any], layer_types: Sequence[Any]) -> list[LayerCo
     layers = []
     for index, layer_type in enumerate(layer_types):
         if layer_type not in (SLIDING, FULL):
-            raise DrafterError(
+            raise CheckpointError(
                 f"layer {index}: expected {SLIDING} or {FULL} in layer_types, found {escape(layer_type)}"
             )
         own = reading.table(per_layer, str(index)) if str(index) in per_layer else {}
@@ -401,16 +348,16 @@ def parse_rope(parameters: Mapping[str, Any], layer_type: str) -> RopeConfig:
     """RoPE of ``layer_type``, from parameters in transformers' terms.
 
     Raises:
-        DrafterError: another kind of RoPE, or a value of the wrong type or range.
+        CheckpointError: another kind of RoPE, or a value of the wrong type or range.
     """
     rope = reading.table(parameters, layer_type)
     kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_TYPES:
-        raise DrafterError(f"expected rope_type {' or '.join(_ROPE_TYPES)}, found {escape(kind)}; it is not supported")
+    if kind not in ("default", "proportional"):
+        raise CheckpointError(f"expected rope_type default or proportional, found {escape(kind)}; it is not supported")
     proportional = kind == "proportional"
     share = reading.number(rope, "partial_rotary_factor", default=1.0) if proportional else 1.0
     if share > 1:
-        raise DrafterError(f"expected partial_rotary_factor to be at most 1, found {share:g}; check the config")
+        raise CheckpointError(f"expected partial_rotary_factor to be at most 1, found {share:g}; check the config")
     return RopeConfig(
         theta=reading.number(rope, "rope_theta"),
         partial_rotary_factor=share,

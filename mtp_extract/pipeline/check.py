@@ -25,7 +25,7 @@ from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extractio
 from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
-from mtp_extract.errors import CheckpointError, DrafterError, escape, few
+from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
@@ -151,10 +151,7 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
             if found[name]["xxh3"] != expected.get("xxh3"):
                 wrong.append(f"{escape(name)} has other content")
     if not wrong:
-        try:
-            wrong = unexpected_in(folder, allowed) or list(_contradicted(folder, record))
-        except DrafterError as error:
-            raise CheckpointError(f"{escape(folder)}: {error}") from error
+        wrong = unexpected_in(folder, allowed) or list(_contradicted(folder, record))
     if wrong:
         raise CheckpointError(
             f"{escape(folder)}: does not match its {RECORD}: {few(wrong, separator='; ')}. Extract it "

@@ -74,7 +74,7 @@ def convert(
             derived again and compared.
 
     Raises:
-        CheckpointError, DrafterError: the directory is damaged, or holds no drafter.
+        CheckpointError: the directory is damaged, or holds no drafter.
         UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
@@ -129,7 +129,7 @@ class ReadDirectory:
         """``directory``, held against its record if it has one, and against what its format may hold.
 
         Raises:
-            CheckpointError, DrafterError: it is damaged, or holds no drafter.
+            CheckpointError: it is damaged, or holds no drafter.
         """
         directory = with_record(directory)
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None

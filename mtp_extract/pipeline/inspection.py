@@ -14,7 +14,7 @@ from mtp_extract.bundle import Drafter, Opened
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import DrafterError, MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, UnsupportedError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.llama import findings_of
 from mtp_extract.litertlm.container import TFLITE_MODEL
@@ -214,17 +214,17 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         tensors: list every weight.
 
     Raises:
-        DrafterError, CheckpointError: it is damaged, or holds no drafter.
+        CheckpointError: it is damaged, or holds no drafter.
     """
     format_ = format_of(place)
     findings = findings_of(place)
     try:
         found = format_.read(place)
-    except DrafterError as error:
+    except CheckpointError as error:
         if not findings:
             raise
         lines = "\n  ".join(map(str, findings))
-        raise DrafterError(f"{error}\nWhat engines make of it:\n  {lines}") from error
+        raise CheckpointError(f"{error}\nWhat engines make of it:\n  {lines}") from error
     known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
     shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
     types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}

@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.manifest import Manifest, Said, beyond
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
-from mtp_extract.formats import format_of, reading
+from mtp_extract.formats import format_of
 from mtp_extract.pipeline.staging import RECORD
 
 _TOKENIZER = (
@@ -47,8 +48,7 @@ def require_manifest(place: Path, allowed: Container[str] = ()) -> None:
         allowed: names of other files that may be there: those of a report.
 
     Raises:
-        CheckpointError: there is more, which is named.
-        DrafterError: it holds no drafter, or a damaged one.
+        CheckpointError: there is more, which is named, or it holds no drafter, or a damaged one.
     """
     if found := unexpected_in(place, allowed):
         raise CheckpointError(
@@ -62,7 +62,7 @@ def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
     """Files, keys and values that :func:`require_manifest` refuses, each as a clause that names its file.
 
     Raises:
-        DrafterError, CheckpointError: as there.
+        CheckpointError: it holds no drafter, or a damaged one.
     """
     manifest = format_of(place).manifest(place)
     files = [] if place.is_file() else sorted(_unexpected_files(place, manifest, allowed))
@@ -70,11 +70,11 @@ def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
     there = [one for one in expected if one.path.is_file()]
     keys = [f"{escape(one.path.name)} {what}" for one in there for what in _unexpected_keys(one)]
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    return files + keys + [f"{path.name} names code" for path in configs if _CODE in reading.read_json(path)]
+    return files + keys + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
 
 
 def _unexpected_keys(expected: Said) -> Iterator[str]:
-    read = read_metadata if holds_tensors(expected.path) else reading.read_json
+    read = read_metadata if holds_tensors(expected.path) else read_object
     return beyond(read(expected.path), expected)
 
 

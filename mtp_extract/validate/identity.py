@@ -27,7 +27,6 @@ from mtp_extract.checkpoint.rounding import SCALES, how_rounded
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import (
     CheckpointError,
-    DrafterError,
     MtpExtractError,
     NoCodesError,
     ProofError,
@@ -90,7 +89,7 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
         The checks, and whether the two are at least of one shape, so that they can be run side by side.
 
     Raises:
-        DrafterError: the directory holds no configuration that can be read.
+        CheckpointError: the directory holds no configuration that can be read.
         MtpExtractError: the file cannot be read.
     """
     original = checkpoint_of(source)
@@ -106,7 +105,7 @@ def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check,
         tensors = compared.check
         if tensors.passed:
             tensors = _with_codes(directory, written, original, tensors)
-    except (DrafterError, CheckpointError) as error:
+    except CheckpointError as error:
         tensors = _check("tensors", False, " ".join(str(error).split()))
     comparable = written is not None and _shape(found) == _shape(source.config)
     execution = _check("execution", None, "not of the shape of the file's drafter")

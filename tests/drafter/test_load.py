@@ -13,7 +13,7 @@ from helpers.random_assistants import GEOMETRIES, Geometry
 from safetensors.torch import load_file, save_file
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.errors import DrafterError
+from mtp_extract.errors import CheckpointError, DrafterError
 from mtp_extract.formats import read_checkpoint
 
 Save = Callable[..., Path]
@@ -49,7 +49,7 @@ def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> No
         model__layers__2__self_attn__k_proj__weight=torch.zeros(2, 2),
         post_projection__weight=torch.zeros(16, 24),
     )
-    with pytest.raises(DrafterError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         load_drafter(directory)
     message = str(caught.value)
     assert "model.layers.1.layer_scalar: expected a tensor for layers.1.layer_scalar, found none" in message
@@ -63,7 +63,9 @@ def test_a_stored_lm_head_must_be_the_embedding(saved: Save) -> None:
     edit(directory, lm_head__weight=embedding.clone())
     load_drafter(directory)
     edit(directory, lm_head__weight=embedding + 1)
-    with pytest.raises(DrafterError, match=r"lm_head\.weight: expected the same values as model\.embed_tokens\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight: expected the same values as model\.embed_tokens\.weight"
+    ):
         load_drafter(directory)
 
 
@@ -123,7 +125,7 @@ def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "expected format_version 1"),
+        ({"format_version": 2}, "expected format_version to be 1"),
         ({"tensors": None}, "table of roles"),
         ({"tensors": {"pre_projection": "x", "layers.0.k_proj": "y"}}, r"expected no role layers\.0\.k_proj"),
         ({"tensors": {"pre_projection": "x"}}, r"expected roles final_norm, layers\.0\.down_proj.*found none"),
@@ -137,7 +139,7 @@ def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
 )
 def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: str) -> None:
     edit_json(litert / "mtp_drafter_config.json", **changes)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         load_drafter(litert)
 
 
@@ -145,12 +147,12 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
     ("changes", "text_changes", "message"),
     [
         ({"model_type": "gemma4"}, {}, "found gemma4; point to the drafter's directory, not the base model's"),
-        ({}, {"attention_bias": True}, "expected attention_bias to be off"),
+        ({}, {"attention_bias": True}, "expected attention_bias to be false"),
         ({}, {"layer_types": None}, "expected layer_types"),
         (
             {},
             {"layer_types": ["sliding_attention", "full_attention"]},
-            "expected 3 layer_types, as num_hidden_layers says, found 2",
+            "expected num_hidden_layers 2, found 3; the config contradicts itself",
         ),
         ({}, {"layer_types": ["linear", "linear", "linear"]}, "layer 0: expected .* found linear"),
         ({}, {"hidden_size": 0}, "expected hidden_size to be a positive integer, found 0"),
@@ -163,7 +165,7 @@ def test_transformers_config_errors(
 ) -> None:
     geometry = GEOMETRIES["dense"]
     directory = saved(geometry, text_config=geometry.config()["text_config"] | text_changes, **changes)
-    with pytest.raises(DrafterError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         load_drafter(directory)
 
 
@@ -174,18 +176,18 @@ def test_the_12b_type_is_accepted(saved: Save) -> None:
 
 
 def test_files_that_are_not_there_or_not_right(saved: Save, tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match=r"expected config\.json or .* in .*, found none of them"):
+    with pytest.raises(CheckpointError, match=r"expected config\.json or .* in .*, found none of them"):
         load_drafter(tmp_path)
     directory = saved(GEOMETRIES["dense"])
     (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    with pytest.raises(DrafterError, match="expected safetensors in"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         load_drafter(directory)
     (directory / "model.safetensors").unlink()
-    with pytest.raises(DrafterError, match=r"expected model.safetensors in .*, found none"):
+    with pytest.raises(CheckpointError, match=r"expected model.safetensors in .*, found none"):
         load_drafter(directory)
     (directory / "config.json").write_text("[]")
-    with pytest.raises(DrafterError, match="expected a JSON object"):
+    with pytest.raises(CheckpointError, match="expected a JSON object"):
         load_drafter(directory)
     (directory / "config.json").write_text("{")
-    with pytest.raises(DrafterError, match="expected JSON"):
+    with pytest.raises(CheckpointError, match="not valid JSON"):
         load_drafter(directory)

@@ -16,6 +16,7 @@ from mtp_extract.architecture import roles
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
+from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.manifest import Manifest, Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
@@ -54,7 +55,7 @@ class ToyFormat:
         )
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        fields = {key: value for key, value in reading.read_json(directory / self.marker).items() if key != "dtype"}
+        fields = {key: value for key, value in read_object(directory / self.marker).items() if key != "dtype"}
         layers = (LayerConfig(**{**layer, "rope": RopeConfig(**layer["rope"])}) for layer in fields.pop("layers"))
         return DrafterConfig(layers=tuple(layers), **fields)
 
@@ -62,10 +63,10 @@ class ToyFormat:
         config, path = self.read_config(directory), directory / self.weights_file
         stored = reading.read_tensors(path)
         tensors = {
-            role.name: StoredWeight(path, stored[role.name]) if role.name in stored else FilledTensor(shape)
+            role.name: StoredWeight(*stored[role.name]) if role.name in stored else FilledTensor(shape)
             for role, shape in shapes_of(config).items()
         }
-        return Checkpoint("gemma4-mtp", config, tensors, reading.read_json(directory / self.marker)["dtype"])
+        return Checkpoint("gemma4-mtp", config, tensors, read_object(directory / self.marker)["dtype"])
 
 
 FORMAT = ToyFormat()

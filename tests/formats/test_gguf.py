@@ -18,6 +18,7 @@ from helpers.gguf_bytes import Info, array, entry, gguf_bytes, number, text
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mtp_extract.pipeline.strays import strays
 
 from mtp_extract import extract
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
@@ -31,7 +32,7 @@ from mtp_extract.checkpoint.integers import row_codes, same_codes
 from mtp_extract.checkpoint.lazy import FilledTensor, Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
-from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, ProofError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -515,15 +516,15 @@ ARCH = "gemma4-assistant"
         (f"{ARCH}.nextn_predict_layers", 1, "nextn_predict_layers 2, found 1"),
         (f"{ARCH}.attention.value_length", 32, "attention.value_length 64, found 32"),
         (f"{ARCH}.attention.key_length_swa", 64, "contradicts itself"),
-        (f"{ARCH}.attention.scale", 0.5, "no attention.scale"),
+        (f"{ARCH}.attention.scale", 0.5, "attention.scale to be null or 1"),
         (f"{ARCH}.attention.head_count_kv", [2, 2, 2], "one number or 2, found 3"),
         (f"{ARCH}.attention.sliding_window_pattern", [True, True], "rope_freqs.weight in a file with full layers"),
         (f"{ARCH}.attention.sliding_window_pattern", [1, 0], "truth values"),
         (f"{ARCH}.attention.sliding_window", 0, "sliding_window to be a positive"),
-        (f"{ARCH}.rope.scaling.factor", 8.0, "no rope.scaling.factor"),
+        (f"{ARCH}.rope.scaling.factor", 8.0, "rope.scaling.factor to be null or 1"),
         (f"{ARCH}.rope.dimension_count", 16, "rope.dimension_count 64, found 16"),
         (f"{ARCH}.rope.freq_base", 0.0, "rope.freq_base to be a positive number"),
-        (f"{ARCH}.embedding_length_per_layer_input", 32, "no embedding_length_per_layer_input"),
+        (f"{ARCH}.embedding_length_per_layer_input", 32, "embedding_length_per_layer_input to be 0"),
         ("mtp_extract.rope.partial_rotary_factor", np.float64(0.5), "as rope_freqs.weight says"),
         ("mtp_extract.rope.freq_base", np.float64(5e5), "as rope.freq_base says"),
         ("mtp_extract.hidden_activation", "silu", "hidden_activation gelu_pytorch_tanh or gelu, found silu"),
@@ -532,8 +533,15 @@ ARCH = "gemma4-assistant"
 )
 def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: str) -> None:
     write(tmp_path, config(), **{key: value})
-    with pytest.raises(DrafterError, match=what):
+    with pytest.raises(CheckpointError, match=what):
         read_checkpoint(tmp_path)
+
+
+def test_a_list_where_a_number_stands_is_named(tmp_path: Path) -> None:
+    """Of a type of layer that there is none of, so that nothing is read from it."""
+    write(tmp_path, config(layers=config().layers[1:] * 2), **{f"{ARCH}.rope.freq_base_swa": [2, 2]})
+    (named,) = strays(tmp_path)
+    assert named.endswith("rope.freq_base_swa (2, 2)")
 
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
@@ -552,7 +560,7 @@ def test_a_tensor_of_no_role_is_named(tmp_path: Path) -> None:
     write_tensors(
         tmp_path, replace(file, tensors=(*file.tensors, replace(file.tensors[0], name="blk.0.attn_k.weight")))
     )
-    with pytest.raises(DrafterError, match=r"blk\.0\.attn_k\.weight: expected no such tensor"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight: expected no such tensor"):
         read_checkpoint(tmp_path)
 
 

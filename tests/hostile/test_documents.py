@@ -36,8 +36,7 @@ def test_lies_in_documents(tmp_path: Path) -> None:
     assert not outcome.failures, f"{len(outcome.failures)} failed:\n" + "\n".join(outcome.failures[:5])
     counts = outcome.counts
     assert counts["ok"] > CASES // 2, "lies that are always seen test nothing"
-    assert counts["CheckpointError"] > CASES
-    assert counts["DrafterError"] > CASES // 2
+    assert counts["CheckpointError"] > CASES * 3 // 2
 
 
 KINDS: dict[str, Callable[[Path], object]] = {

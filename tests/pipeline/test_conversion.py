@@ -22,7 +22,7 @@ from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.errors import CheckpointError, DrafterError, MtpExtractError, OutputError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import files_in, verify
 from mtp_extract.pipeline.conversion import convert
@@ -153,7 +153,7 @@ def test_weights_in_several_files(sample: Path, tmp_path: Path) -> None:
     tensor, place = next(iter(places.items()))
     for wrong in ("../elsewhere.safetensors", next(name for name in places.values() if name != place)):
         index.write_text(json.dumps({"weight_map": {**places, tensor: wrong}}))
-        with pytest.raises(DrafterError, match=r"weights|index"):
+        with pytest.raises(CheckpointError, match=r"weights|index"):
             convert(tmp_path / "parts", tmp_path / "out2", format="litert")
 
 
@@ -254,7 +254,7 @@ def test_bad_input(official: Path, tmp_path: Path, fault: str) -> None:
 
 
 def test_the_base_in_place_of_the_drafter(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="not the base model's"):
+    with pytest.raises(CheckpointError, match="not the base model's"):
         convert(base, tmp_path / "out", format="litert")
 
 
@@ -378,5 +378,5 @@ def _told(chain: list[dict[str, Any]]) -> str:
 )
 def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "sample.litertlm").symlink_to(sample)
-    with pytest.raises(DrafterError, match=said):
+    with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / name, tmp_path / "out", format="gguf")

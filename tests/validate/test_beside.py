@@ -19,7 +19,7 @@ from helpers.schemas import validator
 from safetensors.torch import load_file, save_file
 
 import mtp_extract
-from mtp_extract.errors import DrafterError, PairError
+from mtp_extract.errors import CheckpointError, PairError
 from mtp_extract.evaluate.measured import compare, of_agreement
 from mtp_extract.evaluate.reads import reads_of_a_step
 from mtp_extract.formats import format_of
@@ -278,7 +278,7 @@ def test_one_that_does_not_fit_is_named(plan: Plan, checkpoint: Path, tmp_path: 
     with pytest.raises(PairError, match="other: expected a base with the drafter's vocabulary of 60, found 512"):
         run_validation(wanted, said.append)
     assert said == [f"loading the base {plan.base}"]
-    with pytest.raises(DrafterError, match="/absent: expected a checkpoint's directory"):
+    with pytest.raises(CheckpointError, match="/absent: expected a checkpoint's directory"):
         run_validation(dataclasses.replace(wanted, beside=(Path("/absent"),)))
 
 

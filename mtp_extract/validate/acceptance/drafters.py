@@ -52,7 +52,7 @@ def facts_of(directory: Path, name: str) -> DrafterFacts:
     """What the checkpoint in ``directory`` is.
 
     Raises:
-        CheckpointError, DrafterError: it is damaged, or holds no drafter.
+        CheckpointError: it is damaged, or holds no drafter.
     """
     place = with_record(directory)
     record = read_record(place) if (place / RECORD).is_file() else {}
