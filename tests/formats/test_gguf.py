@@ -18,7 +18,6 @@ from helpers.gguf_bytes import Info, array, entry, gguf_bytes, number, text
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mtp_extract.pipeline.strays import strays
 
 from mtp_extract import extract
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
@@ -36,6 +35,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, Uns
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.unexpected import unexpected_in
 from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.proof.proof import Proof
 
@@ -540,7 +540,7 @@ def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: st
 def test_a_list_where_a_number_stands_is_named(tmp_path: Path) -> None:
     """Of a type of layer that there is none of, so that nothing is read from it."""
     write(tmp_path, config(layers=config().layers[1:] * 2), **{f"{ARCH}.rope.freq_base_swa": [2, 2]})
-    (named,) = strays(tmp_path)
+    (named,) = unexpected_in(tmp_path)
     assert named.endswith("rope.freq_base_swa (2, 2)")
 
 
