@@ -127,8 +127,8 @@ def plan_upload(
     notes: tuple[str, ...] = ()
     report = _report(folder) if REPORT in contents else None
     if report is not None or words.as_json():
-        before, record["card"] = _made(folder, record), words.over(record).as_json()
-        made = _made(folder, record, report)
+        before, record["card"] = model_card(record), words.over(record).as_json()
+        made = model_card(record, report)
         card, left = made, 0
         if (changed := changed_card(folder)) is not None:
             card, left = merged(before, changed, made)
@@ -148,17 +148,6 @@ def plan_upload(
 def _report(folder: Path) -> Any:
     path = folder / REPORT
     return read_object(path, "Validate again.")
-
-
-def _made(folder: Path, record: Mapping[str, Any], report: Any = None) -> str:
-    """The card that ``record`` and ``report`` make."""
-    try:
-        return model_card(record, report)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{escape(folder)}: {RECORD} or {REPORT} lacks what the model card states "
-            f"({type(error).__name__}: {escape(error)}). Extract or validate again."
-        ) from error
 
 
 def _card_text(files: tuple[HubFile, ...]) -> str:
