@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType
@@ -21,8 +21,9 @@ from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.proof.words import in_words
+from mtp_extract.report.columns import Table, number
 from mtp_extract.report.markdown import code, listed, paragraph, plain
-from mtp_extract.report.tables import Table, measurements
+from mtp_extract.report.tables import measurements
 from mtp_extract.report.templates import Templates
 
 _TAGS = (
@@ -252,10 +253,6 @@ def _joined(items: Iterable[object], separator: str) -> str:
     return separator.join(map(plain, items))
 
 
-def _figure(value: float, interval: Sequence[float] | None, form: str) -> str:
-    return f"{value:{form}}" + (f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else "")
-
-
 def _kept(found: Mapping[str, Any]) -> str:
     low, high = found["interval"] or (None, None)
     return f"{found['share']:.2%}" + ("" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)")
@@ -279,8 +276,8 @@ def _sections(tables: Iterable[Table]) -> str:
 
 _CARDS = Templates(
     plain,
-    accepted=lambda found: _figure(found["mean_accepted_length"], found["interval"], ".3f"),
-    change=lambda found: _figure(found["mean"], found["interval"], "+.3f"),
+    accepted=lambda found: number(found["mean_accepted_length"], ".3f", found["interval"], between=" to "),
+    change=lambda found: number(found["mean"], "+.3f", found["interval"], between=" to "),
     code=code,
     count=lambda value: f"{int(value):,}",
     joined=_joined,

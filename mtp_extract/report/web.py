@@ -12,8 +12,9 @@ from html import escape
 from typing import Any
 
 from mtp_extract.report.colours import COLOURS
+from mtp_extract.report.columns import Table
 from mtp_extract.report.markdown import visible
-from mtp_extract.report.tables import FIGURES, Table
+from mtp_extract.report.tables import FIGURES
 
 _LONG = 60
 """Characters of a cell that is a sentence, and wants room."""

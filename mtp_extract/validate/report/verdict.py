@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mtp_extract.evaluate.measured import Change
-from mtp_extract.report.tables import change, share
+from mtp_extract.report.columns import change, share
 from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult

@@ -13,10 +13,11 @@ from helpers.report_document import REPORT
 from helpers.web import Page
 
 from mtp_extract.report.colours import COLOURS
+from mtp_extract.report.columns import Table
 from mtp_extract.report.figures import draw_figures
 from mtp_extract.report.markdown import visible
 from mtp_extract.report.svg import inline
-from mtp_extract.report.tables import FIGURES, Table, measurements
+from mtp_extract.report.tables import FIGURES, measurements
 from mtp_extract.report.web import web_page
 
 HOSTILE = (
