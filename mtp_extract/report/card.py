@@ -144,7 +144,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
     """
     try:
         return _CARDS.render("eagle3.md" if _is_head(extraction) else "card.md", **_values(extraction, report))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             "extraction.json or report.json lacks what the model card states "
             f"({type(error).__name__}: {escape(error)}). Extract or validate again."

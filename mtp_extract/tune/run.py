@@ -272,7 +272,7 @@ def _train(
 def _write(
     plan: Plan, pair: Pair, tuned: Any, trained: Trained, record: Mapping[str, Any], *, keep: bool
 ) -> Path | None:
-    from mtp_extract.report.progress_figure import draw_progress
+    from mtp_extract.report.figures import draw_progress
     from mtp_extract.tune.work import kept
     from mtp_extract.tune.writing import write_tuned
 
