@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.proof.words import in_words
-from mtp_extract.report.columns import Table, number
+from mtp_extract.report.columns import number
 from mtp_extract.report.markdown import code, listed, paragraph, plain
 from mtp_extract.report.tables import measurements
 from mtp_extract.report.templates import Templates
@@ -89,43 +89,41 @@ class CardWords:
 UNSAID = CardWords()
 
 
-def merged(old: str, mine: str, new: str) -> tuple[str, int]:
-    """``mine``, which was ``old`` before it was changed by hand, with what became of ``old`` in ``new``.
+def merged(old: str, edited: str, new: str) -> tuple[str, int]:
+    """A three-way merge by lines: ``edited``, which was ``old``, with what changed from ``old`` to ``new``.
 
     Returns:
-        The text, and how many changes of ``new`` fell on lines that were changed by hand, and were left out.
+        The text, and how many changes of ``new`` fell on lines that were edited, and were left out.
     """
-    before, own, after = (text.splitlines(keepends=True) for text in (old, mine, new))
+    before, lines, after = (text.splitlines(keepends=True) for text in (old, edited, new))
     place = {
         block.a + k: block.b + k
-        for block in SequenceMatcher(None, before, own, autojunk=False).get_matching_blocks()
+        for block in SequenceMatcher(None, before, lines, autojunk=False).get_matching_blocks()
         for k in range(block.size)
     }
-    left = 0
+    conflicts = 0
     # From the end, so that places before stay where they are.
     for tag, first, last, begin, end in reversed(SequenceMatcher(None, before, after, autojunk=False).get_opcodes()):
         if tag == "equal":
             continue
-        # The line before, and those that change, as whoever changed the text left them: one after the other.
+        # The line before and those that change must stand one after the other in the edited text.
         around = [place.get(line, -1) for line in range(max(first - 1, 0), last)]
         begins = around[0] if around else 0
         if begins < 0 or around != list(range(begins, begins + len(around))):
-            left += 1
+            conflicts += 1
             continue
         start = begins + (first > 0)
-        own[start : start + last - first] = after[begin:end]
-    return "".join(own), left
+        lines[start : start + last - first] = after[begin:end]
+    return "".join(lines), conflicts
 
 
 def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
-    license_, given = license_of(extraction), _words(extraction).license
+    license_, given, format_ = license_of(extraction), _words(extraction).license, EVERY.get(extraction["layout"])
     metadata: dict[str, str | list[str]] = {"license": given or (license_.id if license_ else _UNKNOWN_LICENSE)}
-    base = _base_of(extraction)
-    if base:
+    if base := _base_of(extraction):
         metadata["base_model"] = [base]
-    format_ = EVERY.get(extraction["layout"])
-    if format_ is not None and format_.library:
+    if format_ and format_.library:
         metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
     metadata["tags"] = list(_HEAD_TAGS if _is_head(extraction) else _TAGS)
@@ -249,10 +247,6 @@ def _word(text: object) -> str:
     return word if safe else "'" + word.replace("'", "'\\''") + "'"
 
 
-def _joined(items: Iterable[object], separator: str) -> str:
-    return separator.join(map(plain, items))
-
-
 def _kept(found: Mapping[str, Any]) -> str:
     low, high = found["interval"] or (None, None)
     return f"{found['share']:.2%}" + ("" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)")
@@ -270,22 +264,18 @@ def _quantization(found: Mapping[str, Any] | None) -> str:
     return code(", ".join([found["kind"], *axis, *blocks]))
 
 
-def _sections(tables: Iterable[Table]) -> str:
-    return "\n\n".join(table.markdown(3) for table in tables)
-
-
 _CARDS = Templates(
     plain,
     accepted=lambda found: number(found["mean_accepted_length"], ".3f", found["interval"], between=" to "),
     change=lambda found: number(found["mean"], "+.3f", found["interval"], between=" to "),
     code=code,
     count=lambda value: f"{int(value):,}",
-    joined=_joined,
+    joined=lambda items, separator: separator.join(map(plain, items)),
     kept=_kept,
     listed=listed,
     paragraph=paragraph,
     quantization=_quantization,
-    sections=_sections,
+    sections=lambda tables: "\n\n".join(table.markdown(3) for table in tables),
     stored=_stored,
     word=_word,
     yaml=_yaml,

@@ -18,7 +18,7 @@ from mtp_extract.report.tables import FIGURES, best_methods, method
 _WIDTH = 4.6
 _OTHERS = ("orange", "sky", "green", "purple", "vermilion", "brown", "faint")
 _MARKERS = ("s", "^", "v", "D", "P", "X", "*")
-_LONGEST = 28
+_LONGEST = 28  # characters of a label
 _STYLE: dict[Any, Any] = {
     "font.size": 11,
     "legend.fontsize": 10,
@@ -353,17 +353,7 @@ def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
     return figure
 
 
-_DRAWN = (
-    _methods,
-    _acceptance,
-    _controls,
-    _workloads,
-    _lengths,
-    _by_drafts,
-    _speeds,
-    _rounds,
-    _drafters,
-)
+_DRAWN = (_methods, _acceptance, _controls, _workloads, _lengths, _by_drafts, _speeds, _rounds, _drafters)
 """In the order of :data:`FIGURES`."""
 
 
