@@ -32,8 +32,13 @@ def test_metadata() -> None:
     commands = {"bench", "convert", "extract", "insert", "inspect", "tune", "upload", "validate"}
     assert set(scripts) == {f"mtp-{name}" for name in commands}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    run_time = {"flatbuffers", "gguf", "msgspec", "numpy", "typer", "huggingface-hub", "xxhash"}
+    run_time = {"flatbuffers", "gguf", "jinja2", "msgspec", "numpy", "typer", "huggingface-hub", "xxhash"}
     assert {name.replace("_", "-") for name in required} == run_time
+
+
+@pytest.mark.parametrize("file", ["card.md", "compared.md", "eagle3.md", "page.css", "page.html"])
+def test_templates_are_there(file: str) -> None:
+    assert (Path(mtp_extract.__file__).parent / "report" / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["roles", "geometries", "tflite_schema", "bundles"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from mtp_extract.bench import fields
 from mtp_extract.bench.run import Benchmark, Figures, Side
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
+from mtp_extract.report.columns import Column, Row, Table, decimal, item, number, percent, share
 from mtp_extract.report.page import page, plain_json
-from mtp_extract.report.tables import Table, share, words
+from mtp_extract.report.tables import words
 from mtp_extract.report.web import web_page
-from mtp_extract.speculate.intervals import LEAST_TEXTS, Interval
+from mtp_extract.speculate.texts import LEAST_TEXTS
 
 _BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
 _FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
@@ -65,7 +67,7 @@ def _verdict(total: Figures) -> str:
     if baseline is not None:
         speed += f" against {_rate(baseline)}"
         if total.speedup is not None:
-            speed += f", {_times(total.speedup, total.speedup_ci95)}"
+            speed += f", {number(total.speedup, '.2f', total.speedup_ci95, unit='×')}"
     drafts = "drafts are not told"
     if server.drafted is not None:
         rate = f", {share(server.acceptance, server.acceptance_ci95)} %" if server.drafted else ""
@@ -132,67 +134,71 @@ def _notes(found: Benchmark) -> Iterator[str]:
         yield "Without a baseline there is nothing to compare speed and text with."
 
 
-def _number(value: float | None, interval: Sequence[float] | None = None, form: str = ".1f") -> str:
-    if value is None:
-        return _NOT_TOLD
-    return format(value, form) + (f" ({interval[0]:{form}}–{interval[1]:{form}})" if interval else "")
-
-
 def _rate(side: Side) -> str:
-    return _number(side.tokens_per_s, side.tokens_per_s_ci95)
+    return number(side.tokens_per_s, ".1f", side.tokens_per_s_ci95, none=_NOT_TOLD)
 
 
-def _times(speedup: float, interval: Interval | None) -> str:
-    return _number(speedup, interval, ".2f") + "×"
+_told = partial(decimal, none=_NOT_TOLD)
+
+
+def _speedup(row: Row) -> str:
+    of = row["of"]
+    compared = row["side"] == "server" and of["baseline"]
+    return number(of["speedup"], ".2f", of["speedup_ci95"], none=_NOT_TOLD) if compared else ""
+
+
+def _same_text(row: Row) -> str:
+    of = row["of"]
+    return f"{of['identical']}/{of['compared']}" if row["side"] == "server" and of["compared"] else ""
+
+
+def _mean_length(row: Row) -> str:
+    mean = _told("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
+    return str(mean(row)) if row["rounds"] else "–"
+
+
+_SPEED: Sequence[Column] = (
+    ("workload", item("workload")),
+    ("texts", item("of.texts")),
+    ("side", item("side")),
+    ("tokens/s", _told("tokens_per_s", ".1f", "tokens_per_s_ci95")),
+    ("speedup", _speedup),
+    ("throughput", _told("throughput", ".1f")),
+    ("first token ms", _told("first_token_ms", ".1f", "first_token_ms_ci95")),
+    ("ms a token", _told("inter_token_ms", ".2f")),
+    ("same text", _same_text),
+)
+
+_DRAFTS: Sequence[Column] = (
+    ("workload", item("workload")),
+    ("side", item("side")),
+    ("answers counted", item("counted")),
+    ("accepted", _told("accepted", "d")),
+    ("drafted", _told("drafted", "d")),
+    ("acceptance %", percent("acceptance", "acceptance_ci95")),
+    ("rounds", _told("rounds", "d")),
+    ("mean length", _mean_length),
+)
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of a ``bench.json``: what was measured with what, speed, drafts."""
-    servers = {side: server for side, server in report["servers"].items() if server}
-    yield Table(
-        title="Setting",
-        columns=("", ""),
-        rows=(
-            *(
-                (side, f"{s['url']} ({s['kind']}{' ' + s['version'] if s['version'] else ''}), model {s['model']}")
-                for side, s in sorted(servers.items(), reverse=True)
-            ),
-            *((name.replace("_", " "), words(value)) for name, value in report["settings"].items()),
-        ),
-    )
-    rows = [*report["workloads"].items(), ("all", report["total"])]
-    sides = [side for side in ("server", "baseline") if side in servers]
-    yield Table(
-        title="Speed",
-        columns=(
-            "workload",
-            "texts",
-            "side",
-            "tokens/s",
-            "speedup",
-            "throughput",
-            "first token ms",
-            "ms a token",
-            "same text",
-        ),
-        rows=tuple(
-            (
-                name,
-                figures["texts"],
-                side,
-                _number(found["tokens_per_s"], found["tokens_per_s_ci95"]),
-                f"{_number(figures['speedup'], figures['speedup_ci95'], '.2f')}"
-                if side == "server" and figures["baseline"]
-                else "",
-                _number(found["throughput"]),
-                _number(found["first_token_ms"], found["first_token_ms_ci95"]),
-                _number(found["inter_token_ms"], form=".2f"),
-                f"{figures['identical']}/{figures['compared']}" if side == "server" and figures["compared"] else "",
-            )
-            for name, figures in rows
-            for side in sides
-            for found in [figures[side]]
-        ),
+    servers = {side: report["servers"][side] for side in ("server", "baseline") if report["servers"][side]}
+    named = {
+        side: f"{s['url']} ({s['kind']}{' ' + s['version'] if s['version'] else ''}), model {s['model']}"
+        for side, s in servers.items()
+    }
+    settings = {name.replace("_", " "): words(value) for name, value in report["settings"].items()}
+    yield Table(title="Setting", columns=("", ""), rows=(*named.items(), *settings.items()))
+    rows = [
+        {**of[side], "workload": name, "side": side, "of": of}
+        for name, of in (*report["workloads"].items(), ("all", report["total"]))
+        for side in servers
+    ]
+    yield Table.of(
+        "Speed",
+        _SPEED,
+        rows,
         about=(
             "Tokens per second: tokens after those of the first text, as the server counts them, over the time from "
             "first text to last event, both added up over all answers. Throughput: all tokens over the time in which "
@@ -203,25 +209,10 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         ),
         first=True,
     )
-    yield Table(
-        title="Drafts",
-        columns=("workload", "side", "answers counted", "accepted", "drafted", "acceptance %", "rounds", "mean length"),
-        rows=tuple(
-            (
-                name,
-                side,
-                found["counted"],
-                *(_NOT_TOLD if found[field] is None else str(found[field]) for field in ("accepted", "drafted")),
-                share(found["acceptance"], found["acceptance_ci95"]),
-                _NOT_TOLD if found["rounds"] is None else str(found["rounds"]),
-                _number(found["mean_accepted_length"], found["mean_accepted_length_ci95"], ".2f")
-                if found["rounds"]
-                else "–",
-            )
-            for name, figures in rows
-            for side in sides
-            for found in [figures[side]]
-        ),
+    yield Table.of(
+        "Drafts",
+        _DRAFTS,
+        rows,
         about=(
             "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
             f"groups of texts where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."

@@ -27,9 +27,10 @@ from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
-from mtp_extract.speculate.intervals import Interval, repeats
+from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
+from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
 

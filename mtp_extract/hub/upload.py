@@ -18,11 +18,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, close_session, constants, get_session, get_token
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    hf_raise_for_status,
+    validate_repo_id,
+)
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.errors import CheckpointError, HubError, escape
-from mtp_extract.io.http import HUB_STATUSES, http_library
+from mtp_extract.errors import CheckpointError, HubError, escape, few
+from mtp_extract.io.http import HUB_STATUSES, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.pipeline.check import changed_card, files_in, verify
@@ -105,7 +117,7 @@ class UploadResult:
 def plan_upload(
     directory: str | os.PathLike[str], words: CardWords = UNSAID
 ) -> tuple[tuple[HubFile, ...], tuple[str, ...]]:
-    """Check a directory and list what would be published from it; with what is to be told of its card.
+    """Check a directory; the files that would be published from it, and notes on its card.
 
     With a ``report.json`` in the directory the card that is published is the one that states its figures, and with
     ``words`` the one that says them; what was changed in it by hand stays. The record that is published lists the card
@@ -125,10 +137,10 @@ def plan_upload(
             "published with it. Move it elsewhere."
         )
     notes: tuple[str, ...] = ()
-    report = _report(folder) if REPORT in contents else None
+    report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
     if report is not None or words.as_json():
-        before, record["card"] = _made(folder, record), words.over(record).as_json()
-        made = _made(folder, record, report)
+        before, record["card"] = model_card(record), words.over(record).as_json()
+        made = model_card(record, report)
         card, left = made, 0
         if (changed := changed_card(folder)) is not None:
             card, left = merged(before, changed, made)
@@ -145,22 +157,6 @@ def plan_upload(
     return files, notes
 
 
-def _report(folder: Path) -> Any:
-    path = folder / REPORT
-    return read_object(path, "Validate again.")
-
-
-def _made(folder: Path, record: Mapping[str, Any], report: Any = None) -> str:
-    """The card that ``record`` and ``report`` make."""
-    try:
-        return model_card(record, report)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{escape(folder)}: {RECORD} or {REPORT} lacks what the model card states "
-            f"({type(error).__name__}: {escape(error)}). Extract or validate again."
-        ) from error
-
-
 def _card_text(files: tuple[HubFile, ...]) -> str:
     card = next(file.content for file in files if file.path == CARD)
     return b"".join(_pieces(card)).decode("utf-8", "replace")
@@ -168,9 +164,6 @@ def _card_text(files: tuple[HubFile, ...]) -> str:
 
 def _check_card(path: Path, text: str) -> None:
     """The part of the Hub's check of a card's metadata that can be done here."""
-    from huggingface_hub import ModelCard
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
     if REGEX_YAML_BLOCK.search(text) is None:
         raise HubError(f"{escape(path)}: expected metadata between two lines of --- at its head, found none.")
     try:
@@ -213,8 +206,6 @@ def upload(
         HubError: bad name, no token, no permission, no network, other content, or not what was sent has
             arrived.
     """
-    from huggingface_hub import constants
-
     _check_name(repo_id)
     files, notes = plan_upload(directory, card)
     url = f"{constants.ENDPOINT}/{repo_id}"
@@ -222,16 +213,12 @@ def upload(
         return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files, notes)
     secret = _token(token)
     with _quiet(progress), _explained(repo_id, secret):
-        from huggingface_hub import CommitOperationAdd, HfApi, close_session
-
-        from mtp_extract.io.http import hide_queries
-
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         with watched(_PATIENCE, close_session):
             _ask_about_card(_card_text(files), secret)
-            held = _held(api, repo_id)
-            sent = _to_send(repo_id, files, held or {}, force)
+            held = _repository_files(api, repo_id)
+            sent = _differing(repo_id, files, held or {}, force)
             if held is None:
                 api.create_repo(repo_id, private=private)
         commit: str | None = None
@@ -248,9 +235,6 @@ def upload(
 
 
 def _check_name(repo_id: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
-
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
@@ -261,8 +245,6 @@ def _check_name(repo_id: str) -> None:
 
 
 def _token(token: str | None) -> str:
-    from huggingface_hub import constants, get_token
-
     if constants.HF_HUB_OFFLINE:
         raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
     found = token or get_token()
@@ -271,15 +253,13 @@ def _token(token: str | None) -> str:
     return found
 
 
-def _is(entry: Any, file: HubFile) -> bool:
+def _matches(entry: Any, file: HubFile) -> bool:
     """Whether the repository's ``entry`` is ``file``: by SHA-256 for one in LFS or Xet, by git's hash for others."""
     same = entry.lfs.sha256 == file.sha256 if entry.lfs else entry.blob_id == file.git
     return bool(same) and entry.size == file.size
 
 
 def _entries(listing: Any) -> dict[str, Any]:
-    from huggingface_hub.hf_api import RepoFile
-
     return {entry.path: entry for entry in listing if isinstance(entry, RepoFile)}
 
 
@@ -288,12 +268,6 @@ def _ask_about_card(card: str, token: str) -> None:
 
     The same request as ``ModelCard.validate`` makes, which in older releases goes past ``HF_ENDPOINT``.
     """
-    from huggingface_hub import constants, get_session
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
-        build_hf_headers,
-        hf_raise_for_status,
-    )
-
     response = get_session().post(
         f"{constants.ENDPOINT}/api/validate-yaml",
         json={"content": card, "repoType": "model"},
@@ -305,10 +279,8 @@ def _ask_about_card(card: str, token: str) -> None:
     hf_raise_for_status(response)
 
 
-def _held(api: Any, repo_id: str) -> dict[str, Any] | None:
+def _repository_files(api: Any, repo_id: str) -> dict[str, Any] | None:
     """What the repository holds; None if there is no such repository."""
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RevisionNotFoundError
-
     try:
         return _entries(api.list_repo_tree(repo_id, recursive=True))
     except (RevisionNotFoundError, EntryNotFoundError):
@@ -321,13 +293,12 @@ def _held(api: Any, repo_id: str) -> dict[str, Any] | None:
         return None
 
 
-def _to_send(repo_id: str, files: tuple[HubFile, ...], held: Mapping[str, Any], force: bool) -> tuple[str, ...]:
-    same = {file.path for file in files if file.path in held and _is(held[file.path], file)}
+def _differing(repo_id: str, files: tuple[HubFile, ...], held: Mapping[str, Any], force: bool) -> tuple[str, ...]:
+    same = {file.path for file in files if file.path in held and _matches(held[file.path], file)}
     other = sorted(set(held) - same - _HUB_OWN)
     if other and not force:
-        named = ", ".join(escape(path) for path in other[:5]) + (", …" if len(other) > 5 else "")
         raise HubError(
-            f"{repo_id}: the repository holds other content ({len(other)} files: {named}). Nothing was sent. "
+            f"{repo_id}: the repository holds other content ({len(other)} files: {few(other)}). Nothing was sent. "
             "Choose another name, or write into it all the same: its history keeps what is replaced.",
             remedies=("force",),
         )
@@ -340,7 +311,7 @@ def _verify(api: Any, repo_id: str, commit: str, files: tuple[HubFile, ...]) -> 
         entry = arrived.get(file.path)
         if entry is None:
             raise HubError(f"{repo_id}: {escape(file.path)} is missing from commit {commit[:12]}. Upload again.")
-        if not _is(entry, file):
+        if not _matches(entry, file):
             raise HubError(
                 f"{repo_id}: {escape(file.path)} in commit {commit[:12]} is not what was sent (expected "
                 f"{file.size} bytes, SHA-256 {file.sha256}; found {entry.size} bytes, "
@@ -350,20 +321,14 @@ def _verify(api: Any, repo_id: str, commit: str, files: tuple[HubFile, ...]) -> 
 
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if progress or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    hidden = not progress and not are_progress_bars_disabled()
+    if hidden:
+        disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if hidden:
+            enable_progress_bars()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""The figures of a report, each as PNG and SVG, drawn from what ``report.json`` holds.
+"""The figures of a report, each as PNG and SVG, drawn from what ``report.json`` holds; and that of a training.
 
-Each is one panel, narrow enough to be read on a phone. The real drafter is drawn heavier, and direct labels stand where
-a legend would cover data.
+Those of a report are one panel each, narrow enough to be read on a phone. The real drafter is drawn heavier, and direct
+labels stand where a legend would cover data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtp_extract.report.tables import FIGURES, best_methods, method
 _WIDTH = 4.6
 _OTHERS = ("orange", "sky", "green", "purple", "vermilion", "brown", "faint")
 _MARKERS = ("s", "^", "v", "D", "P", "X", "*")
-_LONGEST = 28
+_LONGEST = 28  # characters of a label
 _STYLE: dict[Any, Any] = {
     "font.size": 11,
     "legend.fontsize": 10,
@@ -40,9 +40,7 @@ def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
     """Draw what ``report`` has data for into ``folder``; names without an ending, in order of the report."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     drawn = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A picture has boxes for letters that the font lacks; the SVG has the letters.
@@ -58,6 +56,16 @@ def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
             pyplot.close(figure)
             drawn.append(name)
     return drawn
+
+
+def _pyplot() -> Any:
+    """Matplotlib's drawing functions, for files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _panel(pyplot: Any, height: float) -> tuple[Any, Any]:
@@ -345,15 +353,23 @@ def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
     return figure
 
 
-_DRAWN = (
-    _methods,
-    _acceptance,
-    _controls,
-    _workloads,
-    _lengths,
-    _by_drafts,
-    _speeds,
-    _rounds,
-    _drafters,
-)
+_DRAWN = (_methods, _acceptance, _controls, _workloads, _lengths, _by_drafts, _speeds, _rounds, _drafters)
 """In the order of :data:`FIGURES`."""
+
+
+def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Of a training: loss by step, and mean accepted length on the watched texts where it was measured, as a PNG."""
+    pyplot = _pyplot()
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    lengths = [(entry["step"], entry["mean_accepted_length"]) for entry in history if "loss" not in entry]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes, points, colour, marker, title in (
+        (left, losses, "blue", "", "loss of a step"),
+        (right, lengths, "vermilion", "o", "mean accepted length, watched texts"),
+    ):
+        axes.plot(*zip(*points, strict=True) if points else ([], []), color=light(colour), marker=marker, linewidth=1.2)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("step")
+        axes.grid(color=light("line"))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mtp_extract.report.columns import Table
 from mtp_extract.report.markdown import listed, plain
-from mtp_extract.report.tables import FIGURES, Table
+from mtp_extract.report.tables import FIGURES
 
 
 def plain_json(value: Any) -> Any:

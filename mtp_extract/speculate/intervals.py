@@ -13,7 +13,7 @@ towards 1, where a whole text goes one way, and the quantile is that of as few d
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,12 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mtp_extract.errors import MtpExtractError
-
-LEAST_TEXTS = 5
-"""With fewer, no interval over texts holds the truth as often as it says."""
-
-_TAIL = 48
-"""Tokens: texts that end in as many alike say the same, wherever they came from."""
+from mtp_extract.speculate.texts import LEAST_TEXTS
 
 _FREE = 5
 """Degrees of freedom without any event."""
@@ -50,33 +45,6 @@ class Interval(NamedTuple):
     def rounded(self, digits: int) -> list[float]:
         """As a record has it."""
         return [round(self.low, digits), round(self.high, digits)]
-
-
-def undecided(texts: int) -> str:
-    """Why there is no interval over so few ``texts``, in words."""
-    return f"not decided: {texts} {'text' if texts == 1 else 'texts'}, at least {LEAST_TEXTS} are needed"
-
-
-def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
-    """Which texts repeat one before them: they are the same, or their last 48 tokens are. They say nothing new."""
-    seen: set[tuple[Hashable, ...]] = set()
-    found = set()
-    for index, text in enumerate(texts):
-        tail = tuple(text[-_TAIL:])
-        if tail in seen:
-            found.add(index)
-        seen.add(tail)
-    return frozenset(found)
-
-
-def repeats_note(texts: int, again: int) -> tuple[str, ...]:
-    """A note where ``again`` of ``texts`` repeat others; none where none do."""
-    if not again:
-        return ()
-    return (
-        f"{texts} texts, {again} of them repeats (the same as another, or the same in their last {_TAIL} tokens), "
-        "which are not counted.",
-    )
 
 
 def share_interval(hits: Sequence[float], sizes: Sequence[float], *, level: float = 0.95) -> Interval | None:

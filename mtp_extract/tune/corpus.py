@@ -12,8 +12,8 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
-from mtp_extract.speculate.intervals import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.speculate.teacher import Text
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
 from mtp_extract.tune.status import Status

@@ -211,7 +211,7 @@ def _train(
     stop: Callable[[], bool],
 ) -> Trained:
     """Train, and draw how it went."""
-    from mtp_extract.report.progress_figure import draw_progress
+    from mtp_extract.report.figures import draw_progress
     from mtp_extract.tune.loop import train
     from mtp_extract.tune.work import writing_to
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mtp_extract.evaluate.measured import Change, Measured, compare
-from mtp_extract.speculate.intervals import LEAST_TEXTS, undecided
+from mtp_extract.speculate.texts import LEAST_TEXTS, undecided
 from mtp_extract.tune.corpus import Corpus
 
 

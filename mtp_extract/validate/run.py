@@ -237,7 +237,7 @@ def _beside_base(
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
-    from mtp_extract.speculate.intervals import repeats_note
+    from mtp_extract.speculate.texts import repeats_note
     from mtp_extract.validate.acceptance.controls import ControlResult, run_controls
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
     from mtp_extract.validate.acceptance.trivial import compare_trivial

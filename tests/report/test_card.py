@@ -3,67 +3,34 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from helpers.record_document import RECORD, tensor
+from helpers.schemas import validator
 from huggingface_hub import ModelCard
 
+from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import ENGINES, FORMATS
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.published import known_bundle, known_without_drafter
 from mtp_extract.report.card import card_metadata, model_card
 
-EXTRACTION: dict[str, Any] = {
-    "format_version": 1,
-    "tool": {"name": "mtp-extract", "version": "1.2.3"},
-    "source": {
-        "name": "gemma-4-E4B-it.litertlm",
-        "size": 3659530240,
-        "kind": "litertlm",
-        "version": "1.7.0",
-        "provenance": {
-            "repository": "litert-community/gemma-4-E4B-it-litert-lm",
-            "path": "gemma-4-E4B-it.litertlm",
-            "revision": "main",
-            "commit": "c" * 40,
-        },
-        "section": {
-            "index": 11,
-            "model_type": "mtp_drafter",
-            "begin": 3614392320,
-            "end": 3659530240,
-            "sha256": "5" * 64,
-            "found_by": "model_type",
-        },
-    },
-    "known_as": "Gemma 4 E4B",
-    "layout": "transformers",
-    "dtype": "bf16",
-    "geometry": {"hidden_size": 256, "layer_types": ["sliding_attention", "full_attention"]},
-    "files": {},
-    "tensors": {
-        "model.norm.weight": {"role": "final_norm", "source": {"dtype": "FLOAT32", "shape": [256]}},
-        "lm_head": {
-            "role": "lm_head",
-            "source": {"dtype": "INT4", "shape": [262144, 256]},
-            "quantization": {"kind": "per_channel", "bits": 4, "axis": 0},
-        },
-        "model.layers.0.layer_scalar": {"role": "layers.0.layer_scalar", "source": None, "quantization": None},
-    },
-    "set_aside": [{}],
-    "kv_inputs": {},
-}
-
 
 def card(**changes: Any) -> str:
-    return model_card({**copy.deepcopy(EXTRACTION), **changes}, None)
+    return model_card({**copy.deepcopy(RECORD), **changes}, None)
+
+
+def test_the_record_that_other_tests_use_is_one() -> None:
+    validator("extraction")(RECORD)
 
 
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     read = ModelCard(card()).data.to_dict()
-    assert read == card_metadata(EXTRACTION)
+    assert read == card_metadata(RECORD)
     assert read["license"] == "apache-2.0"
     assert read["base_model"] == ["google/gemma-4-E4B-it"]
     assert read["library_name"] == "transformers"
@@ -89,18 +56,18 @@ def test_what_the_card_states() -> None:
         "No figures were recorded",
     ):
         assert stated in text, stated
-    assert model_card(EXTRACTION) == text
+    assert model_card(RECORD) == text
 
 
 def test_an_unknown_bundle() -> None:
-    text = card(known_as=None, source={**EXTRACTION["source"], "size": 1, "provenance": {}})
+    text = card(known_as=None, source={**RECORD["source"], "size": 1, "provenance": {}})
     assert "base_model" not in ModelCard(text).data.to_dict()
     assert "BASE_MODEL" in text
     assert "--against BUNDLE.litertlm" in text
 
 
 def test_the_licence_of_a_known_bundle_only() -> None:
-    source = {**EXTRACTION["source"], "size": 1, "provenance": {}}
+    source = {**RECORD["source"], "size": 1, "provenance": {}}
     # A drafter of a known geometry may be anybody's.
     for known_as in (None, "Gemma 4 E4B"):
         text = card(known_as=known_as, source=source)
@@ -128,8 +95,7 @@ def test_each_format_is_for_its_own_engines(layout: str) -> None:
 
 
 def test_what_is_kept_and_what_is_rounded_is_said() -> None:
-    entry = {"role": "lm_head", "source": None, "quantization": None, "kept": "codes", "rounded_to": "FP16"}
-    floats = {"role": "final_norm", "source": None, "quantization": None, "kept": "floats", "rounded_to": None}
+    entry, floats = tensor("lm_head", kept="codes", rounded_to="FP16"), tensor("final_norm")
     scale = {"role": "lm_head", "part": "scale", "shape": [2], "dtype": "F32"}
     tensors = {"head": entry, "head.scale": scale, "norm": floats}
     text = card(dtype="codes", tensors=tensors)
@@ -139,15 +105,30 @@ def test_what_is_kept_and_what_is_rounded_is_said() -> None:
 
 
 def test_the_card_has_no_mark_of_its_template() -> None:
-    for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[])):
-        assert "<!--" not in text
-        assert "$" not in text
+    for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[]), card(layout="eagle3")):
+        assert not re.search(r"\{[{%#]|[%#]\}", text)
+        assert "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("repository", ["[x](http://y)/a", "<b>/x", "org", "a/b/c"])
+def test_a_repository_that_is_none_is_no_base(repository: str) -> None:
+    source = {**RECORD["source"], "size": 1, "provenance": {"repository": repository}}
+    text = card(known_as=None, source=source)
+    assert "drafter of its base model, extracted" in text
+    assert "base_model" not in ModelCard(text).data.to_dict()
+
+
+@pytest.mark.parametrize("lacking", ["source", "tensors", "geometry", "files"])
+def test_a_record_that_lacks_what_the_card_states(lacking: str) -> None:
+    record = {key: value for key, value in RECORD.items() if key != lacking}
+    with pytest.raises(CheckpointError, match=f"lacks what the model card states .*{lacking}"):
+        model_card(record)
 
 
 def test_an_unknown_bundle_of_the_hub_names_its_repository() -> None:
     provenance = {"repository": "org/other", "path": "x.litertlm", "commit": "c" * 40}
-    source = {**EXTRACTION["source"], "size": 1, "provenance": provenance}
-    assert card_metadata({**EXTRACTION, "known_as": None, "source": source})["base_model"] == ["org/other"]
+    source = {**RECORD["source"], "size": 1, "provenance": provenance}
+    assert card_metadata({**RECORD, "known_as": None, "source": source})["base_model"] == ["org/other"]
 
 
 def test_static_quantization_is_a_limit_where_there_is_some() -> None:
@@ -166,9 +147,9 @@ def test_the_litert_layout_is_not_advertised_to_engines() -> None:
     "name", ["a`b", "x\n---\nlicense: mit\n", "|a|b|", '"\n- x', "]](http://x)", "\u202e", "\x1b[31m"]
 )
 def test_hostile_names_stay_names(name: str) -> None:
-    source = {**EXTRACTION["source"], "name": name, "provenance": {"repository": name, "path": name}}
-    tensors = {name: {"role": name, "source": {"dtype": name, "shape": []}}}
-    text = model_card({**EXTRACTION, "known_as": None, "source": source, "tensors": tensors})
+    source = {**RECORD["source"], "name": name, "provenance": {"repository": name, "path": name}}
+    tensors = {name: tensor(name, source={"dtype": name, "shape": []})}
+    text = model_card({**RECORD, "known_as": None, "source": source, "tensors": tensors})
     plain = card(known_as=None)
     assert ModelCard(text).data.license == "apache-2.0"
     assert sum(line == "---" for line in text.splitlines()) == 2
@@ -182,7 +163,8 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 
 def test_importing_the_card_is_cheap() -> None:
-    code = "import sys, mtp_extract.report.card; print({'huggingface_hub', 'numpy', 'yaml'} & set(sys.modules))"
+    heavy = "{'huggingface_hub', 'jinja2', 'numpy', 'yaml'}"
+    code = f"import sys, mtp_extract.report.card; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -113,6 +113,16 @@ def test_a_record_that_says_something_else_of_it(edited: Path, tmp_path: Path, c
         sent(edited, WORDS)
 
 
+def test_a_tuning_that_lacks_what_the_card_states(edited: Path, tmp_path: Path) -> None:
+    record = json.loads((edited / "extraction.json").read_text())
+    length = {"mean_accepted_length": 1.0}
+    tuning = {"mode": "norms", "base": "b", "overall": {"before": length, "after": length}}
+    (edited / "extraction.json").write_text(json.dumps({**record, "tuning": tuning}))
+    with pytest.raises(CheckpointError, match=r"extraction\.json.*tuning\.overall"):
+        convert(edited, tmp_path / "out", format="litert")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("mine", "new", "expected", "left"),
     [

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from helpers.record_document import RECORD, ordered_head, tensor, tuning
 from helpers.report_document import REPORT
 from helpers.web import Page
 from hypothesis import given, settings
@@ -120,25 +121,25 @@ def test_a_report_of_such_names(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE[:12])
 def test_a_card_of_such_names(name: str) -> None:
     def made(name: str) -> set[str]:
+        source = {
+            "name": name,
+            "size": 1,
+            "kind": "litertlm",
+            "version": name,
+            "provenance": {"url": name, name: name, "repository": name},
+            "section": {**RECORD["source"]["section"], "index": name, "model_type": name, "found_by": name},
+        }
+        held = tensor(name, source={"dtype": name, "shape": []}, rounded_before=[name], kept="codes", rounded_to=name)
+        made = {**held, "made_codes": {"rule": name, "rms": 0.1, "largest": 0.2}}
+        changes = {"known_as": name, "layout": "litert", "dtype": name, "geometry": {name: name}, "notes": [name]}
         record = {
-            "tool": {"name": "mtp-extract", "version": name},
-            "source": {
-                "name": name,
-                "size": 1,
-                "kind": "litertlm",
-                "version": name,
-                "provenance": {"url": name, "etag": name},
-                "section": {"index": name, "model_type": name, "found_by": name},
-            },
-            "known_as": name,
-            "layout": "litert",
-            "dtype": name,
-            "geometry": {name: name},
-            "files": {},
-            "tensors": {
-                name: {"role": name, "source": {"dtype": name, "shape": []}, "rounded_before": [name], "kept": "codes"}
-            },
-            "notes": [name],
+            **RECORD,
+            **changes,
+            "tool": {"version": name},
+            "source": source,
+            "tensors": {name: held, "made": made},
+            "tuning": tuning(name),
+            "ordered_head": ordered_head(name),
         }
         text = model_card(record).split("---\n", 2)[2]
         return {tag for tag, _ in Page(RENDER(text)).elements}

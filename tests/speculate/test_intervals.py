@@ -11,19 +11,16 @@ import pytest
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import intervals
 from mtp_extract.speculate.intervals import (
-    LEAST_TEXTS,
     Interval,
     difference_bounds,
     difference_interval,
     ratio_bounds,
     ratio_interval,
-    repeats,
-    repeats_note,
     share_bounds,
     share_interval,
     student,
-    undecided,
 )
+from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note, undecided
 
 STATISTICS = Path(__file__).parents[2] / "docs" / "statistics.md"
 

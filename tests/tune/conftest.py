@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.prompts import shipped_prompts
-from mtp_extract.report import progress_figure
+from mtp_extract.report import figures
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune import corpus, pair
@@ -126,7 +126,7 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 OF_SETTING = frozenset(field.name for field in dataclasses.fields(Setting))
 
 
-draw_progress = progress_figure.draw_progress
+draw_progress = figures.draw_progress
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -137,7 +137,7 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda: few)
         patch.setattr(pair, "load_base", cache(pair.load_base))
-        patch.setattr(progress_figure, "draw_progress", lambda history, path: None)
+        patch.setattr(figures, "draw_progress", lambda history, path: None)
         yield
     torch.set_num_threads(threads)
 

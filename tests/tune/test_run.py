@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
-from mtp_extract.report import progress_figure
+from mtp_extract.report import figures
 from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.corpus import Corpus
@@ -29,7 +29,7 @@ from .conftest import draw_progress
 
 def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
-    monkeypatch.setattr(progress_figure, "draw_progress", draw_progress)
+    monkeypatch.setattr(figures, "draw_progress", draw_progress)
     made = plan(tmp_path / "tuned", learning_rate=0.05)
     found = run_tuning(made)
     assert found.directory == tmp_path / "tuned"

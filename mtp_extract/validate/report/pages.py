@@ -8,21 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.io.place import Inputs, staged
+from mtp_extract.report.columns import Column, Table, decimal, item
 from mtp_extract.report.figures import draw_figures
 from mtp_extract.report.page import page
 from mtp_extract.report.svg import inline
-from mtp_extract.report.tables import (
-    FIGURES,
-    PAGE,
-    PAIR,
-    REPORT,
-    REPORT_LISTED,
-    WEB_PAGE,
-    Table,
-    buffers,
-    measurements,
-    setting,
-)
+from mtp_extract.report.tables import FIGURES, PAGE, PAIR, REPORT, REPORT_LISTED, WEB_PAGE, measurements, method, words
 from mtp_extract.report.web import web_page
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pair import pair_as_json
@@ -65,3 +55,42 @@ def _tables(report: Mapping[str, Any], pair: Mapping[str, Any] | None) -> Iterat
     if pair is not None:
         yield buffers(pair)
     yield setting(report)
+
+
+def setting(report: Mapping[str, Any]) -> Table:
+    """What was measured, and with what."""
+    base, source = report["base"], report["source"]
+    rows = [("drafter", report["drafter"])]
+    if source:
+        rows.append(("file", source))
+    if base:
+        rows += [
+            ("base", f"{base['name']} ({base['dtype']}, on {', '.join(base['devices'])})"),
+            ("drafter computes in", base["drafter_dtype"]),
+            ("chat template", "applied" if base["chat_template"] else "not applied"),
+        ]
+    rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items() if value != []]
+    return Table(title="Setting", columns=("", ""), rows=tuple(rows))
+
+
+_BUFFERS: Sequence[Column] = (
+    ("buffer", item("buffer")),
+    ("what", item("what")),
+    ("shape", lambda tensors: str(tensors["shape"])),
+    ("axes", lambda tensors: ", ".join(tensors["axes"])),
+    ("dtype", item("dtype")),
+    ("copies", item("copies")),
+    ("bytes", decimal("bytes", ",")),
+)
+
+
+def buffers(pair: Mapping[str, Any]) -> Table:
+    """What a round holds, of the content of a ``pair.json``."""
+    return Table.of(
+        f"Buffers of a {method(pair['verify']['drafts'])}, batch of one",
+        _BUFFERS,
+        [{**tensors, "buffer": name} for name, held in pair["buffers"].items() for tensors in held["tensors"]],
+        about="As they were seen while the pair continued the longest text, each at its largest. T: tokens of one "
+        "forward of the base.",
+        detail=True,
+    )

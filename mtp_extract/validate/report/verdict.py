@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from mtp_extract.evaluate.measured import Change
-from mtp_extract.report.tables import change, share
-from mtp_extract.speculate.intervals import undecided
+from mtp_extract.report.columns import change, share
+from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
@@ -40,8 +40,8 @@ def verdict(found: Validation) -> str:
             + ("" if first.interval else f" ({undecided(found.agreement.texts)})")
             + ("" if math.isnan(mean) else f", mean accepted length {mean:.2f} of at most {most}")
         )
-        refuted += [_trivial(result) for result in found.trivial if result.better]
-        missing += [_untold(result) for result in found.trivial if not (result.better or result.worse)]
+        refuted += [_worse_than_trivial(result) for result in found.trivial if result.better]
+        missing += [_undecided(result) for result in found.trivial if not (result.better or result.worse)]
     if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
         measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
     if found.generation is not None:
@@ -52,7 +52,7 @@ def verdict(found: Validation) -> str:
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
     parts = [f"{name}: {', and '.join(items)}" for name, items in named if items]
     if found.controls:
-        parts.append(_pointed(found))
+        parts.append(_suspect(found))
     text = "; ".join(parts)
     return text[:1].upper() + text[1:] + "."
 
@@ -93,16 +93,16 @@ def _change(found: Change) -> str:
     return change(found.mean, found.interval) + ("" if found.interval else f" ({undecided(found.texts)})")
 
 
-def _trivial(result: TrivialResult) -> str:
-    """What a trivial drafter reaches beside it."""
+def _worse_than_trivial(result: TrivialResult) -> str:
+    """That a trivial drafter drafts better on the same text."""
     return (
         f"its first drafts are worse than those of a trivial drafter ({result.name}: {100 * result.share:.1f} % on "
         f"the same text, the difference {share(result.difference, result.interval)} points)"
     )
 
 
-def _untold(result: TrivialResult) -> str:
-    """That neither is seen to be the better one."""
+def _undecided(result: TrivialResult) -> str:
+    """That the measurement does not decide which of the two drafts better."""
     why = f"the difference is {share(result.difference, result.interval)} points, over {result.texts} texts"
     return (
         f"that its first drafts are better than those of a trivial drafter ({result.name}; "
@@ -110,7 +110,8 @@ def _untold(result: TrivialResult) -> str:
     )
 
 
-def _pointed(found: Validation) -> str:
+def _suspect(found: Validation) -> str:
+    """Which part of the drafter's inputs the controls point at."""
     ran = [result for result in found.controls if result.standing]
     above = [result for result in ran if result.standing == "above"]
     if not ran:
@@ -151,9 +152,9 @@ def findings(found: Validation) -> list[str]:
     listed = [f"{check.name}: {check.evidence}" for check in found.checks if check.passed is False]
     for trivial in found.trivial:
         if trivial.better:
-            listed.append(_trivial(trivial))
+            listed.append(_worse_than_trivial(trivial))
         elif not trivial.worse:
-            listed.append(f"it was not shown {_untold(trivial)}")
+            listed.append(f"it was not shown {_undecided(trivial)}")
     listed += [
         f"{result.control.name} ({result.control.what}): {why(result)}"
         for result in found.controls

@@ -16,7 +16,6 @@ from helpers.schemas import validator
 from torch import Tensor, nn
 
 from mtp_extract.drafter.load import Network
-from mtp_extract.report.tables import buffers
 from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
@@ -24,7 +23,7 @@ from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.drafting import Drafting
 from mtp_extract.validate.acceptance.pair import BUFFERS, PairFacts, measure_pair
 from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.pages import write_report
+from mtp_extract.validate.report.pages import buffers, write_report
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan

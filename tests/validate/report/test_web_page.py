@@ -13,10 +13,11 @@ from helpers.report_document import REPORT
 from helpers.web import Page
 
 from mtp_extract.report.colours import COLOURS
+from mtp_extract.report.columns import Table
 from mtp_extract.report.figures import draw_figures
 from mtp_extract.report.markdown import visible
 from mtp_extract.report.svg import inline
-from mtp_extract.report.tables import FIGURES, Table, measurements
+from mtp_extract.report.tables import FIGURES, measurements
 from mtp_extract.report.web import web_page
 
 HOSTILE = (
@@ -35,13 +36,6 @@ HOSTILE = (
 )
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A page for each hostile name, wherever a name can stand."""
-    folder = tmp_path_factory.mktemp("hostile")
-    return {name: whole(hostile(name), folder) for name in HOSTILE}
-
-
 def hostile(name: str) -> dict[str, Any]:
     """A report in which everything that comes from outside has this name."""
     report = copy.deepcopy(REPORT)
@@ -57,18 +51,51 @@ def hostile(name: str) -> dict[str, Any]:
     return report
 
 
-def whole(report: dict[str, Any], folder: Path) -> str:
-    """As it is written beside ``report.json``."""
-    drawn = {
+def drawn(report: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The figures there are, as they stand in a page."""
+    return {
         name: inline((folder / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name])
         for name in draw_figures(report, folder)
     }
-    assert drawn
-    return web_page(f"Validation of {report['drafter']}", report, measurements(report), drawn)
 
 
-def test_it_holds_every_table(tmp_path: Path) -> None:
-    page = Page(whole(REPORT, tmp_path))
+def paged(report: dict[str, Any], figures: dict[str, str]) -> str:
+    """As it is written beside ``report.json``."""
+    return web_page(f"Validation of {report['drafter']}", report, measurements(report), figures)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the report that other tests use."""
+    found = drawn(REPORT, tmp_path_factory.mktemp("figures"))
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(figures: dict[str, str]) -> str:
+    """Its page."""
+    return paged(REPORT, figures)
+
+
+@pytest.fixture(scope="module")
+def hostile_figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All figures once, of a report that has every hostile name wherever a figure shows a name."""
+    report = copy.deepcopy(REPORT)
+    (first,) = report["drafters"]
+    workload = next(iter(report["agreement"]["workloads"].values()))
+    report["agreement"]["workloads"] = first["agreement"]["workloads"] = dict.fromkeys(HOSTILE, workload)
+    timed = {**first["generation"]["3"], "draft_ms": 4.0}
+    report["generation"] = dict.fromkeys(HOSTILE, timed)
+    first["generation"] = {"3": timed}
+    report["drafters"] = [{**first, "name": name} for name in HOSTILE]
+    found = drawn(report, tmp_path_factory.mktemp("hostile"))
+    assert set(found) == set(FIGURES)
+    return found
+
+
+def test_it_holds_every_table(text: str) -> None:
+    page = Page(text)
     tables = list(measurements(REPORT))
     assert page.within("h1") == [f"Validation of {REPORT['drafter']}"]
     assert [title for title in page.within("h2") if title not in ("Findings", "Notes")] == [t.title for t in tables]
@@ -92,9 +119,8 @@ def test_what_matters_first_stands_open() -> None:
     assert "So & so." in [text for _, text in page.texts]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_nothing_from_outside_is_markup(pages: dict[str, str], name: str) -> None:
-    text = pages[name]
+def check_no_markup(text: str) -> Page:
+    """Nothing in ``text`` is an element, an attribute or an address that is not this package's."""
     text.encode("utf-8")
     page = Page(text)
     names = {tag for tag, _ in page.elements}
@@ -106,12 +132,24 @@ def test_nothing_from_outside_is_markup(pages: dict[str, str], name: str) -> Non
             assert key != "href" or str(value).startswith("#"), (tag, value)
             assert "url(" not in str(value) or "url(#" in str(value)
     assert all(c.isprintable() or c == "\n" for c in text)
-    shown = "".join(text for _, text in page.texts)
+    return page
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_from_outside_is_markup(name: str) -> None:
+    shown = "".join(text for _, text in check_no_markup(paged(hostile(name), {})).texts)
     assert visible(name) in shown
 
 
-def test_it_asks_for_nothing(tmp_path: Path) -> None:
-    text = whole(REPORT, tmp_path)
+def test_no_name_in_a_figure_is_markup(hostile_figures: dict[str, str]) -> None:
+    page = check_no_markup(paged(REPORT, hostile_figures))
+    labels = {text for around, text in page.texts if "svg" in around}
+    for name in HOSTILE:
+        shown = visible(name)
+        assert any(shown == label or (shown[:13] in label and shown[-14:] in label) for label in labels), name
+
+
+def test_it_asks_for_nothing(text: str) -> None:
     page = Page(text)
     assert {"http-equiv": "Content-Security-Policy", "content": (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -119,8 +157,8 @@ def test_it_asks_for_nothing(tmp_path: Path) -> None:
     assert not re.search(r"https?:|//www|@import|url\((?!#)|<script|xmlns", text)
 
 
-def test_ids_are_those_of_one_page(tmp_path: Path) -> None:
-    page = Page(whole(REPORT, tmp_path))
+def test_ids_are_those_of_one_page(text: str) -> None:
+    page = Page(text)
     ids = [str(attributes["id"]) for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     for _, attributes in page.elements:
@@ -131,17 +169,17 @@ def test_ids_are_those_of_one_page(tmp_path: Path) -> None:
                 assert str(attributes[key]).lstrip("#") in ids
 
 
-def test_who_cannot_see_it_is_told(tmp_path: Path) -> None:
-    page = Page(whole(REPORT, tmp_path))
+def test_who_cannot_see_it_is_told(text: str) -> None:
+    page = Page(text)
     assert page.named("html") == [{"lang": "en"}]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.named("meta")
-    figures = page.named("svg")
-    assert figures
-    for figure in figures:
+    pictures = page.named("svg")
+    assert pictures
+    for figure in pictures:
         assert figure["role"] == "img"
         assert "width" not in figure
         assert figure["viewbox"]
-    assert len(page.named("figcaption")) == len(page.named("figure")) == len(figures)
+    assert len(page.named("figcaption")) == len(page.named("figure")) == len(pictures)
     for region in page.named("div"):
         if region["class"] == "scroll":
             assert region["role"] == "region"
@@ -149,9 +187,8 @@ def test_who_cannot_see_it_is_told(tmp_path: Path) -> None:
     assert {cell["scope"] for cell in page.named("th")} == {"col", "row"}
 
 
-def test_figures_take_the_pages_letters_and_colours(tmp_path: Path) -> None:
-    for name in draw_figures(REPORT, tmp_path):
-        text = inline((tmp_path / f"{name}.svg").read_text(encoding="utf-8"), name, "what it shows")
+def test_figures_take_the_pages_letters_and_colours(figures: dict[str, str]) -> None:
+    for text in figures.values():
         assert "<metadata" not in text
         assert "font-family" not in text
         assert "DejaVu" not in text
@@ -183,8 +220,9 @@ def test_what_has_no_number_has_no_mark(tmp_path: Path) -> None:
         found.update(draft_ms=None, verify_ms=None, mean_accepted_length=None, mean_accepted_length_ci95=None)
     for drafter in report["drafters"]:
         drafter["arithmetic"]["speedups"]["3"] = {"predicted": None, "measured": None}
-    assert "–" in Page(whole(report, tmp_path)).within("td")
-    assert not {"drafters_and_methods", "length_by_drafts"} & set(draw_figures(report, tmp_path))
+    figures = drawn(report, tmp_path)
+    assert "–" in Page(paged(report, figures)).within("td")
+    assert not {"drafters_and_methods", "length_by_drafts"} & set(figures)
     for drafter in report["drafters"]:
         for found in (drafter["agreement"], *drafter["agreement"]["workloads"].values()):
             found.update(mean_accepted_length=None, mean_accepted_length_ci95=None)
@@ -204,10 +242,8 @@ def test_a_long_name_leaves_room_for_what_it_names(tmp_path: Path) -> None:
         assert {"generation_by_drafts", "round_by_drafts"} <= set(draw_figures(report, tmp_path))
 
 
-def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert whole(REPORT, tmp_path / "a") == whole(REPORT, tmp_path / "b")
+def test_the_same_report_gives_the_same_page(text: str, tmp_path: Path) -> None:
+    assert paged(REPORT, drawn(REPORT, tmp_path)) == text
 
 
 @pytest.mark.parametrize(("ground", "least"), [("light", 3.0), ("dark", 3.0)])

@@ -1,0 +1,125 @@
+"""What ``extraction.json`` holds, for tests that extract nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["RECORD", "ordered_head", "tensor", "tuning"]
+
+
+def tensor(role: str, **changes: Any) -> dict[str, Any]:
+    """The entry of a tensor of floats, but for ``changes``; of its ``source`` those alone need be given."""
+    stored = {"tensor": 1, "subgraph": 0, "name": "t", "dtype": "FLOAT32", "shape": [2], "buffer": 1, "place": "inline"}
+    source = changes.pop("source", None)
+    return {
+        "role": role,
+        "why": "",
+        "shape": [2],
+        "dtype": "F32",
+        "xxh3": "0" * 32,
+        "kept": "floats",
+        "rounded_to": None,
+        "rounded_before": [],
+        "made_codes": None,
+        "factor": 1.0,
+        "name_confirms": True,
+        "source": source and {**stored, "offset": 0, "length": 8, "sha256": "0" * 64, **source},
+        "quantization": None,
+        "activations": None,
+        **changes,
+    }
+
+
+_LENGTH = {"mean_accepted_length": 1.5, "interval": [1.4, 1.6]}
+_CHANGE = {"texts": 7, "before": _LENGTH, "after": _LENGTH, "change": {"mean": 0.1, "interval": None}}
+
+
+def tuning(name: str) -> dict[str, Any]:
+    """What a card reads of a tuning; every text in it is ``name``."""
+    return {
+        "mode": "norms",
+        "base": name,
+        "interrupted": True,
+        "refused": [name],
+        "recipe": {"draft_steps": 3},
+        "workloads": {name: _CHANGE},
+        "overall": _CHANGE,
+        "other_serving": {"temperature": 0.7, "comparison": _CHANGE},
+    }
+
+
+def ordered_head(name: str) -> dict[str, Any]:
+    """What a card reads of an ordered head that was made; every text in it is ``name``."""
+    numbers = dict.fromkeys(("states", "top_k", "centroids", "rows_read", "rows_dense", "draft_steps"), 1000)
+    return {**tuning(name), **numbers, "kept": {"share": 0.99, "interval": [0.98, 1.0]}}
+
+
+RECORD: dict[str, Any] = {
+    "format_version": 3,
+    "tool": {"name": "mtp-extract", "version": "1.2.3"},
+    "source": {
+        "name": "gemma-4-E4B-it.litertlm",
+        "size": 3659530240,
+        "kind": "litertlm",
+        "version": "1.7.0",
+        "provenance": {
+            "repository": "litert-community/gemma-4-E4B-it-litert-lm",
+            "path": "gemma-4-E4B-it.litertlm",
+            "revision": "main",
+            "commit": "c" * 40,
+        },
+        "section": {
+            "index": 11,
+            "model_type": "mtp_drafter",
+            "items": {},
+            "begin": 3614392320,
+            "end": 3659530240,
+            "sha256": "5" * 64,
+            "found_by": "model_type",
+            "signature": "serving_default",
+        },
+    },
+    "converted_from": [],
+    "known_as": "Gemma 4 E4B",
+    "layout": "transformers",
+    "dtype": "bf16",
+    "geometry": {
+        "backbone_hidden_size": 2560,
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "vocab_size": 262144,
+        "num_layers": 1,
+        "num_heads": 4,
+        "head_dims": [256],
+        "num_kv_heads": [1],
+        "layer_types": ["sliding_attention"],
+        "sliding_window": 512,
+        "rope": {"sliding_attention": {"theta": 10000.0, "partial_rotary_factor": 1.0}},
+        "final_logit_softcap": None,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "files": {},
+    "tensors": {
+        "model.norm.weight": tensor("final_norm", source={"shape": [256]}),
+        "lm_head": tensor(
+            "lm_head",
+            source={"dtype": "INT4", "shape": [262144, 256]},
+            quantization={
+                "kind": "per_channel",
+                "bits": 4,
+                "axis": 0,
+                "block_size": None,
+                "scales": 262144,
+                "symmetric": True,
+            },
+        ),
+        "model.layers.0.layer_scalar": tensor("layers.0.layer_scalar"),
+    },
+    "notes": [],
+    "set_aside": [
+        {"tensor": 1, "subgraph": 0, "name": "c", "dtype": "FLOAT32", "shape": [], "op": "MUL", "reason": "a factor"}
+    ],
+    "kv_inputs": {},
+    "proof": None,
+}
