@@ -24,6 +24,7 @@ from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.compare import check_interpreter
 from mtp_extract.validate.parity.oracle import Oracle
 from mtp_extract.validate.parity.transformers import check_transformers
+from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.verdict import verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import Plan, run_validation
@@ -133,8 +134,7 @@ def test_no_interpreter(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = validated(checkpoint)
     assert found.parity is None
     is_not_checked(found, "interpreter", "cannot be asked: ai-edge-litert is not installed")
-    report = {"checks": [dataclasses.asdict(check) for check in found.checks], "parity": None, "agreement": None}
-    (table,) = measurements(report | {"generation": None, "controls": None})
+    (table,) = measurements(as_json(found))
     assert [row[2] for row in table.rows if row[0] == "interpreter"] == ["not checked"]
 
 
