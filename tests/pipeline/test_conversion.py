@@ -84,8 +84,9 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     )
     assert result.record["proof"]["inherited"]
     assert not direct.record["proof"]["inherited"]
-    with open_bundle(source) as opened:
-        assert verify_against_source(tmp_path / "converted", opened).against == str(source)
+    if dtype == FORMATS[name].dtypes[0]:
+        with open_bundle(source) as opened:
+            assert verify_against_source(tmp_path / "converted", opened).against == str(source)
 
 
 @pytest.mark.parametrize("name", FORMATS)
