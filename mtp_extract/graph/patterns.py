@@ -7,11 +7,11 @@ name. Matches say which constants they used up and why, so that the walk can acc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.flat import Edge, FlatGraph, Node, Value, walk_back
 from mtp_extract.litertlm.tflite import TensorType
 
 PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "TRANSPOSE", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
@@ -172,6 +172,26 @@ def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
         if norm is not None:
             return replace(norm, aside=(*norm.aside, *aside))
     return None
+
+
+def walk_to_norms(
+    graph: FlatGraph, start: list[Value], stops: Callable[[Node], bool]
+) -> tuple[list[tuple[RmsNorm, Value]], list[Edge], list[Value]]:
+    """Walk back from ``start`` to the first RMSNorms, and no further than ``stops`` says of other operators.
+
+    Returns:
+        the norms with their results; the edges and the leaves of :func:`walk_back`.
+    """
+    norms: dict[int, tuple[RmsNorm, Value]] = {}
+
+    def at_norm(found: Value, node: Node) -> bool:
+        norm = match_rms_norm(graph, found) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
+        if norm is not None:
+            norms[id(norm.x)] = (norm, found)
+        return norm is not None or stops(node)
+
+    edges, leaves = walk_back(start, at_norm)
+    return list(norms.values()), edges, leaves
 
 
 def _as_power(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]]:
