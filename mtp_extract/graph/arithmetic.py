@@ -50,10 +50,6 @@ def _scaled(call: Call, left: Numbers, right: Numbers) -> Numbers:
     return np.asarray(_MUL(call, left, right))
 
 
-def _gelu(call: Call, x: Numbers) -> Array:
-    return gelu(array_of(x), tanh=bool(call.option(0, "?", False)))
-
-
 def _softmax(call: Call, x: Numbers) -> Array:
     values = array_of(x) * np.float32(call.option(0, "f", 0.0))
     raised = np.exp(values - values.max(-1, keepdims=True))
@@ -138,7 +134,7 @@ ARITHMETIC: MappingProxyType[str, Kernel] = MappingProxyType(
         "SUB": _strict(np.subtract, activation=True),
         "DIV": _strict(_divide, activation=True),
         "MUL": _scaled,
-        "GELU": _gelu,
+        "GELU": lambda call, x: gelu(array_of(x), tanh=bool(call.option(0, "?", False))),
         "SOFTMAX": _softmax,
         "LOG_SOFTMAX": _log_softmax,
         "MEAN": _reduce(np.mean),

@@ -14,7 +14,7 @@ from mtp_extract.graph.arrays import Array, Numbers, array_of
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
-DTYPES: MappingProxyType[TensorType, type[np.generic]] = MappingProxyType(
+DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
     {
         TensorType.FLOAT32: np.float32,
         TensorType.FLOAT16: np.float32,

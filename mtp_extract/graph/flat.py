@@ -27,7 +27,7 @@ _MOST_SMALL_ELEMENTS = 1 << 20
 _MOST_READ = 1 << 27
 _COST_OF_A_READ = 1 << 10
 
-_INTEGERS = {
+_INTEGERS: dict[TensorType | None, str] = {
     TensorType.INT8: "<i1",
     TensorType.UINT8: "<u1",
     TensorType.INT16: "<i2",
@@ -163,7 +163,7 @@ class FlatGraph:
     def integers(self, value: Value) -> npt.NDArray[np.int64]:
         """A small integer or bool constant, flattened, as int64."""
         self._spend(value)
-        dtype = _INTEGERS.get(value.tensor.type) if value.tensor.type is not None else None
+        dtype = _INTEGERS.get(value.tensor.type)
         if dtype is None:
             raise UnsupportedError(f"{value.label} should hold integers.")
         return np.frombuffer(self.model.locate(value.tensor).read(), dtype).astype(np.int64)

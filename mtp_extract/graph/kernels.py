@@ -23,7 +23,7 @@ from mtp_extract.litertlm.tflite import TensorType
 
 def _cast(call: Call, x: Numbers) -> Numbers:
     source, target = call.tensor(0), call.result
-    kind = DTYPES.get(target.type) if target.type is not None else None
+    kind = DTYPES.get(target.type)
     if kind is None:
         raise call.refuse(f"casts to {target.type_name}")
     grid, made = grid_of(source), grid_of(target)
@@ -92,16 +92,21 @@ def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | No
     rows, columns = weight.shape[-2:] if len(weight.shape) >= 2 else (0, 0)
     if len(weight.shape) != 2 or not columns or values.size % columns:
         raise call.refuse(f"multiplies {list(values.shape)} with a weight of {list(weight.shape)}")
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
-    if isinstance(weight, Weight):
-        _check_weight(call, weight, 0)
-        made = weight.times(flat, transposed=True)
-    else:
-        made = matmul(flat, weight, transposed=True)
-    if bias is not None:
-        made = _biased(call, made, bias)
+    made = _product(call, values, weight, bias)
     keeps = bool(call.option(2, "?", False))
     return call.activate(made.reshape((*values.shape[:-1], rows) if keeps else (-1, rows)))
+
+
+def _product(call: Call, values: Array, weight: Numbers, bias: Numbers | None) -> Array:
+    """Rows of ``values`` times ``weight`` ``[out, …, in]``, whose axes between are of one element: ``[rows, out]``."""
+    rows, columns = weight.shape[0], weight.shape[-1]
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
+    if isinstance(weight, Weight):
+        _check_weight(call, weight, 0, rank=len(weight.shape))
+        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
+    else:
+        made = matmul(flat, weight, transposed=True)
+    return made if bias is None else _biased(call, made, bias)
 
 
 def refuse_wide_filter(node: Node) -> None:
@@ -126,15 +131,9 @@ def _convolution(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None =
     rows, columns = weight.shape[0], weight.shape[-1]
     if values.ndim != 4 or values.shape[-1] != columns:
         raise call.refuse(f"multiplies {list(values.shape)} with a filter of {list(weight.shape)}")
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
-    if isinstance(weight, Weight):
-        _check_weight(call, weight, 0, rank=4)
-        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
-    else:
-        made = matmul(flat, array_of(weight).reshape(rows, columns), transposed=True)
-    if bias is not None:
-        made = _biased(call, made, bias)
-    return call.activate(made.reshape(*values.shape[:-1], rows))
+    if not isinstance(weight, Weight):
+        weight = array_of(weight).reshape(rows, columns)
+    return call.activate(_product(call, values, weight, bias).reshape(*values.shape[:-1], rows))
 
 
 def _check_weight(call: Call, weight: Weight, axis: int, rank: int = 2) -> None:

@@ -125,6 +125,18 @@ def split_scalar(graph: FlatGraph, node: Node) -> tuple[Value, Value, float] | N
     return None
 
 
+def scale_downstream(graph: FlatGraph, value: Value) -> float | None:
+    """The number that integers without a scale of their own are multiplied by once they are cast to float."""
+    for node, position in value.consumers:
+        if node.kind == "MUL" and node.binary:
+            return scalar(graph, node.operand(1 - position))
+        if node.kind in (*PASSES, "SLICE", "STRIDED_SLICE") and position == 0 and node.outputs:
+            found = scale_downstream(graph, node.outputs[0])
+            if found is not None:
+                return found
+    return None
+
+
 def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_RELATIVE)
 

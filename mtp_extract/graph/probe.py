@@ -292,7 +292,7 @@ def _bound_queries(tensor: Tensor) -> None:
 def _type_of(tensor: Tensor) -> type[np.generic]:
     if not 0 < tensor.elements <= _LARGEST_INPUT:
         raise UnsupportedError(f"The input {tensor.label} is none of a drafter: it has {tensor.elements} elements.")
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    kind = DTYPES.get(tensor.type)
     if kind is None:
         raise UnsupportedError(f"The input {tensor.label} is {tensor.type_name}, which this release cannot fill.")
     return kind
