@@ -11,7 +11,6 @@ import numpy as np
 from mtp_extract.errors import FormatError
 from mtp_extract.graph.arrays import Array, Coded, Numbers, array_of, gelu
 from mtp_extract.graph.call import Call, Kernel, one
-from mtp_extract.litertlm.tflite import TensorType
 
 
 def _strict(function: Callable[..., Any], *, activation: bool = False) -> Kernel:
@@ -76,8 +75,7 @@ def _reduce(function: Callable[..., Any]) -> Kernel:
 
 def _arg(function: Callable[..., Any]) -> Kernel:
     def kernel(call: Call, x: Numbers, axis: Numbers) -> Array:
-        wide = call.option(0, "b") == TensorType.INT64
-        return np.asarray(function(array_of(x), axis=one(axis)), np.int64 if wide else np.int32)
+        return np.asarray(function(array_of(x), axis=one(axis)), call.index_type)
 
     return kernel
 

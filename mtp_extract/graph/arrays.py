@@ -67,19 +67,12 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A constant as stored, dequantized where it is used.
-
-    Attributes:
-        source: the constant.
-        shape: of the array it stands for.
-        exchanged: whether the last two axes of ``shape`` are stored the other way round.
-        through_dequantize: whether an operator made floats of it, or a kernel is left to.
-    """
+    """A constant as stored, dequantized where it is used."""
 
     source: QuantizedTensor
-    shape: tuple[int, ...]
-    exchanged: bool = False
-    through_dequantize: bool = False
+    shape: tuple[int, ...]  # of the array it stands for
+    exchanged: bool = False  # whether the last two axes of ``shape`` are stored the other way round
+    through_dequantize: bool = False  # whether an operator made floats of it, or a kernel is left to
 
     def floats(self) -> Floats:
         """All the numbers."""

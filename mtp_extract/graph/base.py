@@ -33,6 +33,7 @@ from mtp_extract.graph.patterns import (
     split_scalar,
     strip,
     walk_to_norms,
+    without_factors,
 )
 
 EMBEDDINGS = "embeddings"
@@ -297,11 +298,8 @@ class _Table(Blocks):
 
     def _collect(self, value: Value, factor: float, tables: list[tuple[Node, float]], role: str) -> None:
         """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
-        root = strip(value)
-        node = root.producer
-        while node is not None and (scaled := split_scalar(self.graph, node)) is not None:
-            root, factor = strip(scaled[0]), factor * scaled[2]
-            node = root.producer
+        root, number, _ = without_factors(self.graph, value)
+        node, factor = root.producer, factor * number
         if node is not None and node.kind in ("CONCATENATION", "PACK") and len(tables) < _MOST_TABLES:
             for position in range(len(node.inputs)):
                 self._collect(node.operand(position), factor, tables, role)

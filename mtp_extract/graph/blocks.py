@@ -200,10 +200,10 @@ class Blocks(Ledger):
             raise UnsupportedError(
                 f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
             )
-        if len(node.inputs) < 2 or None in node.inputs[:2]:
+        if node.input(0) is None or node.input(1) is None:
             raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
-        if len(node.inputs) > 2 and node.inputs[2] is not None:
-            self._bias(role, node, node.inputs[2])
+        if (bias := node.input(2)) is not None:
+            self._bias(role, node, bias)
         weight, transposed, scale = self._matrix(node)
         if not weight.constant:
             raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {described(weight)}.")
@@ -314,8 +314,7 @@ class Blocks(Ledger):
 
     def _multiplies_by_hadamard(self, node: Node) -> bool:
         """Whether ``node`` multiplies by a constant matrix whose entries are all ±1/sqrt(n): a Hadamard rotation."""
-        multiplies = node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") and len(node.inputs) > 1
-        right = node.inputs[1] if multiplies else None
+        right = node.input(1) if node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") else None
         weight = constant_under(right) if right is not None else None
         if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in NUMBER_TYPES:
             return False
@@ -366,9 +365,8 @@ def _reads_cache(value: Value) -> bool:
 
 def is_matrix(node: Node) -> bool:
     """Whether ``node`` multiplies by a constant of two axes."""
-    if node.kind not in MATRICES or len(node.inputs) < 2 or node.inputs[1] is None:
-        return False
-    return all(value.producer is not None or value.constant for value in ancestors(node.inputs[1]))
+    weight = node.input(1) if node.kind in MATRICES else None
+    return weight is not None and all(v.producer is not None or v.constant for v in ancestors(weight))
 
 
 def _option(node: Node, slot: int) -> bool:

@@ -90,11 +90,11 @@ class Bounds:
         if not tensor.elements or tensor.type not in NUMBER_TYPES:
             return ANYTHING
         if tensor.elements <= _LARGEST_READ:
-            # As they are: a masked score may be −∞.
-            plain = tensor.type in FLOAT_TYPES
-            numbers = (
-                stored_floats(self.graph.model.locate(tensor).read(), tensor) if plain else self.graph.floats(value)
-            )
+            if tensor.type in FLOAT_TYPES:
+                # As they are: a masked score may be −∞.
+                numbers = stored_floats(self.graph.model.locate(tensor).read(), tensor)
+            else:
+                numbers = self.graph.floats(value)
             return float(numbers.min()), float(numbers.max())
         chunks = [(c.min(), c.max()) for c in QuantizedTensor.of(self.graph.model, tensor).chunks()]
         return float(np.min([low for low, _ in chunks])), float(np.max([high for _, high in chunks]))

@@ -113,6 +113,11 @@ class Call:
         return not self.node.outputs[0].depends & Depends.DATA
 
     @property
+    def index_type(self) -> type[np.generic]:
+        """The type of integers that the option in the first slot asks for."""
+        return np.int64 if self.option(0, "b") == TensorType.INT64 else np.int32
+
+    @property
     def result(self) -> Tensor:
         """The tensor of the first result."""
         return self.node.outputs[0].tensor

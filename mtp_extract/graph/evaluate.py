@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of
 from mtp_extract.graph.call import DTYPES, Call, grid_of, rounded
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
@@ -263,7 +263,7 @@ def _moved(call: Call, operands: list[Samples], single: list[Numbers]) -> list[A
 
 
 def _settle(numbers: Numbers) -> Numbers:
-    return numbers if isinstance(numbers, (Coded, Weight)) else np.asarray(numbers)
+    return numbers if isinstance(numbers, Lazy) else np.asarray(numbers)
 
 
 def _stack_rows(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:

@@ -54,36 +54,23 @@ MASK_LOCAL = "mask_local"
 
 _DEPENDS: MappingProxyType[str, Depends] = MappingProxyType(
     # The runtime computes what is in param_tensor from the position.
-    {
-        INPUT_POS: Depends.POSITION,
-        PARAM_TENSOR: Depends.POSITION,
-        MASK: Depends.MASK,
-        MASK_LOCAL: Depends.MASK,
-    }
+    {INPUT_POS: Depends.POSITION, PARAM_TENSOR: Depends.POSITION, MASK: Depends.MASK, MASK_LOCAL: Depends.MASK}
 )
 
 
 @dataclass(eq=False)
 class Value:
-    """What flows along an edge. ``tensors`` are all the tensors it is known as, innermost composite first.
+    """What flows along an edge."""
 
-    Attributes:
-        producer: the node that computes it; None for inputs, constants, and values nothing computes.
-        constant: whether its bytes are stored in the model.
-        input_name: its name among the signature's inputs; None for anything else.
-        consumers: every (node, operand position) that reads it.
-        depends: what it is computed from.
-        same: the value that it is again, element by element, where that has been shown.
-    """
-
-    tensors: list[Tensor]
-    # Its own way back to the inputs: shown, every value would be a tree of all those before it.
+    tensors: list[Tensor]  # all that it is known as, innermost composite first
+    # The node that computes it; None for inputs, constants, and values nothing computes. Its own way back to the
+    # inputs: shown, every value would be a tree of all those before it.
     producer: Node | None = field(default=None, repr=False)
-    constant: bool = False
-    input_name: str | None = None
-    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)
-    depends: Depends = Depends.CONSTANT
-    same: Value | None = field(default=None, repr=False)
+    constant: bool = False  # whether its bytes are stored in the model
+    input_name: str | None = None  # among the signature's inputs; None for anything else
+    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)  # the readers, with the operand's place
+    depends: Depends = Depends.CONSTANT  # what it is computed from
+    same: Value | None = field(default=None, repr=False)  # the value it was shown to be again, element by element
 
     @property
     def tensor(self) -> Tensor:
@@ -124,13 +111,17 @@ class Node:
         """Whether it has one operand."""
         return len(self.inputs) == 1 and self.inputs[0] is not None
 
+    def input(self, position: int) -> Value | None:
+        """Input ``position``; None where it is left out."""
+        return self.inputs[position] if position < len(self.inputs) else None
+
     def operand(self, position: int) -> Value:
         """Input ``position``.
 
         Raises:
             RoleError: the op has no such input.
         """
-        value = self.inputs[position] if position < len(self.inputs) else None
+        value = self.input(position)
         if value is None:
             raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")
         return value
@@ -138,17 +129,15 @@ class Node:
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor.
-
-    ``budget`` bounds how many elements of constants all readers of the graph together may ask for.
-    """
+    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor."""
 
     model: TfliteModel
     signature: Signature
     nodes: tuple[Node, ...] = field(repr=False)
     inputs: dict[str, Value]
     outputs: dict[str, Value]
-    constants: dict[tuple[int, int], Value] = field(repr=False)
+    constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
+    # How many elements of constants all readers of the graph together may still ask for.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:

@@ -46,7 +46,7 @@ def mark_identities(graph: FlatGraph) -> Iterator[Aside]:
                 result.same = _unmoved(graph, result)
             continue
         for position, decides, reason in _RULES.get(node.kind, ()):
-            kept, constant = _operand(node, position), _operand(node, decides[0])
+            kept, constant = node.input(position), node.input(decides[0])
             if kept is None or constant is None or kept.tensor.elements != node.outputs[0].tensor.elements:
                 continue
             if constant_under(kept) is not None:
@@ -100,10 +100,6 @@ def _unmoved(graph: FlatGraph, value: Value) -> Value | None:
         return None
     taken = taken_from(graph, value)
     return root if taken is not None and np.array_equal(taken[1], np.arange(taken[1].size)) else None
-
-
-def _operand(node: Node, position: int) -> Value | None:
-    return node.inputs[position] if position < len(node.inputs) else None
 
 
 def _numbers(graph: FlatGraph, value: Value) -> npt.NDArray[Any] | None:

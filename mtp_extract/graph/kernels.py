@@ -167,23 +167,13 @@ def _biased(call: Call, made: Array, bias: Numbers) -> Array:
 
 
 def _one_hot(call: Call, indices: Numbers, depth: Numbers, on: Numbers, off: Numbers) -> Array:
-    axis = call.option(0, "i")
     hot = np.equal(array_of(indices)[..., None], np.arange(one(depth)))
-    made = np.where(hot, array_of(on), array_of(off))
-    return np.moveaxis(made, -1, axis)
-
-
-def _shape(call: Call, x: Numbers) -> Array:
-    return np.array(x.shape, np.int64 if call.option(0, "b") == TensorType.INT64 else np.int32)
+    return np.moveaxis(np.where(hot, array_of(on), array_of(off)), -1, call.option(0, "i"))
 
 
 def _range(call: Call, start: Numbers, limit: Numbers, delta: Numbers) -> Array:
     numbers = [array_of(v).reshape(-1)[0] for v in (start, limit, delta)]
     return np.arange(*numbers, dtype=array_of(start).dtype)
-
-
-def _fill(call: Call, shape: Numbers, value: Numbers) -> Array:
-    return np.full(ints(shape), array_of(value).reshape(-1)[0])
 
 
 def _lazily(function: Callable[[Array], Array]) -> Kernel:
@@ -197,10 +187,10 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         **MOVING,
         "CAST": _cast,
         "ONE_HOT": _one_hot,
-        "SHAPE": _shape,
+        "SHAPE": lambda call, x: np.array(x.shape, call.index_type),
         "RANK": lambda call, x: np.array(len(x.shape), np.int32),
         "RANGE": _range,
-        "FILL": _fill,
+        "FILL": lambda call, shape, value: np.full(ints(shape), array_of(value).reshape(-1)[0]),
         "ZEROS_LIKE": _lazily(np.zeros_like),
         "DEQUANTIZE": _dequantize,
         "QUANTIZE": _dequantize,

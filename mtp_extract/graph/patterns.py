@@ -61,13 +61,11 @@ class Aside:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """``x · weight / sqrt(mean(x²) + eps)`` over the last axis, which has ``size`` elements.
-
-    ``weight`` is None where there is no multiplication: converters fold a weight of ones away. It has one element
-    where they folded equal weights into one number. What it is multiplied by is ``weight + offset``.
-    """
+    """``x · (weight + offset) / sqrt(mean(x²) + eps)`` over the last axis, which has ``size`` elements."""
 
     x: Value
+    # None where there is no multiplication: converters fold a weight of ones away. Of one element where they folded
+    # equal weights into one number.
     weight: Value | None
     size: int
     eps: float
@@ -374,11 +372,11 @@ def _absolute(value: Value) -> Value:
 def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     """``cap · tanh(scale · x)``, with or without either factor, or no soft cap at all."""
     root = strip(value)
-    above, cap, outer = _scaled(graph, root, "soft cap: the factor after tanh")
+    above, cap, outer = without_factors(graph, root, "soft cap: the factor after tanh")
     if above.producer is None or above.producer.kind != "TANH" or not above.producer.unary:
         _refuse_bound(graph, root)
         return SoftCap(root, None, 1.0, ())
-    x, scale, inner = _scaled(graph, above.producer.operand(0), "soft cap: the factor before tanh")
+    x, scale, inner = without_factors(graph, above.producer.operand(0), "soft cap: the factor before tanh")
     if not (1 / _LARGEST_CAP < cap < _LARGEST_CAP and 1 / _LARGEST_CAP < scale < _LARGEST_CAP):
         raise UnsupportedError(
             f"The logits are {cap:g} · tanh({scale:g} · x); no drafter has such a soft cap. The file is damaged."
@@ -387,8 +385,11 @@ def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     return SoftCap(x, cap, scale, (*outer, *inner))
 
 
-def _scaled(graph: FlatGraph, value: Value, reason: str) -> tuple[Value, float, tuple[Aside, ...]]:
-    """``value`` without the numbers it is multiplied by: what is left, their product, and the constants."""
+def without_factors(graph: FlatGraph, value: Value, reason: str = "") -> tuple[Value, float, tuple[Aside, ...]]:
+    """``value`` without the numbers it is multiplied by: what is left, their product, and the constants.
+
+    ``reason`` is why the constants are set aside.
+    """
     root, factor, aside = strip(value), 1.0, tuple[Aside, ...]()
     while root.producer is not None and (found := split_scalar(graph, root.producer)) is not None:
         root, factor = strip(found[0]), factor * found[2]

@@ -54,7 +54,8 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     if not candidates or INPUT_POS not in graph.inputs:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
     tensor = graph.inputs[INPUT_POS].tensor
-    _bound_queries(tensor)
+    if not 0 < tensor.elements <= _MOST_QUERIES:
+        raise RoleError(f"The input {tensor.label} is none of a drafter: it asks for {tensor.elements} positions.")
     steps = [0, *(1 << k for k in range(_MOST_DOUBLINGS) if (1 << k) + tensor.elements <= cache_slots(graph) or not k)]
     positions = steps[:2] if angles else steps
     fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in positions)}
@@ -244,10 +245,7 @@ def _as_cache(tensor: Tensor, codes: Array) -> Numbers:
 
 # Scattered, so that however few there are of them they lie on either side of 0.
 _POINTS = (12 * (np.arange(1, 98) * (math.sqrt(5) - 1) / 2 % 1) - 6).astype(np.float32)
-_GATES = {
-    "gelu_pytorch_tanh": gelu(_POINTS, tanh=True),
-    "gelu": gelu(_POINTS, tanh=False),
-}
+_GATES = {"gelu_pytorch_tanh": gelu(_POINTS, tanh=True), "gelu": gelu(_POINTS, tanh=False)}
 _FAR_FROM_ANY_GATE = 1e-2
 
 
@@ -273,20 +271,14 @@ def measure_gate(
         at_one, at_two = (values.reshape(-1)[: _POINTS.size] for values in evaluate(graph, {}, [product], given)[0])
         if not np.allclose(at_two, 2 * at_one, rtol=1e-4, atol=1e-6):
             continue
-        count = at_one.size
-        apart = {kind: float(np.abs(at_one - expected[:count]).max()) for kind, expected in _GATES.items()}
-        nearest = min(apart, key=lambda kind: apart[kind])
-        if apart[nearest] < _FAR_FROM_ANY_GATE:
+        errors = {kind: float(np.abs(at_one - values[: at_one.size]).max()) for kind, values in _GATES.items()}
+        nearest = min(errors, key=lambda kind: errors[kind])
+        if errors[nearest] < _FAR_FROM_ANY_GATE:
             return gate, nearest
     raise RoleError(
         f"{roles}: expected a product of GELU(gate) and up before {reader}; what the graph computes of the two is "
         "another function."
     )
-
-
-def _bound_queries(tensor: Tensor) -> None:
-    if not 0 < tensor.elements <= _MOST_QUERIES:
-        raise RoleError(f"The input {tensor.label} is none of a drafter: it asks for {tensor.elements} positions.")
 
 
 def _type_of(tensor: Tensor) -> type[np.generic]:
