@@ -291,15 +291,14 @@ _STACKED = {"FULLY_CONNECTED": _stack_rows, "BATCH_MATMUL": _stack_queries}
 
 def _constant(graph: FlatGraph, value: Value) -> Numbers:
     tensor = value.tensor
+    kind = DTYPES.get(tensor.type)
     if tensor.elements == 0:
-        kind = DTYPES.get(tensor.type)
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.type in FLOAT_TYPES and tensor.elements <= _SMALL and not tensor.sparse:
         # As they are: a masked score may be −∞, and a table that divides holds ∞.
         return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
     if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
         return Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
-    kind = DTYPES.get(tensor.type)
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")
     stored = np.frombuffer(graph.model.locate(tensor).read(), np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)

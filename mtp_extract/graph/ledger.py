@@ -44,6 +44,11 @@ class FoundRole:
     offset: float = 0.0  # what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1
     first: int | None = None  # the row of the constant where the role's rows begin; None where it has all of them
 
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """Subgraph and index of the constant."""
+        return None if self.tensor is None else (self.tensor.subgraph, self.tensor.index)
+
 
 @dataclass(frozen=True)
 class SetAside:
@@ -74,11 +79,6 @@ class Ledger:
             raise UnsupportedError(f"{role.role}: weights of type {role.tensor.type_name} are not supported.")
         self.roles.append(role)
 
-    @property
-    def _used(self) -> set[tuple[int, int]]:
-        """Subgraph and index of the constants that play a role."""
-        return {(role.tensor.subgraph, role.tensor.index) for role in self.roles if role.tensor is not None}
-
     def set_aside(self, aside: tuple[Aside, ...]) -> None:
         for entry in aside:
             self.aside.setdefault(id(entry.value), entry)
@@ -88,7 +88,7 @@ class Ledger:
 
         ``between`` is the reason for numbers that no block claimed.
         """
-        used = self._used
+        used = {role.key for role in self.roles}
         for key, value in self.graph.constants.items():
             if key in used or id(value) in self.aside:
                 continue
@@ -103,8 +103,8 @@ class Ledger:
         """A weight is read once for every role it plays: another reader would make the graph another function."""
         roles: dict[tuple[int, int], list[FoundRole]] = {}
         for role in self.roles:
-            if role.tensor is not None and role.tensor.elements > 1:
-                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role)
+            if role.tensor is not None and role.key is not None and role.tensor.elements > 1:
+                roles.setdefault(role.key, []).append(role)
         for key, found in roles.items():
             constant, names = self.graph.constants[key], " and ".join(role.role for role in found)
             readers = list(_readers(constant))
@@ -160,9 +160,7 @@ class Ledger:
         played: dict[tuple[int, int] | None, list[str]] = {}
         for role in self.roles:
             if np.prod(role.shape) == unread.elements:
-                played.setdefault((role.tensor.subgraph, role.tensor.index) if role.tensor else None, []).append(
-                    role.role
-                )
+                played.setdefault(role.key, []).append(role.role)
         for key, names in played.items():
             if key is None or len(names) > 1:
                 return f" {' and '.join(names)} {'have no constant' if key is None else 'share one'}."
@@ -171,7 +169,7 @@ class Ledger:
         return f" {' and '.join(missing)} may have had it." if missing and unread.elements == 1 else ""
 
     def aside_list(self) -> list[SetAside]:
-        used = self._used
+        used = {role.key for role in self.roles}
         entries = [
             SetAside(a.value.tensor, a.value.consumers[0][0].op.label if a.value.consumers else "none", a.reason)
             for a in self.aside.values()

@@ -17,7 +17,7 @@ from mtp_extract.litertlm.tflite import TensorType
 PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "TRANSPOSE", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
 """Operators that hand their first operand on: the same numbers, in another shape or type."""
 
-WEIGHT_PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
+WEIGHT_PASSES = PASSES - {"TRANSPOSE"}
 """The same for weights, whose order of elements must not change."""
 
 MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
