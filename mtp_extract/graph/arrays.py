@@ -60,7 +60,7 @@ class Coded:
 
     def floats(self) -> Floats:
         """All the numbers."""
-        _bound(self.shape)
+        _refuse_large(self.shape)
         values: Floats = (self.integers() * np.float32(self.scale)).reshape(self.shape)
         return values
 
@@ -76,7 +76,7 @@ class Weight:
 
     def floats(self) -> Floats:
         """All the numbers."""
-        _bound(self.shape)
+        _refuse_large(self.shape)
         if not self.exchanged:
             return self.source.dequantize().reshape(self.shape)
         stored = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -106,7 +106,7 @@ Lazy = (Coded, Weight)
 Numbers = Array | Coded | Weight
 
 
-def _bound(shape: tuple[int, ...]) -> None:
+def _refuse_large(shape: tuple[int, ...]) -> None:
     if np.prod(shape, dtype=np.float64) > _LARGEST:
         raise UnsupportedError(f"An array of {list(shape)} is larger than any a drafter computes with.")
 

@@ -133,20 +133,20 @@ class _Region:
         return (*self.q_norm.aside, *reasons)
 
 
-def _region(graph: FlatGraph, start: Value, layer: str, ends: Callable[[Node], bool]) -> _Region:
-    """The region behind ``start``; no further than ops that ``ends`` says to be its borders."""
+def _region(graph: FlatGraph, start: Value, layer: str, stops: Callable[[Node], bool]) -> _Region:
+    """The region behind ``start``; no further than ops that ``stops`` says."""
     weights: list[Value] = []
 
     def at_exponential(value: Value, node: Node) -> bool:
         if node.kind not in EXPONENTIALS:
-            return ends(node)
+            return stops(node)
         weights.append(value)
         return True
 
     # V meets the weights of the softmax: it is read on this side of it, K on the other.
     edges, leaves = walk_back([start], at_exponential)
     if not weights:
-        _unproduced(leaves, f"{layer}.o_proj", "the attention")
+        _refuse_unproduced(leaves, f"{layer}.o_proj", "the attention")
         raise RoleError(
             f"{layer}: expected a softmax before its o projection, found none. The graph does not lead from "
             f"{layer}.o_proj to {layer}.q_norm."
@@ -158,12 +158,12 @@ def _region(graph: FlatGraph, start: Value, layer: str, ends: Callable[[Node], b
                 f"{layer}.q_norm: expected an RMSNorm with a weight between {node.op.label} and the softmax; "
                 "there is none."
             )
-        return ends(node)
+        return stops(node)
 
     exponentials = [v.producer.operand(0) for v in weights if v.producer is not None]
     norms, before, before_leaves = walk_to_norms(graph, exponentials, at_weight)
-    _unproduced(before_leaves, f"{layer}.q_norm", "the query")
-    _unproduced(leaves, f"{layer}.o_proj", "the attention")
+    _refuse_unproduced(before_leaves, f"{layer}.q_norm", "the query")
+    _refuse_unproduced(leaves, f"{layer}.o_proj", "the attention")
     if len(norms) != 1:
         raise RoleError(f"{layer}.q_norm: expected one RMSNorm before the softmax of {layer}, found {len(norms)}.")
     return _Region(*norms[0], edges, leaves, before, before_leaves)
@@ -179,9 +179,9 @@ def _is_weight(graph: FlatGraph, node: Node) -> bool:
     return not bool(np.isin(graph.floats(weight), (-1, 0, 1)).all())
 
 
-def _unproduced(leaves: list[Value], role: str, what: str) -> None:
+def _refuse_unproduced(leaves: list[Value], role: str, what: str) -> None:
     for value in leaves:
-        if not value.constant and value.input_name is None and value.tensor.elements:
+        if value.unproduced:
             raise RoleError(f"{role}: {what} reads {value.label}, which no op computes: the graph lacks {role}.")
 
 

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.attention import EXPONENTIALS, WritingAttention, read_writing_attention, writes_cache
+from mtp_extract.graph.attention import EXPONENTIALS, read_writing_attention, writes_cache
 from mtp_extract.graph.blocks import Blocks, count_layers, in_order, is_matrix
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.ledger import FoundRole, SetAside, activation_of, described, not_found
@@ -88,13 +88,13 @@ class _Walker(Blocks):
             cap, head = self.lm_head(graph.outputs[LOGITS])
             stream = self.norm("final_norm", head, "which feeds the head").x
             if ACTIVATIONS in graph.outputs:
-                self.same("activations", graph.outputs[ACTIVATIONS], head)
+                self.require_same("activations", graph.outputs[ACTIVATIONS], head)
             self.count = count_layers(graph)
         else:
             top = self._unread_caches()
             self.count = count_layers(graph)
             name = f"layers.{self.count}"
-            fed = self._fed(self._key(top[0], name)[0].x, f"{name}.k_proj")
+            fed = self._matrix_input(self._key(top[0], name)[0].x, f"{name}.k_proj")
             stream = self.norm(f"{name}.pre_attention_norm", fed, "which feeds the K projection").x
             normed[id(strip(fed))] = self.count
             writers[id(top[0])] = top
@@ -107,7 +107,9 @@ class _Walker(Blocks):
                 out = self._per_layer(name, out, sources, index)
             attention, stream, own = self.layer(name, out, read_writing_attention)
             normed[id(own)] = index
-            self._pair(name, attention, writers)
+            # Layers that share a K share its V.
+            if writers.setdefault(id(attention.key), (attention.key, attention.value))[1] is not attention.value:
+                raise RoleError(f"{name}: it reads the K of one layer and the V of another.")
             readers.setdefault(id(attention.key), set()).add(index)
         self.require_input("layers.0", stream, EMBEDDINGS)
         if sources:
@@ -137,7 +139,7 @@ class _Walker(Blocks):
             lambda value, node: is_matrix(node) or node.kind in _SLICES,
         )
         gate_in = self.linear(f"{name}.per_layer_gate", gate, "whose output goes through GELU")
-        self.same(f"{name}.per_layer_gate", gate_in, middle)
+        self.require_same(f"{name}.per_layer_gate", gate_in, middle)
         sources.append((index, own))
         return strip(middle)
 
@@ -159,15 +161,15 @@ class _Walker(Blocks):
         norm, other = self.residual("per_layer_projection_norm", inner, why, "an addition after it")
         if strip(other).input_name != PER_LAYER:
             raise not_found("per_layer_projection_norm", f"its result to be added to the input {PER_LAYER!r}", other)
-        factor, what = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
+        factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
         matrix = strip(norm.x).producer
         if matrix is not None and is_matrix(matrix):
             # The exporter has multiplied the weight, or its scales, by the factor.
-            source = self.linear(what, norm.x, "whose output, the factor in it, is normed per layer", factor)
+            source = self.linear(role, norm.x, "whose output, the factor in it, is normed per layer", factor)
         else:
-            projected = self._scaled(norm.x, factor, what)
-            source = self.linear(what, projected, "whose output is normed per layer")
-        self.require_input(what, source, EMBEDDINGS)
+            projected = self._scaled(norm.x, factor, role)
+            source = self.linear(role, projected, "whose output is normed per layer")
+        self.require_input(role, source, EMBEDDINGS)
 
     def _require_slice(self, node: Node, index: int) -> None:
         """Whether ``node`` takes the part of layer ``index``: the parts lie one after the other."""
@@ -191,12 +193,6 @@ class _Walker(Blocks):
             found = f"{scaled[2]:g}" if scaled is not None else described(strip(value))
             raise RoleError(f"{what}: expected the factor {factor:g} after it, found {found}.")
         return scaled[0]
-
-    def _pair(self, name: str, attention: WritingAttention, writers: dict[int, tuple[Node, Node]]) -> None:
-        """Keep the caches that ``attention`` reads; layers that share a K share its V."""
-        known = writers.setdefault(id(attention.key), (attention.key, attention.value))
-        if known[1] is not attention.value:
-            raise RoleError(f"{name}: it reads the K of one layer and the V of another.")
 
     def _unread_caches(self) -> tuple[Node, Node]:
         """In a prefill: the ops that write the K and V which no attention of the graph reads."""
@@ -229,7 +225,7 @@ class _Walker(Blocks):
             raise RoleError(f"{name}.k_norm: expected one RMSNorm before {writer.op.label}, found {len(norms)}.")
         return norms[0]
 
-    def _fed(self, value: Value, role: str) -> Value:
+    def _matrix_input(self, value: Value, role: str) -> Value:
         """What the matrix behind ``value`` reads."""
         node = strip(value).producer
         if node is None or not is_matrix(node):
@@ -240,7 +236,7 @@ class _Walker(Blocks):
         """The roles of the layer that owns the caches which ``key`` and ``value`` write, and ``readers`` read."""
         cache = escape(strip(key.operand(0)).input_name)
         norm, result = self._key(key, cache)
-        index = normed.get(id(strip(self._fed(norm.x, f"k_proj of {cache}"))))
+        index = normed.get(id(strip(self._matrix_input(norm.x, f"k_proj of {cache}"))))
         if index is None:
             raise RoleError(f"{cache}: its K is computed from the normed stream of no layer.")
         name = f"layers.{index}"
@@ -260,7 +256,7 @@ class _Walker(Blocks):
         if strip(v_norm.x) is strip(norm.x):
             raise UnsupportedError(f"{name}: K and V come from one projection, which this release cannot read.")
         v_in = self.linear(f"{name}.v_proj", v_norm.x, f"whose normed output goes to {escape(_VALUES)}…")
-        self.same(f"{name}.v_proj", v_in, k_in)
+        self.require_same(f"{name}.v_proj", v_in, k_in)
 
 
 def walk_table(graph: FlatGraph, role: str) -> BaseWalk:

@@ -89,7 +89,7 @@ class Blocks(Ledger):
         down_in = self.linear(f"{name}.down_proj", ffw_norm.x, f"which feeds {name}.post_ffw_norm")
         normed = self._gated_pair(name, down_in)
         pre_ffw = self.norm(f"{name}.pre_ffw_norm", normed, "which feeds gate and up")
-        self.same(f"{name}.pre_ffw_norm", pre_ffw.x, middle)
+        self.require_same(f"{name}.pre_ffw_norm", pre_ffw.x, middle)
         attention_norm, stream = self.residual(f"{name}.post_attention_norm", middle, "on the first residual branch")
         o_in = self.linear(f"{name}.o_proj", attention_norm.x, f"which feeds {name}.post_attention_norm")
         attention = read(self.graph, strip(o_in), name)
@@ -97,11 +97,11 @@ class Blocks(Ledger):
         self.take_norm(f"{name}.q_norm", attention.q_norm, "between the q projection and RoPE", attention.query)
         q_in = self.linear(f"{name}.q_proj", attention.q_norm.x, f"which feeds {name}.q_norm")
         pre_attention = self.norm(f"{name}.pre_attention_norm", q_in, "which feeds the q projection")
-        self.same(f"{name}.pre_attention_norm", pre_attention.x, stream)
+        self.require_same(f"{name}.pre_attention_norm", pre_attention.x, stream)
         return attention, strip(stream), strip(q_in)
 
     def gated(
-        self, gate: str, up: str, result: Value, reader: str, ends: Callable[[Value, Node], bool]
+        self, gate: str, up: str, result: Value, reader: str, stops: Callable[[Value, Node], bool]
     ) -> tuple[Value, Value]:
         """activation(gate) · up, which ``reader`` reads; the walk back ends at two values.
 
@@ -111,7 +111,7 @@ class Blocks(Ledger):
         branches: dict[int, Value] = {}
 
         def at_branch(value: Value, node: Node) -> bool:
-            if ends(value, node):
+            if stops(value, node):
                 branches[id(value)] = value
                 return True
             return False
@@ -298,7 +298,7 @@ class Blocks(Ledger):
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
         return self.eps.pop()
 
-    def same(self, role: str, found: Value, expected: Value) -> None:
+    def require_same(self, role: str, found: Value, expected: Value) -> None:
         if strip(found) is not strip(expected):
             raise RoleError(
                 f"{role}: expected to read the residual stream {strip(expected).label}, it reads {strip(found).label}."

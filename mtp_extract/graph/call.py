@@ -68,7 +68,7 @@ def rounded(values: Array, tensor: Tensor) -> Array:
     if grid is None or tensor.type is None:
         return values
     scale, zero_point = grid
-    lowest, highest = ends_of(tensor.type)
+    lowest, highest = code_range(tensor.type)
     codes = np.rint(values / np.float32(scale)) + zero_point
     if codes.size and not (codes.min() >= lowest and codes.max() <= highest):
         raise UnsupportedError(
@@ -79,7 +79,7 @@ def rounded(values: Array, tensor: Tensor) -> Array:
     return np.asarray((codes - zero_point) * np.float32(scale), np.float32)
 
 
-def ends_of(kind: TensorType) -> tuple[int, int]:
+def code_range(kind: TensorType) -> tuple[int, int]:
     """The smallest and the largest code of a type of integers."""
     bits = ELEMENT_BITS[kind]
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

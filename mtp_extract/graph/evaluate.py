@@ -184,13 +184,13 @@ def _apply(call: Call, operands: list[Samples | None]) -> list[Samples]:
     kernel = KERNELS[call.node.kind]
     try:
         if any(isinstance(o, Stacked) for o in operands):
-            together = _together(call, operands)
-            if together is not None:
-                return [Stacked(made) for made in together]
-        if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
-            stacked = _STACKED[call.node.kind](call, operands, count)
+            stacked = _all_samples(call, operands)
             if stacked is not None:
-                return [tuple(stacked)]
+                return [Stacked(made) for made in stacked]
+        if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
+            rows = _STACKED[call.node.kind](call, operands, count)
+            if rows is not None:
+                return [tuple(rows)]
         results = []
         for sample in range(count):
             chosen = [None if o is None else o[sample if len(o) > 1 else 0] for o in operands]
@@ -211,7 +211,7 @@ def _restacked(column: tuple[Numbers, ...]) -> Samples:
     return Stacked(np.stack(arrays)) if alike else column
 
 
-def _together(call: Call, operands: list[Samples | None]) -> Sequence[Array] | None:
+def _all_samples(call: Call, operands: list[Samples | None]) -> Sequence[Array] | None:
     """The results for all samples at once; None where the operator has to be run sample by sample."""
     kind, kernel = call.node.kind, KERNELS[call.node.kind]
     if any(o is None for o in operands) or any(not isinstance(o, Stacked) and len(o or ()) > 1 for o in operands):

@@ -83,6 +83,12 @@ class Value:
         return self.tensor.label
 
     @property
+    def unproduced(self) -> bool:
+        """Whether it has elements, and nothing gives them: no operator, no constant, no input."""
+        given = self.producer is not None or self.constant or self.input_name is not None
+        return not given and self.tensor.elements > 0
+
+    @property
     def decided(self) -> bool:
         """Whether the position or a mask decides it, and no activation and no cache."""
         return bool(self.depends) and not self.depends & Depends.DATA

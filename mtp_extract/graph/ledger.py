@@ -125,13 +125,7 @@ class Ledger:
         """Every value that is read is an input, a constant, or computed."""
         for node in self.graph.nodes:
             for value in node.inputs:
-                if (
-                    value is not None
-                    and value.producer is None
-                    and not value.constant
-                    and value.input_name is None
-                    and value.tensor.elements
-                ):
+                if value is not None and value.unproduced:
                     reads = f"{node.op.label} reads {described(value)}"
                     raise RoleError(f"{reads}: an op was lost after the graph was exported.")
 

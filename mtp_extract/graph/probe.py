@@ -26,8 +26,9 @@ _LARGEST_INPUT = 1 << 28
 _MOST_QUERIES = 1 << 8
 _MOST_POSITIONAL = 64
 _LARGEST_TABLE = 1 << 16
-_SPREAD = 1e-3
-_COUNTED = 0.05
+# How far a ratio may be from a whole number of slots: up to 1 000 of them, and in proportion beyond.
+_COUNT_TOLERANCE = 0.05
+_TOLERANCE_PER_SLOT = 1e-3
 # What adding a number of the size of 1 in float32 leaves of a small one.
 _OF_AN_ANGLE = 2e-7
 _ABOUT_ONE = 1e-2
@@ -171,7 +172,7 @@ def measure_windows(
 def _count(of_all: Array, of_own: Array, position: int) -> int | None:
     own = float(np.abs(of_own).min()) if of_own.size else 0.0
     ratio = float(np.abs(of_all).max()) / own if own else math.inf
-    if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
+    if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNT_TOLERANCE * max(1.0, ratio * _TOLERANCE_PER_SLOT):
         # The weights are not alike or see nothing; execution will tell what is different.
         return None
     seen = round(ratio)
