@@ -40,7 +40,6 @@ _LARGEST_WIDTH = 1 << 24
 _WEIGHTS_FORMAT_SLOT = 1
 _ADJOINT_Y_SLOT = 1
 _NO_FACTOR = 1e-6
-_MOST_SHOWN = 3
 
 
 SomeAttention = TypeVar("SomeAttention", bound=AnyAttention)
