@@ -40,36 +40,27 @@ _SEARCH_BUDGET = 3_000_000
 
 @dataclass(frozen=True)
 class Drafter:
-    """The drafter of a file: where it lies, and everything its graph says.
-
-    Attributes:
-        section: its section; None for a bare model or one found by scanning.
-        found_by: "model_type", "signature", "scan" or "bare model".
-        known: the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry.
-    """
+    """The drafter of a file: where it lies, and everything its graph says."""
 
     opened: Opened
-    section: Section | None
-    found_by: str
+    section: Section | None  # None for a bare model or one found by scanning
+    found_by: str  # "model_type", "signature", "scan" or "bare model"
     model: TfliteModel
     signature: Signature
     graph: FlatGraph
     walk: Walk
     config: DrafterConfig
     names: NameCheck
-    known: dict[str, Any] | None
+    known: dict[str, Any] | None  # the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``.
-
-    Attributes:
-        section, signature: the drafter's, where the user said so; found if None.
-    """
+    """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
 
     source: Source
     bundle: Bundle | None
+    # Index and key of the drafter's, where the user gave them; found if None.
     section: int | None = None
     signature: str | None = None
 
@@ -158,13 +149,15 @@ class Opened:
 
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
-        if self.bundle is None:
-            return self._bare()
+        """The drafter's section, how it was found, its model and its signature."""
+        section, found_by, model = self._in_bundle() if self.bundle is not None else self._bare()
+        return section, found_by, model, self._require_signature(model)
+
+    def _in_bundle(self) -> tuple[Section | None, str, TfliteModel]:
         typed = self._typed()
         self._only_one(typed)
-        for section in typed:
-            model = self.model(section)
-            return section, "model_type", model, self._require_signature(model)
+        if typed:
+            return typed[0], "model_type", self.model(typed[0])
         budget = Budget(_SEARCH_BUDGET)
         found: list[tuple[Section, TfliteModel]] = []
         for section in (s for s in self.sections if s.data_type == TFLITE_MODEL):
@@ -176,17 +169,13 @@ class Opened:
             if self._candidates(model):
                 found.append((section, model))
         self._only_one([section for section, _ in found])
-        for section, model in found:
-            return section, "signature", model, self._require_signature(model)
-        return self._scan()
+        return (found[0][0], "signature", found[0][1]) if found else self._scan()
 
     def _only_one(self, sections: list[Section]) -> None:
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
-            raise NoDrafterError(
-                f"{self.source.name}: expected one drafter, found more than one drafter ({labels}). Say which.",
-                remedies=("section=N",),
-            )
+            found = f"expected one drafter, found more than one drafter ({labels})"
+            raise NoDrafterError(f"{self.source.name}: {found}. Say which.", remedies=("section=N",))
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
         """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
@@ -223,13 +212,12 @@ class Opened:
             )
         return found[0]
 
-    def _bare(self) -> tuple[None, str, TfliteModel, Signature]:
+    def _bare(self) -> tuple[None, str, TfliteModel]:
         if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
-            model = read_model(Region(self.source, 0, self.source.size, "the model"))
-            return None, "bare model", model, self._require_signature(model)
+            return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         return self._scan()
 
-    def _scan(self) -> tuple[None, str, TfliteModel, Signature]:
+    def _scan(self) -> tuple[None, str, TfliteModel]:
         if isinstance(self.source, LocalSource):
             budget = Budget(_SEARCH_BUDGET)
             for region in scan_tflite(self.source):
@@ -239,7 +227,7 @@ class Opened:
                     # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
                     continue
                 if self._candidates(model):
-                    return None, "scan", model, self._require_signature(model)
+                    return None, "scan", model
         raise NoDrafterError(self._no_drafter())
 
     def _no_drafter(self) -> str:
@@ -272,10 +260,7 @@ class Opened:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Source,
-    *,
-    download: bool = False,
-    progress: Progress | None = None,
+    source: str | os.PathLike[str] | Source, *, download: bool = False, progress: Progress | None = None
 ) -> Source:
     """Open what the user named, as bytes: a path, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
 

@@ -11,7 +11,6 @@ import numpy as np
 from mtp_extract.errors import FormatError
 from mtp_extract.graph.arrays import Array, Coded, Numbers, array_of, gelu
 from mtp_extract.graph.call import Call, Kernel, one
-from mtp_extract.litertlm.tflite import TensorType
 
 
 def _strict(function: Callable[..., Any], *, activation: bool = False) -> Kernel:
@@ -50,10 +49,6 @@ def _scaled(call: Call, left: Numbers, right: Numbers) -> Numbers:
     return np.asarray(_MUL(call, left, right))
 
 
-def _gelu(call: Call, x: Numbers) -> Array:
-    return gelu(array_of(x), tanh=bool(call.option(0, "?", False)))
-
-
 def _softmax(call: Call, x: Numbers) -> Array:
     values = array_of(x) * np.float32(call.option(0, "f", 0.0))
     raised = np.exp(values - values.max(-1, keepdims=True))
@@ -80,8 +75,7 @@ def _reduce(function: Callable[..., Any]) -> Kernel:
 
 def _arg(function: Callable[..., Any]) -> Kernel:
     def kernel(call: Call, x: Numbers, axis: Numbers) -> Array:
-        wide = call.option(0, "b") == TensorType.INT64
-        return np.asarray(function(array_of(x), axis=one(axis)), np.int64 if wide else np.int32)
+        return np.asarray(function(array_of(x), axis=one(axis)), call.index_type)
 
     return kernel
 
@@ -138,7 +132,7 @@ ARITHMETIC: MappingProxyType[str, Kernel] = MappingProxyType(
         "SUB": _strict(np.subtract, activation=True),
         "DIV": _strict(_divide, activation=True),
         "MUL": _scaled,
-        "GELU": _gelu,
+        "GELU": lambda call, x: gelu(array_of(x), tanh=bool(call.option(0, "?", False))),
         "SOFTMAX": _softmax,
         "LOG_SOFTMAX": _log_softmax,
         "MEAN": _reduce(np.mean),

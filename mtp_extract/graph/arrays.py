@@ -60,30 +60,23 @@ class Coded:
 
     def floats(self) -> Floats:
         """All the numbers."""
-        _bound(self.shape)
+        _refuse_large(self.shape)
         values: Floats = (self.integers() * np.float32(self.scale)).reshape(self.shape)
         return values
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A constant as stored, dequantized where it is used.
-
-    Attributes:
-        source: the constant.
-        shape: of the array it stands for.
-        exchanged: whether the last two axes of ``shape`` are stored the other way round.
-        through_dequantize: whether an operator made floats of it, or a kernel is left to.
-    """
+    """A constant as stored, dequantized where it is used."""
 
     source: QuantizedTensor
-    shape: tuple[int, ...]
-    exchanged: bool = False
-    through_dequantize: bool = False
+    shape: tuple[int, ...]  # of the array it stands for
+    exchanged: bool = False  # whether the last two axes of ``shape`` are stored the other way round
+    through_dequantize: bool = False  # whether an operator made floats of it, or a kernel is left to
 
     def floats(self) -> Floats:
         """All the numbers."""
-        _bound(self.shape)
+        _refuse_large(self.shape)
         if not self.exchanged:
             return self.source.dequantize().reshape(self.shape)
         stored = (*self.shape[:-2], self.shape[-1], self.shape[-2])
@@ -113,7 +106,7 @@ Lazy = (Coded, Weight)
 Numbers = Array | Coded | Weight
 
 
-def _bound(shape: tuple[int, ...]) -> None:
+def _refuse_large(shape: tuple[int, ...]) -> None:
     if np.prod(shape, dtype=np.float64) > _LARGEST:
         raise UnsupportedError(f"An array of {list(shape)} is larger than any a drafter computes with.")
 

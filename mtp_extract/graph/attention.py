@@ -17,7 +17,8 @@ from mtp_extract.errors import RoleError, escape
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.fill import is_mask
 from mtp_extract.graph.flat import INPUT_POS, PARAM_TENSOR, Edge, FlatGraph, Node, Value, walk_back
-from mtp_extract.graph.patterns import MATRICES, SHAPE_OPERANDS, Aside, RmsNorm, constant_under, match_rms_norm, strip
+from mtp_extract.graph.ledger import plain_reason
+from mtp_extract.graph.patterns import MATRICES, Aside, RmsNorm, constant_under, strip, walk_to_norms
 from mtp_extract.graph.probe import measure_frequencies
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 
@@ -28,26 +29,24 @@ _LARGEST_PERMUTATION = 1 << 20
 
 
 @dataclass(frozen=True)
-class Attention:
-    """What one layer's attention reads.
+class AnyAttention:
+    """What is read of every layer's attention."""
 
-    Attributes:
-        q_norm: the RMSNorm over heads; its ``x`` is the output of the q projection, ``query`` its result.
-        key, value: names of the signature's cache inputs.
-        mixed: its result, which the o projection reads.
-        inverse_frequencies, frequency_rounding: RoPE, float64 ``[head_dim / 2]``, and how far each may be off.
-        masks: names of the signature's mask inputs it reads.
-    """
+    q_norm: RmsNorm  # over heads; its ``x`` is the output of the q projection
+    query: Value  # the result of q_norm
+    aside: tuple[Aside, ...]  # constants that are no weights
 
-    q_norm: RmsNorm
-    query: Value
-    key: Value
+
+@dataclass(frozen=True)
+class Attention(AnyAttention):
+    """The attention of a drafter's layer."""
+
+    key: Value  # inputs of the signature: the caches it reads
     value: Value
-    mixed: Value
-    inverse_frequencies: npt.NDArray[np.float64]
-    frequency_rounding: npt.NDArray[np.float64]
-    masks: tuple[str, ...]
-    aside: tuple[Aside, ...]
+    mixed: Value  # its result, which the o projection reads
+    inverse_frequencies: npt.NDArray[np.float64]  # RoPE, ``[head_dim / 2]``
+    frequency_rounding: npt.NDArray[np.float64]  # how far each of them may be off
+    masks: tuple[str, ...]  # names of the signature's mask inputs it reads
 
 
 def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
@@ -76,19 +75,11 @@ def read_attention(graph: FlatGraph, start: Value, layer: str) -> Attention:
 
 
 @dataclass(frozen=True)
-class WritingAttention:
-    """What the attention of a base reads: its caches are written in the same graph.
+class WritingAttention(AnyAttention):
+    """The attention of a base's layer, whose caches are written in the same graph."""
 
-    Attributes:
-        q_norm, query: as in :class:`Attention`.
-        key, value: the ops that write this step's K and V into the caches.
-    """
-
-    q_norm: RmsNorm
-    query: Value
-    key: Node
+    key: Node  # the ops that write this step's K and V into the caches
     value: Node
-    aside: tuple[Aside, ...]
 
 
 def read_writing_attention(graph: FlatGraph, start: Value, layer: str) -> WritingAttention:
@@ -136,48 +127,46 @@ class _Region:
     def aside(self, number: str) -> tuple[Aside, ...]:
         """Its constants, each with its reason; ``number`` is that of numbers that are computed with."""
         edges = [*self.after, *self.before]
-        return (*self.q_norm.aside, *(Aside(v, _reason(node, at, v, number)) for node, at, v in edges if v.constant))
+        reasons = (
+            Aside(v, plain_reason(node, at, v, number, " of the attention")) for node, at, v in edges if v.constant
+        )
+        return (*self.q_norm.aside, *reasons)
 
 
-def _region(graph: FlatGraph, start: Value, layer: str, ends: Callable[[Node], bool]) -> _Region:
-    """The region behind ``start``; no further than ops that ``ends`` says to be its borders."""
+def _region(graph: FlatGraph, start: Value, layer: str, stops: Callable[[Node], bool]) -> _Region:
+    """The region behind ``start``; no further than ops that ``stops`` says."""
     weights: list[Value] = []
 
     def at_exponential(value: Value, node: Node) -> bool:
         if node.kind not in EXPONENTIALS:
-            return ends(node)
+            return stops(node)
         weights.append(value)
         return True
 
     # V meets the weights of the softmax: it is read on this side of it, K on the other.
     edges, leaves = walk_back([start], at_exponential)
     if not weights:
-        _unproduced(leaves, f"{layer}.o_proj", "the attention")
+        _refuse_unproduced(leaves, f"{layer}.o_proj", "the attention")
         raise RoleError(
             f"{layer}: expected a softmax before its o projection, found none. The graph does not lead from "
             f"{layer}.o_proj to {layer}.q_norm."
         )
-    norms: dict[int, tuple[RmsNorm, Value]] = {}
 
-    def at_norm(found: Value, node: Node) -> bool:
-        norm = match_rms_norm(graph, found) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
-        if norm is not None:
-            norms[id(norm.x)] = (norm, found)
-        elif node.kind in MATRICES and _is_weight(graph, node):
+    def at_weight(node: Node) -> bool:
+        if node.kind in MATRICES and _is_weight(graph, node):
             raise RoleError(
                 f"{layer}.q_norm: expected an RMSNorm with a weight between {node.op.label} and the softmax; "
                 "there is none."
             )
-        return norm is not None or ends(node)
+        return stops(node)
 
     exponentials = [v.producer.operand(0) for v in weights if v.producer is not None]
-    before, before_leaves = walk_back(exponentials, at_norm)
-    _unproduced(before_leaves, f"{layer}.q_norm", "the query")
-    _unproduced(leaves, f"{layer}.o_proj", "the attention")
+    norms, before, before_leaves = walk_to_norms(graph, exponentials, at_weight)
+    _refuse_unproduced(before_leaves, f"{layer}.q_norm", "the query")
+    _refuse_unproduced(leaves, f"{layer}.o_proj", "the attention")
     if len(norms) != 1:
         raise RoleError(f"{layer}.q_norm: expected one RMSNorm before the softmax of {layer}, found {len(norms)}.")
-    q_norm, query = next(iter(norms.values()))
-    return _Region(q_norm, query, edges, leaves, before, before_leaves)
+    return _Region(*norms[0], edges, leaves, before, before_leaves)
 
 
 def _is_weight(graph: FlatGraph, node: Node) -> bool:
@@ -190,9 +179,9 @@ def _is_weight(graph: FlatGraph, node: Node) -> bool:
     return not bool(np.isin(graph.floats(weight), (-1, 0, 1)).all())
 
 
-def _unproduced(leaves: list[Value], role: str, what: str) -> None:
+def _refuse_unproduced(leaves: list[Value], role: str, what: str) -> None:
     for value in leaves:
-        if not value.constant and value.input_name is None and value.tensor.elements:
+        if value.unproduced:
             raise RoleError(f"{role}: {what} reads {value.label}, which no op computes: the graph lacks {role}.")
 
 
@@ -205,11 +194,3 @@ def _cache(leaves: list[Value], layer: str, which: str) -> Value:
         names = ", ".join(escape(n) for n in sorted(v.input_name or "" for v in caches)) or "none"
         raise RoleError(f"{layer}: expected one {which} cache among its inputs, found {names}.")
     return caches[0]
-
-
-def _reason(node: Node, position: int, constant: Value, number: str) -> str:
-    if position in SHAPE_OPERANDS.get(node.kind, ()):
-        return "shape, axis or offset"
-    if constant.tensor.type not in NUMBER_TYPES:
-        return "index arithmetic of the attention"
-    return number

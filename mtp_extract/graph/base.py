@@ -21,18 +21,19 @@ import math
 from dataclasses import dataclass
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.attention import WritingAttention, read_writing_attention, writes_cache
+from mtp_extract.graph.attention import EXPONENTIALS, read_writing_attention, writes_cache
 from mtp_extract.graph.blocks import Blocks, count_layers, in_order, is_matrix
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, walk_back
-from mtp_extract.graph.ledger import FoundRole, SetAside, what_is
+from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.ledger import FoundRole, SetAside, activation_of, described, not_found
 from mtp_extract.graph.patterns import (
     Aside,
     RmsNorm,
     constant_under,
     match_rms_norm,
-    match_soft_cap,
     split_scalar,
     strip,
+    walk_to_norms,
+    without_factors,
 )
 
 EMBEDDINGS = "embeddings"
@@ -50,21 +51,14 @@ _NOT_LOOKED_AT = "a number between the roles, which is not looked at"
 
 @dataclass(frozen=True)
 class BaseWalk:
-    """What the graph of one signature says of the base's weights.
-
-    Attributes:
-        layers: layers it computes, the one that only fills its caches included.
-        width: of the residual stream.
-        soft_cap: of the logits; None without one, or without logits.
-        rms_norm_eps: epsilon of every norm; None in an embedder.
-    """
+    """What the graph of one signature says of the base's weights."""
 
     roles: tuple[FoundRole, ...]
     aside: tuple[SetAside, ...]
-    layers: int
-    width: int
-    soft_cap: float | None
-    rms_norm_eps: float | None
+    layers: int  # it computes, the one that only fills its caches included
+    width: int  # of the residual stream
+    soft_cap: float | None  # of the logits; None without one, or without logits
+    rms_norm_eps: float | None  # of every norm; None in an embedder
 
 
 def walk_base(graph: FlatGraph) -> BaseWalk:
@@ -80,27 +74,27 @@ def walk_base(graph: FlatGraph) -> BaseWalk:
 class _Walker(Blocks):
     def run(self) -> BaseWalk:
         graph = self.graph
-        self._require_input(EMBEDDINGS)
+        if EMBEDDINGS not in graph.inputs:
+            names = ", ".join(map(escape, graph.inputs)) or "none"
+            raise RoleError(
+                f"The signature has no input {EMBEDDINGS!r} (it has: {names}): this is no decoder of a base."
+            )
         self.refuse_rotation()
         cap: float | None = None
         normed: dict[int, int] = {}
         writers: dict[int, tuple[Node, Node]] = {}
         readers: dict[int, set[int]] = {}
         if LOGITS in graph.outputs:
-            soft_cap = match_soft_cap(graph, graph.outputs[LOGITS])
-            self.set_aside(soft_cap.aside)
-            cap = soft_cap.cap
-            factor = 1.0 if cap is None else 1.0 / (soft_cap.scale * cap)
-            head = self.linear("lm_head", soft_cap.x, "whose output becomes the logits", factor)
+            cap, head = self.lm_head(graph.outputs[LOGITS])
             stream = self.norm("final_norm", head, "which feeds the head").x
             if ACTIVATIONS in graph.outputs:
-                self.same("activations", graph.outputs[ACTIVATIONS], head)
+                self.require_same("activations", graph.outputs[ACTIVATIONS], head)
             self.count = count_layers(graph)
         else:
             top = self._unread_caches()
             self.count = count_layers(graph)
             name = f"layers.{self.count}"
-            fed = self._fed(self._key(top[0], name)[0].x, f"{name}.k_proj")
+            fed = self._matrix_input(self._key(top[0], name)[0].x, f"{name}.k_proj")
             stream = self.norm(f"{name}.pre_attention_norm", fed, "which feeds the K projection").x
             normed[id(strip(fed))] = self.count
             writers[id(top[0])] = top
@@ -113,36 +107,29 @@ class _Walker(Blocks):
                 out = self._per_layer(name, out, sources, index)
             attention, stream, own = self.layer(name, out, read_writing_attention)
             normed[id(own)] = index
-            self._pair(name, attention, writers)
+            # Layers that share a K share its V.
+            if writers.setdefault(id(attention.key), (attention.key, attention.value))[1] is not attention.value:
+                raise RoleError(f"{name}: it reads the K of one layer and the V of another.")
             readers.setdefault(id(attention.key), set()).add(index)
-        if strip(stream).input_name != EMBEDDINGS:
-            raise RoleError(f"layers.0: expected to read the input {EMBEDDINGS!r}, it reads {what_is(strip(stream))}.")
+        self.require_input("layers.0", stream, EMBEDDINGS)
         if sources:
             self._per_layer_inputs(sources)
         for key, value in writers.values():
             self._owner(key, value, normed, readers[id(key)])
         self.account(_NOT_LOOKED_AT)
-        if len(self.eps) > 1:
-            raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
         return BaseWalk(
             tuple(in_order(self.roles)),
             tuple(self.aside_list()),
             self.count + (LOGITS not in graph.outputs),
             graph.inputs[EMBEDDINGS].tensor.shape[-1],
             cap,
-            self.eps.pop(),
+            self.one_epsilon(),
         )
-
-    def _require_input(self, name: str) -> None:
-        if name not in self.graph.inputs:
-            found = ", ".join(escape(n) for n in self.graph.inputs) or "none"
-            raise RoleError(f"The signature has no input {name!r} (it has: {found}): this is no decoder of a base.")
 
     def _per_layer(self, name: str, out: Value, sources: list[tuple[int, Value]], index: int) -> Value:
         """The branch that adds the layer's own embedding of the token; returns the stream before it."""
         role = f"{name}.post_per_layer_norm"
-        add = self.residual(name, "post_per_layer_norm", out)
-        norm, middle = self.norm_operand(role, add, "on the branch of the layer's own embedding")
+        norm, middle = self.residual(role, out, "on the branch of the layer's own embedding")
         product = self.linear(f"{name}.per_layer_projection", norm.x, f"which feeds {role}")
         gate, own = self.gated(
             f"{name}.per_layer_gate",
@@ -152,7 +139,7 @@ class _Walker(Blocks):
             lambda value, node: is_matrix(node) or node.kind in _SLICES,
         )
         gate_in = self.linear(f"{name}.per_layer_gate", gate, "whose output goes through GELU")
-        self.same(f"{name}.per_layer_gate", gate_in, middle)
+        self.require_same(f"{name}.per_layer_gate", gate_in, middle)
         sources.append((index, own))
         return strip(middle)
 
@@ -163,34 +150,26 @@ class _Walker(Blocks):
             node = own.producer
             source = strip(node.operand(0)) if node is not None and node.kind in _SLICES else None
             if node is None or source is None:
-                raise RoleError(f"layers.{index}: expected a slice of the per-layer embeddings, found {what_is(own)}.")
+                raise not_found(f"layers.{index}", "a slice of the per-layer embeddings", own)
             self._require_slice(node, index)
             taken[id(source)] = source
         if len(taken) != 1:
             raise RoleError(f"The layers take their own embeddings from {len(taken)} values; expected one.")
         root = next(iter(taken.values()))
         inner = self._scaled(root, 2**-0.5, "the per-layer embeddings")
-        add = strip(inner).producer
-        if add is None or add.kind != "ADD" or not add.binary or add.op.activation:
-            raise RoleError(f"per_layer_projection_norm: expected an addition after it, found {what_is(strip(inner))}.")
-        norm, other = self.norm_operand("per_layer_projection_norm", add, "whose result meets per_layer_embeddings")
+        why = "whose result meets per_layer_embeddings"
+        norm, other = self.residual("per_layer_projection_norm", inner, why, "an addition after it")
         if strip(other).input_name != PER_LAYER:
-            raise RoleError(
-                f"per_layer_projection_norm: expected the input {PER_LAYER!r} beside it, found {what_is(strip(other))}."
-            )
-        factor, what = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
+            raise not_found("per_layer_projection_norm", f"its result to be added to the input {PER_LAYER!r}", other)
+        factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
         matrix = strip(norm.x).producer
         if matrix is not None and is_matrix(matrix):
             # The exporter has multiplied the weight, or its scales, by the factor.
-            source = self.linear(what, norm.x, "whose output, the factor in it, is normed per layer", factor)
+            source = self.linear(role, norm.x, "whose output, the factor in it, is normed per layer", factor)
         else:
-            projected = self._scaled(norm.x, factor, what)
-            source = self.linear(what, projected, "whose output is normed per layer")
-        if strip(source).input_name != EMBEDDINGS:
-            raise RoleError(
-                f"per_layer_model_projection: expected to read the input {EMBEDDINGS!r}, it reads "
-                f"{what_is(strip(source))}."
-            )
+            projected = self._scaled(norm.x, factor, role)
+            source = self.linear(role, projected, "whose output is normed per layer")
+        self.require_input(role, source, EMBEDDINGS)
 
     def _require_slice(self, node: Node, index: int) -> None:
         """Whether ``node`` takes the part of layer ``index``: the parts lie one after the other."""
@@ -211,21 +190,15 @@ class _Walker(Blocks):
         node = strip(value).producer
         scaled = split_scalar(self.graph, node) if node is not None else None
         if scaled is None or not math.isclose(scaled[2], factor, rel_tol=_RELATIVE):
-            found = f"{scaled[2]:g}" if scaled is not None else f"{what_is(strip(value))}"
+            found = f"{scaled[2]:g}" if scaled is not None else described(strip(value))
             raise RoleError(f"{what}: expected the factor {factor:g} after it, found {found}.")
         return scaled[0]
-
-    def _pair(self, name: str, attention: WritingAttention, writers: dict[int, tuple[Node, Node]]) -> None:
-        """Keep the caches that ``attention`` reads; layers that share a K share its V."""
-        known = writers.setdefault(id(attention.key), (attention.key, attention.value))
-        if known[1] is not attention.value:
-            raise RoleError(f"{name}: it reads the K of one layer and the V of another.")
 
     def _unread_caches(self) -> tuple[Node, Node]:
         """In a prefill: the ops that write the K and V which no attention of the graph reads."""
         below: set[int] = set()
         for node in self.graph.nodes:
-            if node.kind in ("SOFTMAX", "EXP"):
+            if node.kind in EXPONENTIALS:
                 below.update(id(value) for value in ancestors(node.outputs[0]))
         found = []
         for name, output in self.graph.outputs.items():
@@ -247,31 +220,23 @@ class _Walker(Blocks):
 
     def _key(self, writer: Node, name: str) -> tuple[RmsNorm, Value]:
         """The norm before the RoPE of the K that ``writer`` writes, and its result."""
-        norms: dict[int, tuple[RmsNorm, Value]] = {}
-
-        def at_norm(found: Value, node: Node) -> bool:
-            norm = match_rms_norm(self.graph, found) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
-            if norm is not None:
-                norms[id(norm.x)] = (norm, found)
-            return norm is not None or is_matrix(node)
-
-        walk_back([writer.operand(1)], at_norm)
+        norms, _, _ = walk_to_norms(self.graph, [writer.operand(1)], is_matrix)
         if len(norms) != 1:
             raise RoleError(f"{name}.k_norm: expected one RMSNorm before {writer.op.label}, found {len(norms)}.")
-        return next(iter(norms.values()))
+        return norms[0]
 
-    def _fed(self, value: Value, role: str) -> Value:
+    def _matrix_input(self, value: Value, role: str) -> Value:
         """What the matrix behind ``value`` reads."""
         node = strip(value).producer
         if node is None or not is_matrix(node):
-            raise RoleError(f"{role}: expected a FULLY_CONNECTED op, found {what_is(strip(value))}.")
+            raise not_found(role, "a FULLY_CONNECTED op", value)
         return node.operand(0)
 
     def _owner(self, key: Node, value: Node, normed: dict[int, int], readers: set[int]) -> None:
         """The roles of the layer that owns the caches which ``key`` and ``value`` write, and ``readers`` read."""
         cache = escape(strip(key.operand(0)).input_name)
         norm, result = self._key(key, cache)
-        index = normed.get(id(strip(self._fed(norm.x, f"k_proj of {cache}"))))
+        index = normed.get(id(strip(self._matrix_input(norm.x, f"k_proj of {cache}"))))
         if index is None:
             raise RoleError(f"{cache}: its K is computed from the normed stream of no layer.")
         name = f"layers.{index}"
@@ -281,7 +246,7 @@ class _Walker(Blocks):
         k_in = self.linear(f"{name}.k_proj", norm.x, f"which feeds {name}.k_norm")
         v_norm = match_rms_norm(self.graph, value.operand(1))
         if v_norm is None:
-            raise RoleError(f"{name}.v_proj: expected an RMSNorm after it, found {what_is(strip(value.operand(1)))}.")
+            raise not_found(f"{name}.v_proj", "an RMSNorm after it", value.operand(1))
         self.eps.add(float(f"{v_norm.eps:.6g}"))
         self.set_aside(v_norm.aside)
         if v_norm.weight is not None:
@@ -291,7 +256,7 @@ class _Walker(Blocks):
         if strip(v_norm.x) is strip(norm.x):
             raise UnsupportedError(f"{name}: K and V come from one projection, which this release cannot read.")
         v_in = self.linear(f"{name}.v_proj", v_norm.x, f"whose normed output goes to {escape(_VALUES)}…")
-        self.same(f"{name}.v_proj", v_in, k_in)
+        self.require_same(f"{name}.v_proj", v_in, k_in)
 
 
 def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
@@ -329,21 +294,21 @@ class _Table(Blocks):
 
     def _collect(self, value: Value, factor: float, tables: list[tuple[Node, float]], role: str) -> None:
         """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
-        root = strip(value)
-        node = root.producer
-        while node is not None and (scaled := split_scalar(self.graph, node)) is not None:
-            root, factor = strip(scaled[0]), factor * scaled[2]
-            node = root.producer
+        root, number, _ = without_factors(self.graph, value)
+        node, factor = root.producer, factor * number
         if node is not None and node.kind in ("CONCATENATION", "PACK") and len(tables) < _MOST_TABLES:
             for position in range(len(node.inputs)):
                 self._collect(node.operand(position), factor, tables, role)
         elif node is not None and node.kind == "EMBEDDING_LOOKUP" and node.binary:
             tables.append((node, factor))
         else:
-            raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP, found {what_is(root)}.")
+            raise not_found(role, "an EMBEDDING_LOOKUP", root)
 
     def _lookup(self, role: str, node: Node) -> None:
         table = constant_under(node.operand(1))
         if table is None or len(table.tensor.shape) != 2:
             raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-        self.found(role, table, f"the table of {node.op.label}", node.outputs[0], node=node, shape=table.tensor.shape)
+        result = node.outputs[0]
+        quantized = activation_of(node.operand(0)), activation_of(result)
+        why = f"the table of {node.op.label}"
+        self.found(FoundRole(role, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, result=result))

@@ -7,17 +7,17 @@ its constants a role or sets them aside (:mod:`mtp_extract.graph.ledger`). Names
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.graph.attention import EXPONENTIALS
+from mtp_extract.graph.attention import EXPONENTIALS, AnyAttention
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, walk_back
 from mtp_extract.graph.identities import mark_identities, taken_from
 from mtp_extract.graph.kernels import refuse_wide_filter
-from mtp_extract.graph.ledger import FoundRole, Ledger, names_of, plain_reason, what_is
+from mtp_extract.graph.ledger import FoundRole, Ledger, activation_of, described, names_of, not_found, plain_reason
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.patterns import (
     MATRICES,
@@ -27,6 +27,7 @@ from mtp_extract.graph.patterns import (
     RmsNorm,
     constant_under,
     match_rms_norm,
+    match_soft_cap,
     split_scalar,
     strip,
 )
@@ -39,26 +40,9 @@ _LARGEST_WIDTH = 1 << 24
 _WEIGHTS_FORMAT_SLOT = 1
 _ADJOINT_Y_SLOT = 1
 _NO_FACTOR = 1e-6
-_MOST_SHOWN = 3
 
 
-class _ReadAttention(Protocol):
-    """What :meth:`Blocks.layer` asks of an attention."""
-
-    @property
-    def q_norm(self) -> RmsNorm:
-        """The norm of the query."""
-
-    @property
-    def query(self) -> Value:
-        """Its result."""
-
-    @property
-    def aside(self) -> tuple[Aside, ...]:
-        """Constants that are no weights."""
-
-
-AnyAttention = TypeVar("AnyAttention", bound=_ReadAttention)
+SomeAttention = TypeVar("SomeAttention", bound=AnyAttention)
 
 
 class Blocks(Ledger):
@@ -79,36 +63,44 @@ class Blocks(Ledger):
         inner, constant, factor = scaled
         if out.producer is not None and out.producer.kind == "DIV":
             raise UnsupportedError(f"{name}.layer_scalar: {out.producer.op.label} divides by its scalar.")
-        self.found(f"{name}.layer_scalar", constant, f"the factor {factor:g} on the layer's output", out)
+        why = f"the factor {factor:g} on the layer's output"
+        role = FoundRole(f"{name}.layer_scalar", constant.tensor, (1,), 1.0, why, names_of(out), result=out)
+        self.found(role)
         return strip(inner)
 
+    def lm_head(self, logits: Value) -> tuple[float | None, Value]:
+        """The soft cap of ``logits``, None without one, and what the head reads."""
+        soft_cap = match_soft_cap(self.graph, logits)
+        self.set_aside(soft_cap.aside)
+        factor = 1.0 if soft_cap.cap is None else 1.0 / (soft_cap.scale * soft_cap.cap)
+        return soft_cap.cap, self.linear("lm_head", soft_cap.x, "whose output becomes the logits", factor)
+
     def layer(
-        self, name: str, out: Value, read: Callable[[FlatGraph, Value, str], AnyAttention]
-    ) -> tuple[AnyAttention, Value, Value]:
+        self, name: str, out: Value, read: Callable[[FlatGraph, Value, str], SomeAttention]
+    ) -> tuple[SomeAttention, Value, Value]:
         """Attention and feed-forward of a layer whose residual sum is ``out``.
 
         Returns:
             the attention, as ``read`` sees it; the residual stream below; the normed stream the q projection reads.
         """
-        add = self.residual(name, "post_ffw_norm", out)
-        ffw_norm, middle = self.norm_operand(f"{name}.post_ffw_norm", add, "on the second residual branch")
+        after = f"the residual addition after it (perhaps times {name}.layer_scalar)"
+        ffw_norm, middle = self.residual(f"{name}.post_ffw_norm", out, "on the second residual branch", after)
         down_in = self.linear(f"{name}.down_proj", ffw_norm.x, f"which feeds {name}.post_ffw_norm")
         normed = self._gated_pair(name, down_in)
         pre_ffw = self.norm(f"{name}.pre_ffw_norm", normed, "which feeds gate and up")
-        self.same(f"{name}.pre_ffw_norm", pre_ffw.x, middle)
-        add = self.residual(name, "post_attention_norm", middle)
-        attention_norm, stream = self.norm_operand(f"{name}.post_attention_norm", add, "on the first residual branch")
+        self.require_same(f"{name}.pre_ffw_norm", pre_ffw.x, middle)
+        attention_norm, stream = self.residual(f"{name}.post_attention_norm", middle, "on the first residual branch")
         o_in = self.linear(f"{name}.o_proj", attention_norm.x, f"which feeds {name}.post_attention_norm")
         attention = read(self.graph, strip(o_in), name)
         self.set_aside(attention.aside)
         self.take_norm(f"{name}.q_norm", attention.q_norm, "between the q projection and RoPE", attention.query)
         q_in = self.linear(f"{name}.q_proj", attention.q_norm.x, f"which feeds {name}.q_norm")
         pre_attention = self.norm(f"{name}.pre_attention_norm", q_in, "which feeds the q projection")
-        self.same(f"{name}.pre_attention_norm", pre_attention.x, stream)
+        self.require_same(f"{name}.pre_attention_norm", pre_attention.x, stream)
         return attention, strip(stream), strip(q_in)
 
     def gated(
-        self, gate: str, up: str, result: Value, reader: str, ends: Callable[[Value, Node], bool]
+        self, gate: str, up: str, result: Value, reader: str, stops: Callable[[Value, Node], bool]
     ) -> tuple[Value, Value]:
         """activation(gate) · up, which ``reader`` reads; the walk back ends at two values.
 
@@ -118,7 +110,7 @@ class Blocks(Ledger):
         branches: dict[int, Value] = {}
 
         def at_branch(value: Value, node: Node) -> bool:
-            if ends(value, node):
+            if stops(value, node):
                 branches[id(value)] = value
                 return True
             return False
@@ -126,7 +118,7 @@ class Blocks(Ledger):
         edges, leaves = walk_back([result], at_branch)
         others = [value for value in leaves if not value.constant]
         if len(branches) != 2 or others:
-            found = ", ".join(what_is(value) for value in (*branches.values(), *others)) or "nothing"
+            found = ", ".join(described(value) for value in (*branches.values(), *others)) or "nothing"
             raise RoleError(
                 f"{gate}, {up}: expected a product of GELU(gate) and up before {reader}, computed from two matrices; "
                 f"found {found}."
@@ -152,23 +144,18 @@ class Blocks(Ledger):
             raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values; they must read the same.")
         return gate_in
 
-    def residual(self, name: str, norm: str, value: Value) -> Node:
-        value = strip(value)
-        node = value.producer
-        if node is None or node.kind != "ADD" or not node.binary or node.op.activation:
-            raise RoleError(
-                f"{name}.{norm}: expected the residual addition after it{_or_scalar(name, norm)}, found "
-                f"{what_is(value)}."
-            )
-        return node
-
-    def norm_operand(self, role: str, add: Node, why: str) -> tuple[RmsNorm, Value]:
-        """The operand of a residual addition that is an RMSNorm, and the other one."""
+    def residual(
+        self, role: str, value: Value, why: str, expected: str = "the residual addition after it"
+    ) -> tuple[RmsNorm, Value]:
+        """The operand of the addition ``value`` that is an RMSNorm, taken for ``role``, and the other one."""
+        add = strip(value).producer
+        if add is None or add.kind != "ADD" or not add.binary or add.op.activation:
+            raise not_found(role, expected, value)
         operands = [add.operand(i) for i in (0, 1)]
         matches = [match_rms_norm(self.graph, v) for v in operands]
         found = [(m, i) for i, m in enumerate(matches) if m is not None]
         if len(found) != 1:
-            what = " and ".join(what_is(strip(v)) for v in operands)
+            what = " and ".join(described(strip(v)) for v in operands)
             raise RoleError(f"{role}: expected an RMSNorm on one side of {add.op.label}, found {what}.")
         norm, position = found[0]
         self.take_norm(role, norm, why, operands[position])
@@ -177,21 +164,21 @@ class Blocks(Ledger):
     def norm(self, role: str, value: Value, why: str) -> RmsNorm:
         norm = match_rms_norm(self.graph, value)
         if norm is None:
-            raise RoleError(f"{role}: expected an RMSNorm with a weight, {why}; found {what_is(strip(value))}.")
+            raise not_found(role, f"an RMSNorm with a weight, {why}", value)
         self.take_norm(role, norm, why, value)
         return norm
 
     def take_norm(self, role: str, norm: RmsNorm, why: str, result: Value) -> None:
         self.eps.add(float(f"{norm.eps:.6g}"))
         self.set_aside(norm.aside)
-        if norm.weight is None:
+        tensor = None if norm.weight is None else norm.weight.tensor
+        if tensor is None:
             why = f"the RMSNorm {why} multiplies by no weight: its weight was 1 and was folded away"
-            names = tuple(names_of(result))
-            self.roles.append(FoundRole(role, None, (norm.size,), 1.0, why, names, result=result))
         else:
             stored = f", stored less {norm.offset:g}" if norm.offset else ""
             why = f"weight of the RMSNorm {why}{stored}"
-            self.found(role, norm.weight, why, result, shape=(norm.size,), offset=norm.offset)
+        names = names_of(result)
+        self.found(FoundRole(role, tensor, (norm.size,), 1.0, why, names, result=result, offset=norm.offset))
 
     def linear(self, role: str, value: Value, why: str, factor: float = 1.0) -> Value:
         """The matrix that ``value`` is a product with; takes it as the weight of ``role`` and returns its input."""
@@ -201,7 +188,7 @@ class Blocks(Ledger):
             root = part[0]
         node = root.producer
         if node is None or node.kind not in MATRICES:
-            raise RoleError(f"{role}: expected a FULLY_CONNECTED op {why}, found {what_is(root)}.")
+            raise not_found(role, f"a FULLY_CONNECTED op {why}", root)
         if node.kind == "CONV_2D":
             refuse_wide_filter(node)
         if node.op.activation:
@@ -212,13 +199,13 @@ class Blocks(Ledger):
             raise UnsupportedError(
                 f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
             )
-        if len(node.inputs) < 2 or None in node.inputs[:2]:
+        if node.input(0) is None or node.input(1) is None:
             raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
-        if len(node.inputs) > 2 and node.inputs[2] is not None:
-            self._bias(role, node, node.inputs[2])
+        if (bias := node.input(2)) is not None:
+            self._bias(role, node, bias)
         weight, transposed, scale = self._matrix(node)
         if not weight.constant:
-            raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {what_is(weight)}.")
+            raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {described(weight)}.")
         shape = tuple(size for size in weight.tensor.shape if size != 1 or len(weight.tensor.shape) == 2)
         if len(shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in shape):
             raise RoleError(f"{role}: expected a weight [out, in], found {weight.label}.")
@@ -231,16 +218,21 @@ class Blocks(Ledger):
                 f"{role}: {weight.label} holds it beside another role and is stored [in, out], which this release "
                 "cannot take apart."
             )
+        rows_of = "" if whole else f"rows {first} to {first + rows} of the "
         self.found(
-            role,
-            weight,
-            f"{'' if whole else f'rows {first} to {first + rows} of the '}weight of {node.op.label}, {why}",
-            result,
-            factor=1.0 if abs(factor - 1.0) < _NO_FACTOR else factor,
-            node=node,
-            shape=(rows, shape[1]),
-            transposed=transposed,
-            first=None if whole else first,
+            FoundRole(
+                role,
+                weight.tensor,
+                (rows, shape[1]),
+                1.0 if abs(factor - 1.0) < _NO_FACTOR else factor,
+                f"{rows_of}weight of {node.op.label}, {why}",
+                known_as=(),
+                input=activation_of(node.operand(0)),
+                output=activation_of(node.outputs[0]),
+                result=result,
+                transposed=transposed,
+                first=None if whole else first,
+            )
         )
         return node.operand(0)
 
@@ -294,7 +286,18 @@ class Blocks(Ledger):
         floats = constant.tensor.type in FLOAT_TYPES
         return stored_floats(stored, constant.tensor) if floats else np.frombuffer(stored, np.uint8)
 
-    def same(self, role: str, found: Value, expected: Value) -> None:
+    def require_input(self, role: str, value: Value, name: str) -> None:
+        """Check that ``role`` reads the input ``name`` of the signature."""
+        if strip(value).input_name != name:
+            raise not_found(role, f"to read the input {name!r}", value)
+
+    def one_epsilon(self) -> float:
+        """The epsilon of every norm."""
+        if len(self.eps) > 1:
+            raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
+        return self.eps.pop()
+
+    def require_same(self, role: str, found: Value, expected: Value) -> None:
         if strip(found) is not strip(expected):
             raise RoleError(
                 f"{role}: expected to read the residual stream {strip(expected).label}, it reads {strip(found).label}."
@@ -310,8 +313,7 @@ class Blocks(Ledger):
 
     def _multiplies_by_hadamard(self, node: Node) -> bool:
         """Whether ``node`` multiplies by a constant matrix whose entries are all ±1/sqrt(n): a Hadamard rotation."""
-        multiplies = node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") and len(node.inputs) > 1
-        right = node.inputs[1] if multiplies else None
+        right = node.input(1) if node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") else None
         weight = constant_under(right) if right is not None else None
         if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in NUMBER_TYPES:
             return False
@@ -346,10 +348,6 @@ def _rotated(node: Node) -> str:
     return "unnamed"
 
 
-def _or_scalar(name: str, norm: str) -> str:
-    return f" (perhaps times {name}.layer_scalar)" if norm == "post_ffw_norm" else ""
-
-
 def count_layers(graph: FlatGraph) -> int:
     """One softmax a layer, or, where exporters spell it out, one exponential: of what a cache was multiplied into.
 
@@ -366,9 +364,8 @@ def _reads_cache(value: Value) -> bool:
 
 def is_matrix(node: Node) -> bool:
     """Whether ``node`` multiplies by a constant of two axes."""
-    if node.kind not in MATRICES or len(node.inputs) < 2 or node.inputs[1] is None:
-        return False
-    return all(value.producer is not None or value.constant for value in ancestors(node.inputs[1]))
+    weight = node.input(1) if node.kind in MATRICES else None
+    return weight is not None and all(v.producer is not None or v.constant for v in ancestors(weight))
 
 
 def _option(node: Node, slot: int) -> bool:

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.graph.call import ends_of, grid_of
+from mtp_extract.graph.call import code_range, grid_of
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.graph.patterns import strip
+from mtp_extract.graph.patterns import PASSES, strip
 from mtp_extract.litertlm.quantized import QuantizedTensor, stored_floats
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 
@@ -76,7 +76,7 @@ class Bounds:
             grid = grid_of(value.tensor)
             if grid is None or value.tensor.type is None:
                 return ANYTHING
-            lowest, highest = ends_of(value.tensor.type)
+            lowest, highest = code_range(value.tensor.type)
             return (lowest - grid[1]) * grid[0], (highest - grid[1]) * grid[0]
         rule = _RULES.get(node.kind)
         if rule is None or node.op.activation:
@@ -90,11 +90,11 @@ class Bounds:
         if not tensor.elements or tensor.type not in NUMBER_TYPES:
             return ANYTHING
         if tensor.elements <= _LARGEST_READ:
-            # As they are: a masked score may be −∞.
-            plain = tensor.type in FLOAT_TYPES
-            numbers = (
-                stored_floats(self.graph.model.locate(tensor).read(), tensor) if plain else self.graph.floats(value)
-            )
+            if tensor.type in FLOAT_TYPES:
+                # As they are: a masked score may be −∞.
+                numbers = stored_floats(self.graph.model.locate(tensor).read(), tensor)
+            else:
+                numbers = self.graph.floats(value)
             return float(numbers.min()), float(numbers.max())
         chunks = [(c.min(), c.max()) for c in QuantizedTensor.of(self.graph.model, tensor).chunks()]
         return float(np.min([low for low, _ in chunks])), float(np.max([high for _, high in chunks]))
@@ -174,10 +174,6 @@ def _increasing(function: Callable[[float], float]) -> Rule:
     return lambda node, operands: (function(operands[0][0]), function(operands[0][1]))
 
 
-def _first(node: Node, operands: list[Range]) -> Range:
-    return operands[0]
-
-
 def _fixed(low: float, high: float) -> Rule:
     return lambda node, operands: (low, high)
 
@@ -186,25 +182,13 @@ _ENDS: MappingProxyType[str, Range] = MappingProxyType(
     {"RELU": (0.0, math.inf), "ABS": (0.0, math.inf), "RELU6": (0.0, 6.0), "RELU_N1_TO_1": (-1.0, 1.0)}
 )
 
+_PARTS = ("SLICE", "STRIDED_SLICE", "GATHER", "TILE", "SPLIT_V", "UNPACK")
+_WITHIN_FIRST = (*PASSES, *_PARTS, "MEAN", "REDUCE_MAX", "REDUCE_MIN")
+"""Operators whose results lie within the interval of their first operand."""
+
 _RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (
-                *(
-                    "RESHAPE",
-                    "TRANSPOSE",
-                    "SLICE",
-                    "STRIDED_SLICE",
-                    "GATHER",
-                    "SQUEEZE",
-                    "EXPAND_DIMS",
-                    "TILE",
-                    "SPLIT_V",
-                ),
-                *("BROADCAST_TO", "UNPACK", "CAST", "QUANTIZE", "DEQUANTIZE", "MEAN", "REDUCE_MAX", "REDUCE_MIN"),
-            ),
-            _first,
-        ),
+        **dict.fromkeys(_WITHIN_FIRST, lambda node, operands: operands[0]),
         **dict.fromkeys(("CONCATENATION", "PACK", "DYNAMIC_UPDATE_SLICE"), _union),
         "SELECT": lambda node, operands: _union(node, operands[1:]),
         "SELECT_V2": lambda node, operands: _union(node, operands[1:]),

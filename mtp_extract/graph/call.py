@@ -14,7 +14,7 @@ from mtp_extract.graph.arrays import Array, Numbers, array_of
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
-DTYPES: MappingProxyType[TensorType, type[np.generic]] = MappingProxyType(
+DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
     {
         TensorType.FLOAT32: np.float32,
         TensorType.FLOAT16: np.float32,
@@ -68,7 +68,7 @@ def rounded(values: Array, tensor: Tensor) -> Array:
     if grid is None or tensor.type is None:
         return values
     scale, zero_point = grid
-    lowest, highest = ends_of(tensor.type)
+    lowest, highest = code_range(tensor.type)
     codes = np.rint(values / np.float32(scale)) + zero_point
     if codes.size and not (codes.min() >= lowest and codes.max() <= highest):
         raise UnsupportedError(
@@ -79,7 +79,7 @@ def rounded(values: Array, tensor: Tensor) -> Array:
     return np.asarray((codes - zero_point) * np.float32(scale), np.float32)
 
 
-def ends_of(kind: TensorType) -> tuple[int, int]:
+def code_range(kind: TensorType) -> tuple[int, int]:
     """The smallest and the largest code of a type of integers."""
     bits = ELEMENT_BITS[kind]
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -111,6 +111,11 @@ class Call:
         file's types say. Activations are taken as the real numbers that they stand for.
         """
         return not self.node.outputs[0].depends & Depends.DATA
+
+    @property
+    def index_type(self) -> type[np.generic]:
+        """The type of integers that the option in the first slot asks for."""
+        return np.int64 if self.option(0, "b") == TensorType.INT64 else np.int32
 
     @property
     def result(self) -> Tensor:

@@ -59,20 +59,18 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
             raise RoleError(f"{role.name}: expected shape {list(expected)}, found {list(shapes[role.name])}.")
     config.require_uniform()
     if SLIDING in types and window is None:
-        return _with_window(config, _window_elsewhere(config, sliding_window))
+        window = _window_elsewhere(config) if sliding_window is None else sliding_window
+        layers = (replace(la, sliding_window=window) if la.layer_type == SLIDING else la for la in config.layers)
+        return replace(config, layers=tuple(layers))
     return config
 
 
-def _with_window(config: DrafterConfig, window: int) -> DrafterConfig:
-    layers = (
-        replace(layer, sliding_window=window) if layer.layer_type == SLIDING else layer for layer in config.layers
-    )
-    return replace(config, layers=tuple(layers))
+def _window_elsewhere(config: DrafterConfig) -> int:
+    """The window of the known drafter of this shape.
 
-
-def _window_elsewhere(config: DrafterConfig, given: int | None) -> int:
-    if given is not None:
-        return given
+    Raises:
+        UnsupportedError: the shape is not a known one.
+    """
     known = known_drafter(config)
     if known is None:
         raise UnsupportedError(

@@ -25,7 +25,7 @@ from mtp_extract.graph.attention import Attention, read_attention
 from mtp_extract.graph.blocks import Blocks, count_layers, in_order
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.ledger import FoundRole, SetAside
-from mtp_extract.graph.patterns import match_soft_cap, strip
+from mtp_extract.graph.patterns import strip
 from mtp_extract.graph.probe import cache_slots, measure_windows
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
@@ -36,10 +36,7 @@ PROJECTED = "projected_activations"
 
 @dataclass(frozen=True)
 class Layer:
-    """What the graph says of one layer, beyond its weights. Cache names are those of the signature's inputs.
-
-    ``query`` is the normalized query, ``mixed`` what the o projection reads: between the two lies the attention.
-    """
+    """What the graph says of one layer, beyond its weights. Cache names are those of the signature's inputs."""
 
     key: str
     value: str
@@ -50,8 +47,8 @@ class Layer:
     masks: tuple[str, ...]
     inverse_frequencies: np.ndarray
     frequency_rounding: np.ndarray
-    query: Value = field(repr=False)
-    mixed: Value = field(repr=False)
+    query: Value = field(repr=False)  # normalized; the attention lies between it and ``mixed``
+    mixed: Value = field(repr=False)  # what the o projection reads
 
 
 @dataclass(frozen=True)
@@ -81,20 +78,13 @@ def walk(graph: FlatGraph) -> Walk:
 class _Walker(Blocks):
     def run(self) -> Walk:
         graph = self.graph
-        for name in (LOGITS, PROJECTED):
-            if name not in graph.outputs:
-                found = ", ".join(escape(n) for n in graph.outputs) or "none"
-                raise NoDrafterError(f"The signature has no output {name!r} (it has: {found}): this is not a drafter.")
-        if ACTIVATIONS not in graph.inputs:
-            found = ", ".join(escape(n) for n in graph.inputs) or "none"
-            raise NoDrafterError(
-                f"The signature has no input {ACTIVATIONS!r} (it has: {found}): this is not a drafter."
-            )
+        wanted = (("output", LOGITS, graph.outputs), ("output", PROJECTED, graph.outputs))
+        for kind, name, names in (*wanted, ("input", ACTIVATIONS, graph.inputs)):
+            if name not in names:
+                found = ", ".join(map(escape, names)) or "none"
+                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
         self.refuse_rotation()
-        soft_cap = match_soft_cap(graph, graph.outputs[LOGITS])
-        self.set_aside(soft_cap.aside)
-        factor = 1.0 if soft_cap.cap is None else 1.0 / (soft_cap.scale * soft_cap.cap)
-        head = self.linear("lm_head", soft_cap.x, "whose output becomes the logits", factor)
+        cap, head = self.lm_head(graph.outputs[LOGITS])
         post = self.linear("post_projection", graph.outputs[PROJECTED], "whose output is projected_activations")
         norm = self.norm("final_norm", head, "which feeds both heads")
         if strip(post) is not strip(head):
@@ -109,10 +99,7 @@ class _Walker(Blocks):
             attention, stream, _ = self.layer(name, self.layer_scalar(name, stream), read_attention)
             attentions.append(attention)
         source = self.linear("pre_projection", stream, "which is fed by activations")
-        if strip(source).input_name != ACTIVATIONS:
-            raise RoleError(
-                f"pre_projection: expected to read the input {ACTIVATIONS!r}, it reads {strip(source).label}."
-            )
+        self.require_input("pre_projection", source, ACTIVATIONS)
         attentions.reverse()
         self.account()
         windows = measure_windows(
@@ -126,16 +113,15 @@ class _Walker(Blocks):
             self._layer_facts(f"layers.{index}", attention, window, slots)
             for index, (attention, window) in enumerate(zip(attentions, windows, strict=True))
         ]
-        if len(self.eps) > 1:
-            raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
+        eps = self.one_epsilon()
         if len(self.hidden_activations) > 1:
             raise UnsupportedError(f"The layers use different activations: {sorted(self.hidden_activations)}.")
         return Walk(
             tuple(in_order(self.roles)),
             tuple(layers),
             tuple(self.aside_list()),
-            soft_cap.cap,
-            self.eps.pop(),
+            cap,
+            eps,
             self.hidden_activations.pop() if self.hidden_activations else "gelu_pytorch_tanh",
             self._caches(),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
+from mtp_extract.graph.arrays import Array, Coded, Lazy, Numbers, Weight, array_of
 from mtp_extract.graph.call import DTYPES, Call, grid_of, rounded
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import ELEMENTWISE, KERNELS
@@ -184,13 +184,13 @@ def _apply(call: Call, operands: list[Samples | None]) -> list[Samples]:
     kernel = KERNELS[call.node.kind]
     try:
         if any(isinstance(o, Stacked) for o in operands):
-            together = _together(call, operands)
-            if together is not None:
-                return [Stacked(made) for made in together]
-        if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
-            stacked = _STACKED[call.node.kind](call, operands, count)
+            stacked = _all_samples(call, operands)
             if stacked is not None:
-                return [tuple(stacked)]
+                return [Stacked(made) for made in stacked]
+        if count > 1 and call.node.kind in _STACKED and len(operands[1] or ()) == 1:
+            rows = _STACKED[call.node.kind](call, operands, count)
+            if rows is not None:
+                return [tuple(rows)]
         results = []
         for sample in range(count):
             chosen = [None if o is None else o[sample if len(o) > 1 else 0] for o in operands]
@@ -211,7 +211,7 @@ def _restacked(column: tuple[Numbers, ...]) -> Samples:
     return Stacked(np.stack(arrays)) if alike else column
 
 
-def _together(call: Call, operands: list[Samples | None]) -> Sequence[Array] | None:
+def _all_samples(call: Call, operands: list[Samples | None]) -> Sequence[Array] | None:
     """The results for all samples at once; None where the operator has to be run sample by sample."""
     kind, kernel = call.node.kind, KERNELS[call.node.kind]
     if any(o is None for o in operands) or any(not isinstance(o, Stacked) and len(o or ()) > 1 for o in operands):
@@ -263,7 +263,7 @@ def _moved(call: Call, operands: list[Samples], single: list[Numbers]) -> list[A
 
 
 def _settle(numbers: Numbers) -> Numbers:
-    return numbers if isinstance(numbers, (Coded, Weight)) else np.asarray(numbers)
+    return numbers if isinstance(numbers, Lazy) else np.asarray(numbers)
 
 
 def _stack_rows(call: Call, operands: list[Samples | None], count: int) -> list[Array] | None:
@@ -291,15 +291,14 @@ _STACKED = {"FULLY_CONNECTED": _stack_rows, "BATCH_MATMUL": _stack_queries}
 
 def _constant(graph: FlatGraph, value: Value) -> Numbers:
     tensor = value.tensor
+    kind = DTYPES.get(tensor.type)
     if tensor.elements == 0:
-        kind = DTYPES.get(tensor.type) if tensor.type is not None else None
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.type in FLOAT_TYPES and tensor.elements <= _SMALL and not tensor.sparse:
         # As they are: a masked score may be −∞, and a table that divides holds ∞.
         return stored_floats(graph.model.locate(tensor).read(), tensor).reshape(tensor.shape)
     if tensor.type in FLOAT_TYPES or (tensor.type in CODE_TYPES and tensor.quantization is not None):
         return Weight(QuantizedTensor.of(graph.model, tensor), tensor.shape)
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")
     stored = np.frombuffer(graph.model.locate(tensor).read(), np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)

@@ -29,7 +29,7 @@ def fill_position(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
     Raises:
         UnsupportedError: it holds another number of elements.
     """
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    kind = DTYPES.get(tensor.type)
     if kind is None or tensor.elements not in (1, positions.size):
         raise UnsupportedError(f"The input {tensor.label} cannot hold the positions of {positions.size} queries.")
     filled: Numbers = positions[: tensor.elements].reshape(tensor.shape).astype(kind)
@@ -42,7 +42,7 @@ def fill_param(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
     Raises:
         UnsupportedError: it has no room for them.
     """
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    kind = DTYPES.get(tensor.type)
     if kind is None or tensor.elements < 3:
         raise UnsupportedError(f"The input {tensor.label} is none that this release knows how to fill.")
     values = np.zeros(tensor.elements, kind)
@@ -58,7 +58,7 @@ def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], additive: bool = Tru
     Raises:
         UnsupportedError: it does not cover the slots.
     """
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    kind = DTYPES.get(tensor.type)
     *several, queries, slots = shown.shape
     if kind is None or tensor.elements not in (queries * slots, slots):
         raise UnsupportedError(f"The mask {tensor.label} does not cover the {shown.shape[-1]} slots of the caches.")

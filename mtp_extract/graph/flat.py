@@ -27,7 +27,7 @@ _MOST_SMALL_ELEMENTS = 1 << 20
 _MOST_READ = 1 << 27
 _COST_OF_A_READ = 1 << 10
 
-_INTEGERS = {
+_INTEGERS: dict[TensorType | None, str] = {
     TensorType.INT8: "<i1",
     TensorType.UINT8: "<u1",
     TensorType.INT16: "<i2",
@@ -54,36 +54,23 @@ MASK_LOCAL = "mask_local"
 
 _DEPENDS: MappingProxyType[str, Depends] = MappingProxyType(
     # The runtime computes what is in param_tensor from the position.
-    {
-        INPUT_POS: Depends.POSITION,
-        PARAM_TENSOR: Depends.POSITION,
-        MASK: Depends.MASK,
-        MASK_LOCAL: Depends.MASK,
-    }
+    {INPUT_POS: Depends.POSITION, PARAM_TENSOR: Depends.POSITION, MASK: Depends.MASK, MASK_LOCAL: Depends.MASK}
 )
 
 
 @dataclass(eq=False)
 class Value:
-    """What flows along an edge. ``tensors`` are all the tensors it is known as, innermost composite first.
+    """What flows along an edge."""
 
-    Attributes:
-        producer: the node that computes it; None for inputs, constants, and values nothing computes.
-        constant: whether its bytes are stored in the model.
-        input_name: its name among the signature's inputs; None for anything else.
-        consumers: every (node, operand position) that reads it.
-        depends: what it is computed from.
-        same: the value that it is again, element by element, where that has been shown.
-    """
-
-    tensors: list[Tensor]
-    # Its own way back to the inputs: shown, every value would be a tree of all those before it.
+    tensors: list[Tensor]  # all that it is known as, innermost composite first
+    # The node that computes it; None for inputs, constants, and values nothing computes. Its own way back to the
+    # inputs: shown, every value would be a tree of all those before it.
     producer: Node | None = field(default=None, repr=False)
-    constant: bool = False
-    input_name: str | None = None
-    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)
-    depends: Depends = Depends.CONSTANT
-    same: Value | None = field(default=None, repr=False)
+    constant: bool = False  # whether its bytes are stored in the model
+    input_name: str | None = None  # among the signature's inputs; None for anything else
+    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)  # the readers, with the operand's place
+    depends: Depends = Depends.CONSTANT  # what it is computed from
+    same: Value | None = field(default=None, repr=False)  # the value it was shown to be again, element by element
 
     @property
     def tensor(self) -> Tensor:
@@ -94,6 +81,12 @@ class Value:
     def label(self) -> str:
         """What messages call it."""
         return self.tensor.label
+
+    @property
+    def unproduced(self) -> bool:
+        """Whether it has elements, and nothing gives them: no operator, no constant, no input."""
+        given = self.producer is not None or self.constant or self.input_name is not None
+        return not given and self.tensor.elements > 0
 
     @property
     def decided(self) -> bool:
@@ -124,13 +117,17 @@ class Node:
         """Whether it has one operand."""
         return len(self.inputs) == 1 and self.inputs[0] is not None
 
+    def input(self, position: int) -> Value | None:
+        """Input ``position``; None where it is left out."""
+        return self.inputs[position] if position < len(self.inputs) else None
+
     def operand(self, position: int) -> Value:
         """Input ``position``.
 
         Raises:
             RoleError: the op has no such input.
         """
-        value = self.inputs[position] if position < len(self.inputs) else None
+        value = self.input(position)
         if value is None:
             raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")
         return value
@@ -138,17 +135,15 @@ class Node:
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor.
-
-    ``budget`` bounds how many elements of constants all readers of the graph together may ask for.
-    """
+    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor."""
 
     model: TfliteModel
     signature: Signature
     nodes: tuple[Node, ...] = field(repr=False)
     inputs: dict[str, Value]
     outputs: dict[str, Value]
-    constants: dict[tuple[int, int], Value] = field(repr=False)
+    constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
+    # How many elements of constants all readers of the graph together may still ask for.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:
@@ -163,7 +158,7 @@ class FlatGraph:
     def integers(self, value: Value) -> npt.NDArray[np.int64]:
         """A small integer or bool constant, flattened, as int64."""
         self._spend(value)
-        dtype = _INTEGERS.get(value.tensor.type) if value.tensor.type is not None else None
+        dtype = _INTEGERS.get(value.tensor.type)
         if dtype is None:
             raise UnsupportedError(f"{value.label} should hold integers.")
         return np.frombuffer(self.model.locate(value.tensor).read(), dtype).astype(np.int64)

@@ -45,14 +45,14 @@ def mark_identities(graph: FlatGraph) -> Iterator[Aside]:
             for result in node.outputs:
                 result.same = _unmoved(graph, result)
             continue
-        for position, decides, reason in _RULES.get(node.kind, ()):
-            kept, constant = _operand(node, position), _operand(node, decides[0])
+        for position, deciding, changes_nothing, reason in _RULES.get(node.kind, ()):
+            kept, constant = node.input(position), node.input(deciding)
             if kept is None or constant is None or kept.tensor.elements != node.outputs[0].tensor.elements:
                 continue
             if constant_under(kept) is not None:
                 continue
             numbers, under = _numbers(graph, constant), constant_under(constant)
-            if numbers is not None and under is not None and decides[1](numbers):
+            if numbers is not None and under is not None and changes_nothing(numbers):
                 node.outputs[0].same = kept
                 yield Aside(under, reason)
                 break
@@ -102,10 +102,6 @@ def _unmoved(graph: FlatGraph, value: Value) -> Value | None:
     return root if taken is not None and np.array_equal(taken[1], np.arange(taken[1].size)) else None
 
 
-def _operand(node: Node, position: int) -> Value | None:
-    return node.inputs[position] if position < len(node.inputs) else None
-
-
 def _numbers(graph: FlatGraph, value: Value) -> npt.NDArray[Any] | None:
     constant = constant_under(value)
     if constant is None or not 0 < constant.tensor.elements <= _LARGEST_READ:
@@ -119,12 +115,12 @@ _FAR = "a bound so far out that it never binds"
 _NOTHING = "a number that changes nothing"
 _CHOICE = "a choice that is the same everywhere"
 
-Rule = tuple[int, tuple[int, Callable[[npt.NDArray[Any]], bool]], str]
-"""The operand that is handed on, the constant that decides it and what of it does, and the reason."""
+Rule = tuple[int, int, Callable[[npt.NDArray[Any]], bool], str]
+"""The operand that is handed on, the one whose constant decides it, the test of its numbers, and the reason."""
 
 
 def _either(test: Callable[[npt.NDArray[Any]], bool], reason: str) -> tuple[Rule, ...]:
-    return (0, (1, test), reason), (1, (0, test), reason)
+    return (0, 1, test, reason), (1, 0, test, reason)
 
 
 _RULES: MappingProxyType[str, tuple[Rule, ...]] = MappingProxyType(
@@ -132,14 +128,11 @@ _RULES: MappingProxyType[str, tuple[Rule, ...]] = MappingProxyType(
         "MAXIMUM": _either(lambda numbers: bool((numbers <= -NEVER_REACHED).all()), _FAR),
         "MINIMUM": _either(lambda numbers: bool((numbers >= NEVER_REACHED).all()), _FAR),
         "ADD": _either(lambda numbers: not numbers.any(), _NOTHING),
-        "SUB": ((0, (1, lambda numbers: not numbers.any()), _NOTHING),),
-        "DIV": ((0, (1, lambda numbers: bool((numbers == 1).all())), _NOTHING),),
+        "SUB": ((0, 1, lambda numbers: not numbers.any(), _NOTHING),),
+        "DIV": ((0, 1, lambda numbers: bool((numbers == 1).all()), _NOTHING),),
         **dict.fromkeys(
             ("SELECT", "SELECT_V2"),
-            (
-                (1, (0, lambda numbers: bool(numbers.all())), _CHOICE),
-                (2, (0, lambda numbers: not numbers.any()), _CHOICE),
-            ),
+            ((1, 0, lambda numbers: bool(numbers.all()), _CHOICE), (2, 0, lambda numbers: not numbers.any(), _CHOICE)),
         ),
     }
 )

@@ -23,7 +23,7 @@ from mtp_extract.litertlm.tflite import TensorType
 
 def _cast(call: Call, x: Numbers) -> Numbers:
     source, target = call.tensor(0), call.result
-    kind = DTYPES.get(target.type) if target.type is not None else None
+    kind = DTYPES.get(target.type)
     if kind is None:
         raise call.refuse(f"casts to {target.type_name}")
     grid, made = grid_of(source), grid_of(target)
@@ -92,16 +92,21 @@ def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | No
     rows, columns = weight.shape[-2:] if len(weight.shape) >= 2 else (0, 0)
     if len(weight.shape) != 2 or not columns or values.size % columns:
         raise call.refuse(f"multiplies {list(values.shape)} with a weight of {list(weight.shape)}")
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
-    if isinstance(weight, Weight):
-        _check_weight(call, weight, 0)
-        made = weight.times(flat, transposed=True)
-    else:
-        made = matmul(flat, weight, transposed=True)
-    if bias is not None:
-        made = _biased(call, made, bias)
+    made = _product(call, values, weight, bias)
     keeps = bool(call.option(2, "?", False))
     return call.activate(made.reshape((*values.shape[:-1], rows) if keeps else (-1, rows)))
+
+
+def _product(call: Call, values: Array, weight: Numbers, bias: Numbers | None) -> Array:
+    """Rows of ``values`` times ``weight`` ``[out, …, in]``, whose axes between are of one element: ``[rows, out]``."""
+    rows, columns = weight.shape[0], weight.shape[-1]
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
+    if isinstance(weight, Weight):
+        _check_weight(call, weight, 0, rank=len(weight.shape))
+        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
+    else:
+        made = matmul(flat, weight, transposed=True)
+    return made if bias is None else _biased(call, made, bias)
 
 
 def refuse_wide_filter(node: Node) -> None:
@@ -126,15 +131,9 @@ def _convolution(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None =
     rows, columns = weight.shape[0], weight.shape[-1]
     if values.ndim != 4 or values.shape[-1] != columns:
         raise call.refuse(f"multiplies {list(values.shape)} with a filter of {list(weight.shape)}")
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
-    if isinstance(weight, Weight):
-        _check_weight(call, weight, 0, rank=4)
-        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
-    else:
-        made = matmul(flat, array_of(weight).reshape(rows, columns), transposed=True)
-    if bias is not None:
-        made = _biased(call, made, bias)
-    return call.activate(made.reshape(*values.shape[:-1], rows))
+    if not isinstance(weight, Weight):
+        weight = array_of(weight).reshape(rows, columns)
+    return call.activate(_product(call, values, weight, bias).reshape(*values.shape[:-1], rows))
 
 
 def _check_weight(call: Call, weight: Weight, axis: int, rank: int = 2) -> None:
@@ -168,23 +167,13 @@ def _biased(call: Call, made: Array, bias: Numbers) -> Array:
 
 
 def _one_hot(call: Call, indices: Numbers, depth: Numbers, on: Numbers, off: Numbers) -> Array:
-    axis = call.option(0, "i")
     hot = np.equal(array_of(indices)[..., None], np.arange(one(depth)))
-    made = np.where(hot, array_of(on), array_of(off))
-    return np.moveaxis(made, -1, axis)
-
-
-def _shape(call: Call, x: Numbers) -> Array:
-    return np.array(x.shape, np.int64 if call.option(0, "b") == TensorType.INT64 else np.int32)
+    return np.moveaxis(np.where(hot, array_of(on), array_of(off)), -1, call.option(0, "i"))
 
 
 def _range(call: Call, start: Numbers, limit: Numbers, delta: Numbers) -> Array:
     numbers = [array_of(v).reshape(-1)[0] for v in (start, limit, delta)]
     return np.arange(*numbers, dtype=array_of(start).dtype)
-
-
-def _fill(call: Call, shape: Numbers, value: Numbers) -> Array:
-    return np.full(ints(shape), array_of(value).reshape(-1)[0])
 
 
 def _lazily(function: Callable[[Array], Array]) -> Kernel:
@@ -198,10 +187,10 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         **MOVING,
         "CAST": _cast,
         "ONE_HOT": _one_hot,
-        "SHAPE": _shape,
+        "SHAPE": lambda call, x: np.array(x.shape, call.index_type),
         "RANK": lambda call, x: np.array(len(x.shape), np.int32),
         "RANGE": _range,
-        "FILL": _fill,
+        "FILL": lambda call, shape, value: np.full(ints(shape), array_of(value).reshape(-1)[0]),
         "ZEROS_LIKE": _lazily(np.zeros_like),
         "DEQUANTIZE": _dequantize,
         "QUANTIZE": _dequantize,

@@ -29,34 +29,25 @@ class Activation:
 
 @dataclass(frozen=True)
 class FoundRole:
-    """A constant and the role it plays.
+    """A constant and the role it plays."""
 
-    Attributes:
-        role: "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``.
-        tensor: the constant; None for a norm's weight of ones that the converter folded away.
-        shape: ``[out, in]`` of a matrix, ``[size]`` of a vector.
-        factor: stored = factor × (weight − offset); 1 unless something is folded into the weight.
-        why: the evidence, in words.
-        known_as: names of the tensors that carry the result, for the cross-check of names.
-        input, output: static quantization of the op's activations; None where they are float.
-        result: the value of the graph that carries the role's result.
-        transposed: whether the constant is stored ``[in, out]``.
-        offset: what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1.
-        first: the row of the constant where the role's rows begin; None where it has all of them.
-    """
-
-    role: str
-    tensor: Tensor | None
-    shape: tuple[int, ...]
-    factor: float
-    why: str
-    known_as: tuple[str, ...]
-    input: Activation | None = None
+    role: str  # "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``
+    tensor: Tensor | None  # the constant; None for a norm's weight of ones that the converter folded away
+    shape: tuple[int, ...]  # ``[out, in]`` of a matrix, ``[size]`` of a vector
+    factor: float  # stored = factor × (weight − offset); 1 unless something is folded into the weight
+    why: str  # the evidence, in words
+    known_as: tuple[str, ...]  # names of the tensors that carry the result, for the cross-check of names
+    input: Activation | None = None  # static quantization of the op's activations; None where they are float
     output: Activation | None = None
-    result: Value | None = field(default=None, repr=False, compare=False)
-    transposed: bool = False
-    offset: float = 0.0
-    first: int | None = None
+    result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
+    transposed: bool = False  # whether the constant is stored ``[in, out]``
+    offset: float = 0.0  # what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1
+    first: int | None = None  # the row of the constant where the role's rows begin; None where it has all of them
+
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """Subgraph and index of the constant."""
+        return None if self.tensor is None else (self.tensor.subgraph, self.tensor.index)
 
 
 @dataclass(frozen=True)
@@ -69,53 +60,24 @@ class SetAside:
 
 
 class Ledger:
-    """The roles found so far, and the constants set aside.
-
-    Attributes:
-        roles: in the order in which they were found.
-        count: layers.
-    """
+    """The roles found so far, and the constants set aside."""
 
     def __init__(self, graph: FlatGraph) -> None:
         self.graph = graph
         self.roles: list[FoundRole] = []
-        self.aside: dict[int, Aside] = {}
-        self.used: set[int] = set()
+        self.aside: dict[int, Aside] = {}  # by ``id`` of the value
         self.unread: list[SetAside] = []
-        self.count = 0
+        self.count = 0  # of layers
 
-    def found(
-        self,
-        role: str,
-        constant: Value,
-        why: str,
-        result: Value,
-        factor: float = 1.0,
-        node: Node | None = None,
-        shape: tuple[int, ...] = (1,),
-        transposed: bool = False,
-        offset: float = 0.0,
-        first: int | None = None,
-    ) -> None:
-        if constant.tensor.type not in NUMBER_TYPES:
-            raise UnsupportedError(f"{role}: weights of type {constant.tensor.type_name} are not supported.")
-        self.used.add(id(constant))
-        self.roles.append(
-            FoundRole(
-                role,
-                constant.tensor,
-                shape,
-                factor,
-                why,
-                () if node else tuple(names_of(result)),
-                _activation(node.operand(0)) if node else None,
-                _activation(node.outputs[0]) if node and node.outputs else None,
-                result,
-                transposed,
-                offset,
-                first,
-            )
-        )
+    def found(self, role: FoundRole) -> None:
+        """Add a role.
+
+        Raises:
+            UnsupportedError: its constant is of a type that weights never have.
+        """
+        if role.tensor is not None and role.tensor.type not in NUMBER_TYPES:
+            raise UnsupportedError(f"{role.role}: weights of type {role.tensor.type_name} are not supported.")
+        self.roles.append(role)
 
     def set_aside(self, aside: tuple[Aside, ...]) -> None:
         for entry in aside:
@@ -126,8 +88,9 @@ class Ledger:
 
         ``between`` is the reason for numbers that no block claimed.
         """
-        for value in self.graph.constants.values():
-            if id(value) in self.used or id(value) in self.aside:
+        used = {role.key for role in self.roles}
+        for key, value in self.graph.constants.items():
+            if key in used or id(value) in self.aside:
                 continue
             reasons = {plain_reason(node, position, value, between) for node, position in value.consumers}
             reason = " and ".join(sorted(reasons)) or "an output of the signature"
@@ -140,8 +103,8 @@ class Ledger:
         """A weight is read once for every role it plays: another reader would make the graph another function."""
         roles: dict[tuple[int, int], list[FoundRole]] = {}
         for role in self.roles:
-            if role.tensor is not None and role.tensor.elements > 1:
-                roles.setdefault((role.tensor.subgraph, role.tensor.index), []).append(role)
+            if role.tensor is not None and role.key is not None and role.tensor.elements > 1:
+                roles.setdefault(role.key, []).append(role)
         for key, found in roles.items():
             constant, names = self.graph.constants[key], " and ".join(role.role for role in found)
             readers = list(_readers(constant))
@@ -162,16 +125,9 @@ class Ledger:
         """Every value that is read is an input, a constant, or computed."""
         for node in self.graph.nodes:
             for value in node.inputs:
-                if (
-                    value is not None
-                    and value.producer is None
-                    and not value.constant
-                    and value.input_name is None
-                    and value.tensor.elements
-                ):
-                    raise RoleError(
-                        f"{node.op.label} reads {what_is(value)}: an op was lost after the graph was exported."
-                    )
+                if value is not None and value.unproduced:
+                    reads = f"{node.op.label} reads {described(value)}"
+                    raise RoleError(f"{reads}: an op was lost after the graph was exported.")
 
     def _account_unread(self) -> None:
         """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
@@ -198,9 +154,7 @@ class Ledger:
         played: dict[tuple[int, int] | None, list[str]] = {}
         for role in self.roles:
             if np.prod(role.shape) == unread.elements:
-                played.setdefault((role.tensor.subgraph, role.tensor.index) if role.tensor else None, []).append(
-                    role.role
-                )
+                played.setdefault(role.key, []).append(role.role)
         for key, names in played.items():
             if key is None or len(names) > 1:
                 return f" {' and '.join(names)} {'have no constant' if key is None else 'share one'}."
@@ -209,10 +163,11 @@ class Ledger:
         return f" {' and '.join(missing)} may have had it." if missing and unread.elements == 1 else ""
 
     def aside_list(self) -> list[SetAside]:
+        used = {role.key for role in self.roles}
         entries = [
             SetAside(a.value.tensor, a.value.consumers[0][0].op.label if a.value.consumers else "none", a.reason)
             for a in self.aside.values()
-            if id(a.value) not in self.used
+            if (a.value.tensor.subgraph, a.value.tensor.index) not in used
         ]
         entries += self.unread
         return sorted(entries, key=lambda e: (e.tensor.subgraph, e.tensor.index))
@@ -229,13 +184,14 @@ def _readers(value: Value) -> Iterator[Node]:
                 yield reader
 
 
-def names_of(value: Value) -> list[str]:
+def names_of(value: Value) -> tuple[str, ...]:
     """Names of ``value`` and of what it was before it was reshaped: where exporters leave a block's name."""
     root = strip(value)
-    return [t.name for v in ((value,) if root is value else (value, root)) for t in v.tensors]
+    return tuple(t.name for v in ((value,) if root is value else (value, root)) for t in v.tensors)
 
 
-def what_is(value: Value) -> str:
+def described(value: Value) -> str:
+    """What messages call ``value``: the operator, constant or input that it comes from."""
     if value.producer is not None:
         return value.producer.op.label
     if value.constant:
@@ -245,7 +201,12 @@ def what_is(value: Value) -> str:
     return f"{value.label}, which no op computes"
 
 
-def _activation(value: Value) -> Activation | None:
+def not_found(role: str, expected: str, value: Value) -> RoleError:
+    """The error where ``expected`` should be behind ``value``, of which ``role`` is read, and is not."""
+    return RoleError(f"{role}: expected {expected}, found {described(strip(value))}.")
+
+
+def activation_of(value: Value) -> Activation | None:
     """Static quantization of the tensor ``value``, if it is stored as integers."""
     tensor = value.tensors[-1]
     quantization = tensor.quantization
@@ -259,10 +220,10 @@ def _activation(value: Value) -> Activation | None:
     return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)
 
 
-def plain_reason(node: Node, position: int, constant: Value, between: str = CHECKED) -> str:
-    """What a constant is that no pattern claimed."""
+def plain_reason(node: Node, position: int, constant: Value, between: str = CHECKED, where: str = "") -> str:
+    """What a constant is that no pattern claimed; ``where`` follows the reason of integers."""
     if position in SHAPE_OPERANDS.get(node.kind, ()):
         return "shape, axis or offset"
     if constant.tensor.type not in NUMBER_TYPES:
-        return "index arithmetic"
+        return f"index arithmetic{where}"
     return between

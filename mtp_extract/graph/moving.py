@@ -14,12 +14,19 @@ from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of
 from mtp_extract.graph.call import Call, Kernel, grid_of, ints, one
 
 
-# Operators that move elements. They hand codes on as they are, lazily, and never look at them.
+def _check_scale(call: Call, position: int) -> None:
+    """The codes of operand ``position`` are handed on as they are: they must mean the same in the result."""
+    grid = grid_of(call.tensor(position))
+    if grid is not None and grid != grid_of(call.result):
+        raise call.refuse(f"hands the codes of {call.tensor(position).label} on with another scale")
+
+
 def _moves(function: Callable[..., Any]) -> Kernel:
+    """An operator that moves elements. It hands codes on as they are, lazily, and never looks at them."""
+
     def kernel(call: Call, x: Numbers, *rest: Numbers) -> Any:
-        source, target = grid_of(call.tensor(0)) if not isinstance(x, Weight) else None, call.result
-        if source is not None and source != grid_of(target):
-            raise call.refuse(f"hands the codes of {call.tensor(0).label} on with another scale")
+        if not isinstance(x, Weight):
+            _check_scale(call, 0)
         if isinstance(x, Coded):
             return x.of(function(call, x.codes, *rest))
         return function(call, array_of(x), *rest)
@@ -78,12 +85,16 @@ def _strided_slice(call: Call, x: Array, begin: Numbers, end: Numbers, strides: 
         raise call.refuse("takes elements that its operand lacks") from error
 
 
+def _check_within(call: Call, indices: Array, size: int, beyond: str) -> None:
+    if indices.size and not (indices.min() >= 0 and indices.max() < size):
+        raise call.refuse(f"takes {beyond}")
+
+
 def _gather(call: Call, x: Array, indices: Numbers) -> Array:
     axis, batch = call.option(0, "i"), call.option(1, "i")
     chosen = array_of(indices)
     axis, batch = axis % max(x.ndim, 1), batch % max(chosen.ndim, 1) if batch < 0 else batch
-    if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
-        raise call.refuse("takes elements that its operand lacks")
+    _check_within(call, chosen, x.shape[axis], "elements that its operand lacks")
     if not batch:
         return np.take(x, chosen, axis)
     flat_x, flat_i = x.reshape(-1, *x.shape[batch:]), chosen.reshape(-1, *chosen.shape[batch:])
@@ -107,24 +118,10 @@ def _squeeze(call: Call, x: Array) -> Array:
 
 def _joined(call: Call, join: Callable[..., Array], operands: Sequence[Numbers], axis: int) -> Numbers:
     for position in range(len(operands)):
-        grid = grid_of(call.tensor(position))
-        if grid is not None and grid != grid_of(call.result):
-            raise call.refuse(f"hands the codes of {call.tensor(position).label} on with another scale")
+        _check_scale(call, position)
     if call.tensor(0).type is not None and len({call.tensor(i).type for i in range(len(operands))}) > 1:
         raise call.refuse("joins tensors of different types")
     return call.activate(join([array_of(v) for v in operands], axis))
-
-
-def _concatenate(call: Call, *operands: Numbers) -> Numbers:
-    return _joined(call, np.concatenate, operands, call.option(0, "i"))
-
-
-def _pack(call: Call, *operands: Numbers) -> Numbers:
-    return _joined(call, np.stack, operands, call.option(1, "i"))
-
-
-def _split(call: Call, axis: Numbers, x: Numbers) -> tuple[Array, ...]:
-    return tuple(np.split(array_of(x), call.option(0, "i"), one(axis)))
 
 
 def _split_v(call: Call, x: Numbers, sizes: Numbers, axis: Numbers) -> tuple[Array, ...]:
@@ -132,10 +129,6 @@ def _split_v(call: Call, x: Numbers, sizes: Numbers, axis: Numbers) -> tuple[Arr
     if -1 in lengths:
         lengths[lengths.index(-1)] = values.shape[along] - sum(lengths) - 1
     return tuple(np.split(values, np.cumsum(lengths)[:-1], along))
-
-
-def _unpack(call: Call, x: Numbers) -> tuple[Array, ...]:
-    return tuple(np.moveaxis(array_of(x), call.option(1, "i"), 0))
 
 
 def _update_slice(call: Call, x: Numbers, update: Numbers, starts: Numbers) -> Array:
@@ -162,33 +155,36 @@ def _pad(call: Call, x: Numbers, sizes: Numbers, value: Numbers | None = None) -
 
 
 def _lookup(call: Call, ids: Numbers, table: Numbers) -> Array:
-    chosen = array_of(ids)
-    values = array_of(table)
-    if chosen.size and not (chosen.min() >= 0 and chosen.max() < values.shape[0]):
-        raise call.refuse("takes rows that its table lacks")
+    chosen, values = array_of(ids), array_of(table)
+    _check_within(call, chosen, values.shape[0], "rows that its table lacks")
     return values[chosen]
 
 
+_OF_ONE: dict[str, Callable[..., Array]] = {
+    "SLICE": _slice,
+    "STRIDED_SLICE": _strided_slice,
+    "GATHER": _gather,
+    "GATHER_ND": _gather_nd,
+    "SQUEEZE": _squeeze,
+    "EXPAND_DIMS": lambda call, x, axis: np.expand_dims(x, one(axis)),
+    "BROADCAST_TO": lambda call, x, shape: np.broadcast_to(x, ints(shape)),
+    "TILE": lambda call, x, times: np.tile(x, ints(times)),
+    "REVERSE_V2": lambda call, x, axes: np.flip(x, tuple(ints(axes))),
+}
+"""Operators that move the elements of their first operand; the other operands say where to."""
+
 MOVING: MappingProxyType[str, Kernel] = MappingProxyType(
     {
+        **{name: _moves(function) for name, function in _OF_ONE.items()},
         "RESHAPE": _reshape,
         "TRANSPOSE": _transpose,
-        "SLICE": _moves(_slice),
-        "STRIDED_SLICE": _moves(_strided_slice),
-        "GATHER": _moves(_gather),
-        "GATHER_ND": _moves(_gather_nd),
-        "SQUEEZE": _moves(_squeeze),
-        "EXPAND_DIMS": _moves(lambda call, x, axis: np.expand_dims(x, one(axis))),
-        "BROADCAST_TO": _moves(lambda call, x, shape: np.broadcast_to(x, ints(shape))),
-        "TILE": _moves(lambda call, x, times: np.tile(x, ints(times))),
-        "REVERSE_V2": _moves(lambda call, x, axes: np.flip(x, tuple(ints(axes)))),
         "PAD": _pad,
         "PADV2": _pad,
-        "CONCATENATION": _concatenate,
-        "PACK": _pack,
-        "SPLIT": _split,
+        "CONCATENATION": lambda call, *operands: _joined(call, np.concatenate, operands, call.option(0, "i")),
+        "PACK": lambda call, *operands: _joined(call, np.stack, operands, call.option(1, "i")),
+        "SPLIT": lambda call, axis, x: tuple(np.split(array_of(x), call.option(0, "i"), one(axis))),
         "SPLIT_V": _split_v,
-        "UNPACK": _unpack,
+        "UNPACK": lambda call, x: tuple(np.moveaxis(array_of(x), call.option(1, "i"), 0)),
         "DYNAMIC_UPDATE_SLICE": _update_slice,
         "SELECT": _select,
         "SELECT_V2": _select,
@@ -197,28 +193,10 @@ MOVING: MappingProxyType[str, Kernel] = MappingProxyType(
 )
 """Operators that move, join and choose elements."""
 
-_FIRST = (0,)
 _ALL = tuple(range(256))
 LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (
-                "RESHAPE",
-                "TRANSPOSE",
-                "SLICE",
-                "STRIDED_SLICE",
-                "GATHER",
-                "GATHER_ND",
-                "SQUEEZE",
-                "EXPAND_DIMS",
-                "BROADCAST_TO",
-                "TILE",
-                "REVERSE_V2",
-                "SPLIT_V",
-                "UNPACK",
-            ),
-            _FIRST,
-        ),
+        **dict.fromkeys((*_OF_ONE, "RESHAPE", "TRANSPOSE", "SPLIT_V", "UNPACK"), (0,)),
         "SPLIT": (1,),
         "CONCATENATION": _ALL,
         "PACK": _ALL,

@@ -7,17 +7,17 @@ name. Matches say which constants they used up and why, so that the walk can acc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.flat import Edge, FlatGraph, Node, Value, walk_back
 from mtp_extract.litertlm.tflite import TensorType
 
 PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "TRANSPOSE", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
 """Operators that hand their first operand on: the same numbers, in another shape or type."""
 
-WEIGHT_PASSES = frozenset({"RESHAPE", "QUANTIZE", "DEQUANTIZE", "CAST", "BROADCAST_TO", "EXPAND_DIMS", "SQUEEZE"})
+WEIGHT_PASSES = PASSES - {"TRANSPOSE"}
 """The same for weights, whose order of elements must not change."""
 
 MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
@@ -61,13 +61,11 @@ class Aside:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """``x · weight / sqrt(mean(x²) + eps)`` over the last axis, which has ``size`` elements.
-
-    ``weight`` is None where there is no multiplication: converters fold a weight of ones away. It has one element
-    where they folded equal weights into one number. What it is multiplied by is ``weight + offset``.
-    """
+    """``x · (weight + offset) / sqrt(mean(x²) + eps)`` over the last axis, which has ``size`` elements."""
 
     x: Value
+    # None where there is no multiplication: converters fold a weight of ones away. Of one element where they folded
+    # equal weights into one number.
     weight: Value | None
     size: int
     eps: float
@@ -125,6 +123,18 @@ def split_scalar(graph: FlatGraph, node: Node) -> tuple[Value, Value, float] | N
     return None
 
 
+def scale_downstream(graph: FlatGraph, value: Value) -> float | None:
+    """The number that integers without a scale of their own are multiplied by once they are cast to float."""
+    for node, position in value.consumers:
+        if node.kind == "MUL" and node.binary:
+            return scalar(graph, node.operand(1 - position))
+        if node.kind in (*PASSES, "SLICE", "STRIDED_SLICE") and position == 0 and node.outputs:
+            found = scale_downstream(graph, node.outputs[0])
+            if found is not None:
+                return found
+    return None
+
+
 def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_RELATIVE)
 
@@ -172,6 +182,26 @@ def match_rms_norm(graph: FlatGraph, value: Value) -> RmsNorm | None:
         if norm is not None:
             return replace(norm, aside=(*norm.aside, *aside))
     return None
+
+
+def walk_to_norms(
+    graph: FlatGraph, start: list[Value], stops: Callable[[Node], bool]
+) -> tuple[list[tuple[RmsNorm, Value]], list[Edge], list[Value]]:
+    """Walk back from ``start`` to the first RMSNorms, and no further than ``stops`` says of other operators.
+
+    Returns:
+        the norms with their results; the edges and the leaves of :func:`walk_back`.
+    """
+    norms: dict[int, tuple[RmsNorm, Value]] = {}
+
+    def at_norm(found: Value, node: Node) -> bool:
+        norm = match_rms_norm(graph, found) if node.kind in ("MUL", "DIV") or "rms_norm" in node.kind else None
+        if norm is not None:
+            norms[id(norm.x)] = (norm, found)
+        return norm is not None or stops(node)
+
+    edges, leaves = walk_back(start, at_norm)
+    return list(norms.values()), edges, leaves
 
 
 def _as_power(graph: FlatGraph, value: Value) -> tuple[Value, float, tuple[Aside, ...]]:
@@ -342,11 +372,11 @@ def _absolute(value: Value) -> Value:
 def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     """``cap · tanh(scale · x)``, with or without either factor, or no soft cap at all."""
     root = strip(value)
-    above, cap, outer = _scaled(graph, root, "soft cap: the factor after tanh")
+    above, cap, outer = without_factors(graph, root, "soft cap: the factor after tanh")
     if above.producer is None or above.producer.kind != "TANH" or not above.producer.unary:
         _refuse_bound(graph, root)
         return SoftCap(root, None, 1.0, ())
-    x, scale, inner = _scaled(graph, above.producer.operand(0), "soft cap: the factor before tanh")
+    x, scale, inner = without_factors(graph, above.producer.operand(0), "soft cap: the factor before tanh")
     if not (1 / _LARGEST_CAP < cap < _LARGEST_CAP and 1 / _LARGEST_CAP < scale < _LARGEST_CAP):
         raise UnsupportedError(
             f"The logits are {cap:g} · tanh({scale:g} · x); no drafter has such a soft cap. The file is damaged."
@@ -355,8 +385,11 @@ def match_soft_cap(graph: FlatGraph, value: Value) -> SoftCap:
     return SoftCap(x, cap, scale, (*outer, *inner))
 
 
-def _scaled(graph: FlatGraph, value: Value, reason: str) -> tuple[Value, float, tuple[Aside, ...]]:
-    """``value`` without the numbers it is multiplied by: what is left, their product, and the constants."""
+def without_factors(graph: FlatGraph, value: Value, reason: str = "") -> tuple[Value, float, tuple[Aside, ...]]:
+    """``value`` without the numbers it is multiplied by: what is left, their product, and the constants.
+
+    ``reason`` is why the constants are set aside.
+    """
     root, factor, aside = strip(value), 1.0, tuple[Aside, ...]()
     while root.producer is not None and (found := split_scalar(graph, root.producer)) is not None:
         root, factor = strip(found[0]), factor * found[2]

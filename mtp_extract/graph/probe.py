@@ -26,8 +26,9 @@ _LARGEST_INPUT = 1 << 28
 _MOST_QUERIES = 1 << 8
 _MOST_POSITIONAL = 64
 _LARGEST_TABLE = 1 << 16
-_SPREAD = 1e-3
-_COUNTED = 0.05
+# How far a ratio may be from a whole number of slots: up to 1 000 of them, and in proportion beyond.
+_COUNT_TOLERANCE = 0.05
+_TOLERANCE_PER_SLOT = 1e-3
 # What adding a number of the size of 1 in float32 leaves of a small one.
 _OF_AN_ANGLE = 2e-7
 _ABOUT_ONE = 1e-2
@@ -54,7 +55,8 @@ def measure_frequencies(graph: FlatGraph, nodes: Sequence[Node], head_dim: int, 
     if not candidates or INPUT_POS not in graph.inputs:
         raise UnsupportedError(f"{name}: nothing before its softmax turns with the position: it has no RoPE.")
     tensor = graph.inputs[INPUT_POS].tensor
-    _bound_queries(tensor)
+    if not 0 < tensor.elements <= _MOST_QUERIES:
+        raise RoleError(f"The input {tensor.label} is none of a drafter: it asks for {tensor.elements} positions.")
     steps = [0, *(1 << k for k in range(_MOST_DOUBLINGS) if (1 << k) + tensor.elements <= cache_slots(graph) or not k)]
     positions = steps[:2] if angles else steps
     fed = {INPUT_POS: tuple(fill_position(tensor, np.arange(at, at + tensor.elements)) for at in positions)}
@@ -170,7 +172,7 @@ def measure_windows(
 def _count(of_all: Array, of_own: Array, position: int) -> int | None:
     own = float(np.abs(of_own).min()) if of_own.size else 0.0
     ratio = float(np.abs(of_all).max()) / own if own else math.inf
-    if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNTED * max(1.0, ratio * _SPREAD):
+    if not math.isfinite(ratio) or abs(ratio - round(ratio)) > _COUNT_TOLERANCE * max(1.0, ratio * _TOLERANCE_PER_SLOT):
         # The weights are not alike or see nothing; execution will tell what is different.
         return None
     seen = round(ratio)
@@ -244,10 +246,7 @@ def _as_cache(tensor: Tensor, codes: Array) -> Numbers:
 
 # Scattered, so that however few there are of them they lie on either side of 0.
 _POINTS = (12 * (np.arange(1, 98) * (math.sqrt(5) - 1) / 2 % 1) - 6).astype(np.float32)
-_GATES = {
-    "gelu_pytorch_tanh": gelu(_POINTS, tanh=True),
-    "gelu": gelu(_POINTS, tanh=False),
-}
+_GATES = {"gelu_pytorch_tanh": gelu(_POINTS, tanh=True), "gelu": gelu(_POINTS, tanh=False)}
 _FAR_FROM_ANY_GATE = 1e-2
 
 
@@ -273,10 +272,9 @@ def measure_gate(
         at_one, at_two = (values.reshape(-1)[: _POINTS.size] for values in evaluate(graph, {}, [product], given)[0])
         if not np.allclose(at_two, 2 * at_one, rtol=1e-4, atol=1e-6):
             continue
-        count = at_one.size
-        apart = {kind: float(np.abs(at_one - expected[:count]).max()) for kind, expected in _GATES.items()}
-        nearest = min(apart, key=lambda kind: apart[kind])
-        if apart[nearest] < _FAR_FROM_ANY_GATE:
+        errors = {kind: float(np.abs(at_one - values[: at_one.size]).max()) for kind, values in _GATES.items()}
+        nearest = min(errors, key=lambda kind: errors[kind])
+        if errors[nearest] < _FAR_FROM_ANY_GATE:
             return gate, nearest
     raise RoleError(
         f"{roles}: expected a product of GELU(gate) and up before {reader}; what the graph computes of the two is "
@@ -284,15 +282,10 @@ def measure_gate(
     )
 
 
-def _bound_queries(tensor: Tensor) -> None:
-    if not 0 < tensor.elements <= _MOST_QUERIES:
-        raise RoleError(f"The input {tensor.label} is none of a drafter: it asks for {tensor.elements} positions.")
-
-
 def _type_of(tensor: Tensor) -> type[np.generic]:
     if not 0 < tensor.elements <= _LARGEST_INPUT:
         raise UnsupportedError(f"The input {tensor.label} is none of a drafter: it has {tensor.elements} elements.")
-    kind = DTYPES.get(tensor.type) if tensor.type is not None else None
+    kind = DTYPES.get(tensor.type)
     if kind is None:
         raise UnsupportedError(f"The input {tensor.label} is {tensor.type_name}, which this release cannot fill.")
     return kind

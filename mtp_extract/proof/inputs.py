@@ -22,7 +22,8 @@ from mtp_extract.graph.call import DTYPES, grid_of
 from mtp_extract.graph.drafter import ACTIVATIONS, Walk
 from mtp_extract.graph.evaluate import Samples, Stacked
 from mtp_extract.graph.fill import fill_mask
-from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph
+from mtp_extract.graph.patterns import scale_downstream
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.forward import Cache
@@ -36,9 +37,6 @@ _HOLES = 51
 # Numbers drawn for a head of a cache; its rows overlap.
 _DRAWN = 1 << 18
 _MOST_READINGS = 32
-_PASSED = frozenset(
-    {"CAST", "RESHAPE", "SLICE", "STRIDED_SLICE", "TRANSPOSE", "DEQUANTIZE", "QUANTIZE", "EXPAND_DIMS", "SQUEEZE"}
-)
 _CACHE_NAME = re.compile(r"kv_cache_([kv])_(\d+)")
 
 
@@ -155,7 +153,7 @@ class Interface:
         grid = grid_of(value.tensor)
         if grid is not None:
             return grid
-        return (1.0, 0) if value.tensor.type in FLOAT_TYPES else (_scale_downstream(self.graph, value) or 1.0, 0)
+        return (1.0, 0) if value.tensor.type in FLOAT_TYPES else (scale_downstream(self.graph, value) or 1.0, 0)
 
     def largest_code(self, name: str) -> int:
         """The largest integer of the cache ``name``, from its zero point.
@@ -274,19 +272,6 @@ def drawn_codes(heads: int, slots: int, width: int, reach: int, random: np.rando
     return np.lib.stride_tricks.as_strided(
         numbers, (heads, slots, width), (length * size, step * size, size), writeable=False
     )
-
-
-def _scale_downstream(graph: FlatGraph, value: Value) -> float | None:
-    """The number an integer cache without a scale of its own is multiplied by once it is cast to float."""
-    for node, position in value.consumers:
-        if node.kind == "MUL" and node.binary:
-            other = node.operand(1 - position)
-            return float(graph.floats(other)[0]) if other.constant and other.tensor.elements == 1 else None
-        if node.kind in _PASSED and position == 0 and node.outputs:
-            found = _scale_downstream(graph, node.outputs[0])
-            if found is not None:
-                return found
-    return None
 
 
 def reach_of(spread: float, scale: float, largest: int) -> int:

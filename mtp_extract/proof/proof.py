@@ -21,7 +21,7 @@ import xxhash
 
 from mtp_extract._version import __version__
 from mtp_extract.errors import ProofError, UnsupportedError
-from mtp_extract.graph.call import ends_of, grid_of
+from mtp_extract.graph.call import code_range, grid_of
 from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
@@ -276,7 +276,7 @@ class _Proving:
             grid = grid_of(tensor)
             low, high = -_HALF_PRECISION, _HALF_PRECISION
             if grid is not None and tensor.type is not None:
-                low, high = ((end - grid[1]) * grid[0] for end in ends_of(tensor.type))
+                low, high = ((end - grid[1]) * grid[0] for end in code_range(tensor.type))
             elif tensor.type is not TensorType.FLOAT16:
                 continue
             beyond = flat - np.clip(flat, low, high)

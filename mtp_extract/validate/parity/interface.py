@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Drafter as SourceDrafter
 from mtp_extract.errors import UnsupportedError, escape, few
 from mtp_extract.graph.drafter import ACTIVATIONS
-from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, flatten
-from mtp_extract.graph.patterns import PASSES, scalar
+from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, flatten
+from mtp_extract.graph.patterns import scale_downstream
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _DTYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.INT8: np.int8, TensorType.INT16: np.int16}
@@ -120,7 +120,7 @@ def _cache(graph: FlatGraph, source: SourceDrafter, name: str, *, transposed: bo
     tensor = source.walk.caches[name]
     codes = codes_of(tensor)
     if tensor.type in _DTYPES and codes is None:
-        scale = _scale_downstream(graph, graph.inputs[name])
+        scale = scale_downstream(graph, graph.inputs[name])
         if scale is None:
             raise UnsupportedError(
                 f"{source.model.region.source.name}: the cache {escape(name)} holds integers, and neither its "
@@ -133,15 +133,3 @@ def _cache(graph: FlatGraph, source: SourceDrafter, name: str, *, transposed: bo
             "this release fills FLOAT32, INT8 and INT16."
         )
     return Cache(name, tensor.shape, transposed, codes)
-
-
-def _scale_downstream(graph: FlatGraph, value: Value) -> float | None:
-    """The factor an integer cache is multiplied by once it is cast to float."""
-    for node, position in value.consumers:
-        if node.kind == "MUL":
-            return scalar(graph, node.operand(1 - position))
-        if node.kind in (*PASSES, "SLICE", "STRIDED_SLICE") and position == 0:
-            found = _scale_downstream(graph, node.outputs[0])
-            if found is not None:
-                return found
-    return None
