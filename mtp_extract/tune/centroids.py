@@ -29,15 +29,10 @@ _SCORES_AT_ONCE = 1 << 23
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned in ``done`` steps.
+    """What was learned in ``done`` steps."""
 
-    Attributes:
-        centroids: F32 [C, width].
-        step: after which they were the best; 0 for the means themselves.
-    """
-
-    centroids: Tensor
-    step: int
+    centroids: Tensor  # F32 [C, width]
+    step: int  # after which they were the best; 0 for the means themselves
     done: int
 
 

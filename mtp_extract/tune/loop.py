@@ -44,19 +44,13 @@ _STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "hist
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps.
+    """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps."""
 
-    Attributes:
-        values: the best latents by the watched texts, by name.
-        step: after which they were the best.
-        history: one entry a step, and one a measurement.
-    """
-
-    values: Mapping[str, Tensor]
-    step: int
+    values: Mapping[str, Tensor]  # the best latents by the watched texts, by name
+    step: int  # after which they were the best
     done: int
     interrupted: bool
-    history: tuple[Mapping[str, Any], ...]
+    history: tuple[Mapping[str, Any], ...]  # one entry a step, and one a measurement
 
 
 class _Training(nn.Module):

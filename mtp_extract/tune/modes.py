@@ -26,17 +26,11 @@ from mtp_extract.errors import MtpExtractError
 
 @dataclass(frozen=True)
 class Mode:
-    """What is trained, and at what rate.
+    """What is trained, and at what rate."""
 
-    Attributes:
-        matrices: "kept" as they are, trained on their stored "grid", or "free", as floats.
-        learning_rate: of the matrices, at a width of 64; inversely proportional to it.
-        norms_learning_rate: of norms and factors, in units of their size.
-    """
-
-    matrices: str
-    learning_rate: float
-    norms_learning_rate: float
+    matrices: str  # "kept" as they are, trained on their stored "grid", or "free", as floats
+    learning_rate: float  # of the matrices, at a width of 64; inversely proportional to it
+    norms_learning_rate: float  # of norms and factors, in units of their size
 
 
 MODES: Mapping[str, Mode] = MappingProxyType(
@@ -138,19 +132,12 @@ def _trained(role: Role, mode: Mode) -> bool:
 
 @dataclass
 class _Weight:
-    """A stored weight, and how a latent becomes it.
+    """A stored weight, and how a latent becomes it."""
 
-    Attributes:
-        roles: that are this one weight.
-        start: F32, as it is stored.
-        size: root mean square of a norm or factor, in which its latent moves; None for a matrix.
-        quantizer: of a matrix that is trained on its grid.
-    """
-
-    roles: list[Role]
-    start: Tensor
-    size: float | None = None
-    quantizer: _Quantizer | None = None
+    roles: list[Role]  # that are this one weight
+    start: Tensor  # F32, as it is stored
+    size: float | None = None  # root mean square of a norm or factor, in which its latent moves; None for a matrix
+    quantizer: _Quantizer | None = None  # of a matrix that is trained on its grid
 
     def of(self, latent: Tensor) -> Tensor:
         """F32, the weight that ``latent`` stands for."""
@@ -170,21 +157,14 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Quantizer:
-    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device.
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device."""
 
-    Attributes:
-        low, high: least and greatest code.
-        block: neighbouring elements of a row that share a step.
-        size, zero_point: F32 [rows, blocks].
-        factor: what the numbers are divided by.
-    """
-
-    low: int
-    high: int
-    block: int
-    size: Tensor
-    zero_point: Tensor
-    factor: float
+    low: int  # least code
+    high: int  # greatest code
+    block: int  # neighbouring elements of a row that share a step
+    size: Tensor  # F32 [rows, blocks]
+    zero_point: Tensor  # F32 [rows, blocks]
+    factor: float  # what the numbers are divided by
 
     @classmethod
     def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Quantizer:

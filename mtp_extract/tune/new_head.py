@@ -39,13 +39,9 @@ _MEASURED = 32
 
 @dataclass(frozen=True)
 class NoDrafter:
-    """In the place of a drafter where the base writes alone.
+    """In the place of a drafter where the base writes alone."""
 
-    Attributes:
-        needs: vocabulary and width of the base.
-    """
-
-    needs: Needs
+    needs: Needs  # vocabulary and width of the base
 
     @classmethod
     def beside(cls, base: Base) -> NoDrafter:

@@ -25,17 +25,11 @@ _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt, or a text by people.
+    """A prompt, or a text by people."""
 
-    Attributes:
-        workload: what it is an example of.
-        source: where it comes from; all of one source are on one side.
-        prompt: text, or messages.
-    """
-
-    workload: str
-    source: str
-    prompt: Any
+    workload: str  # what it is an example of
+    source: str  # where it comes from; all of one source are on one side
+    prompt: Any  # text, or messages
 
     @property
     def side(self) -> str:

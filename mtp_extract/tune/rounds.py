@@ -28,43 +28,28 @@ _KEPT_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TextStates:
-    """What the base computes over one text of L tokens.
+    """What the base computes over one text of L tokens."""
 
-    Attributes:
-        text: the tokens.
-        hidden: [L, width], after the final norm.
-        shared_kv: layer type → K and V, each [KV heads, L, head_dim].
-        layers: layer → [L, width], the state that enters it.
-        choices: int64 [L], the base's argmax after each token.
-    """
-
-    text: Text
-    hidden: Tensor
-    shared_kv: Mapping[str, KV]
-    layers: Mapping[int, Tensor]
-    choices: Tensor
+    text: Text  # the tokens
+    hidden: Tensor  # [L, width], after the final norm
+    shared_kv: Mapping[str, KV]  # layer type → K and V, each [KV heads, L, head_dim]
+    layers: Mapping[int, Tensor]  # layer → [L, width], the state that enters it
+    choices: Tensor  # int64 [L], the base's argmax after each token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each.
+    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
 
-    Attributes:
-        tokens: int64 [B, L].
-        lengths: int64 [B].
-        hidden, shared_kv, layers, choices: as in :class:`TextStates`, over [B, L].
-        anchors: int64 [B, A].
-        real: bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
+    tokens: Tensor  # int64 [B, L]
+    lengths: Tensor  # int64 [B]
+    # the next four as in TextStates, over [B, L]
     hidden: Tensor
     shared_kv: Mapping[str, KV]
     layers: Mapping[int, Tensor]
     choices: Tensor
-    anchors: Tensor
-    real: Tensor
+    anchors: Tensor  # int64 [B, A]
+    real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
 
 class States:
