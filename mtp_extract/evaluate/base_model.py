@@ -28,8 +28,6 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A loaded base."""
-
     name: str  # as given
     model: Any  # of transformers
     tokenizer: Any  # of transformers

@@ -40,7 +40,6 @@ class Reads:
 
     @property
     def total(self) -> int:
-        """Body and head."""
         return self.body + self.head
 
 

@@ -46,8 +46,6 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Level:
-    """One step of a fixed tree."""
-
     inner: Tensor | None  # int64, which drafts of the level before have children; None: all
     # int64, of each of these, where its own parent stood among those stepped before; None: in order
     parents: Tensor | None

@@ -213,7 +213,6 @@ def _wilson(hits: Floats, sizes: Floats, events: Floats, level: float) -> tuple[
 
 
 def _quantiles(level: float, freedom: Floats) -> Floats:
-    """:func:`student` of each."""
     known, index = np.unique(freedom, return_inverse=True)
     found: Floats = np.array([student(level, int(one)) for one in known])[index].reshape(freedom.shape)
     return found

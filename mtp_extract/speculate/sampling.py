@@ -49,7 +49,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True when the argmax is taken."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -28,8 +28,6 @@ _MOST_WATCHED = 32
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by what they are for."""
-
     trained: tuple[Text, ...]  # to train on
     watched: tuple[Text, ...]  # to be measured on the way
     held_out: tuple[Text, ...]  # to be measured before and after

@@ -118,18 +118,12 @@ def train(
     """Train ``latents``.
 
     Args:
-        latents: what is trained.
         drafter: in the type it computes in; what is not trained is taken from it.
-        base: on its own device or devices.
         states: of the base over ``texts``.
-        texts: to train on.
-        recipe: how.
-        accelerator: accelerate's.
         watch: measures a drafter on the watched texts.
         folder: where the state is kept, and the log.
         fingerprint: of everything the result depends on; a kept state with another is ignored.
-        tell: called after every step.
-        stop: asked after every step.
+        tell, stop: called, and asked, after every step.
 
     Raises:
         CheckpointError: the state that is there cannot be read.
@@ -238,7 +232,6 @@ class _Run:
         self.history: list[Mapping[str, Any]] = []
 
     def begin(self) -> None:
-        """From what is on disk, or from the start."""
         if self._state.is_file():
             self._load()
         if self.accelerator.is_main_process:
@@ -248,7 +241,6 @@ class _Run:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Measure the watched texts, and keep the best."""
         weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
         measured = self.watch(self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()}))
         self.watched = measured.mean_accepted_length

@@ -44,8 +44,6 @@ Scored = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss as a function of logits."""
-
     about: str  # one line for users
     over_distributions: bool  # whether it wants the base's distribution rather than its choice
     # logits F32 [rows, V], overwritten with the loss's derivative; the base's choices int64 [rows], or its log

@@ -26,8 +26,6 @@ from mtp_extract.errors import MtpExtractError
 
 @dataclass(frozen=True)
 class Mode:
-    """What is trained, and at what rate."""
-
     matrices: str  # "kept" as they are, trained on their stored "grid", or "free", as floats
     learning_rate: float  # of the matrices, at a width of 64; inversely proportional to it
     norms_learning_rate: float  # of norms and factors, in units of their size
@@ -100,7 +98,6 @@ class Latents(nn.Module):
 
     @property
     def numbers(self) -> int:
-        """How many are trained."""
         return sum(value.numel() for value in self.values.values())
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -203,7 +200,6 @@ class _Quantizer:
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
     def tensor(self, values: Tensor, original: LazyTensor) -> LazyTensor:
-        """``values``, rounded to the grid, as codes."""
         scheme, steps = original.scheme, original.steps
         assert scheme is not None and steps is not None
         kind: npt.DTypeLike = np.int8 if scheme.signed else np.uint8

@@ -45,7 +45,6 @@ class NoDrafter:
 
     @classmethod
     def beside(cls, base: Base) -> NoDrafter:
-        """One that fits ``base``."""
         return cls(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
 
     def start(self, *arguments: Any) -> Any:

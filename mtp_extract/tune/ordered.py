@@ -49,8 +49,6 @@ class Used:
 
 @dataclass(frozen=True)
 class Kept:
-    """How much of the dense head is kept."""
-
     share: float  # of the dense head's choices that lie in a cluster looked into
     interval: Interval | None  # of it, 95 % over texts; None with too few
 
@@ -67,8 +65,6 @@ class Kept:
 
 @dataclass(frozen=True)
 class Built:
-    """An ordered head."""
-
     ordering: Tensor  # int64 [V], the tokens cluster by cluster
     learned: Learned  # the centroids
     tokens: int  # how many were ever the dense head's choice
@@ -160,7 +156,6 @@ def vectors_of(used: Used, head: Tensor) -> Tensor:
 
 
 def _length(rows: Tensor) -> float:
-    """The mean length of ``rows``."""
     return float(rows.float().norm(dim=1).mean())
 
 

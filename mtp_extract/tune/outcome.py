@@ -30,8 +30,6 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
-
     directory: Path | None  # what was written; None for nothing
     refused: tuple[str, ...]  # why it was not accepted; empty if it was
     comparisons: Comparisons  # before and after

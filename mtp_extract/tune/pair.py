@@ -109,7 +109,6 @@ class Pair:
 
     @property
     def base(self) -> Base:
-        """As the loop needs it."""
         return self.generator.base
 
     @property

@@ -43,7 +43,6 @@ class Item:
 
 
 def side_of(source: str) -> str:
-    """The side of whatever comes from ``source``."""
     share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
     return next((side for bound, side in _SHARES if share < bound), TRAINED)
 

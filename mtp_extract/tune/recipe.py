@@ -18,8 +18,6 @@ def cosine(share: float) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train."""
-
     steps: int  # of the optimizer
     draft_steps: int = 3  # K, drafts a round
     batch: int = 16  # texts a step, of all processes together

@@ -92,9 +92,7 @@ class States:
 
     @torch.no_grad()
     def _computed(self, texts: Sequence[Text]) -> list[TextStates]:
-        tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
         full = self._base.full_pass(tokens.to(self._base.device), self._needs.layers)
         rows = max(1, self._logits_at_once // self._base.vocab_size)
         flat = full.hidden.flatten(0, 1)

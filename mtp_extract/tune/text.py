@@ -39,8 +39,6 @@ def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> lis
 
 @dataclass(frozen=True)
 class Writing:
-    """How the base's text is made."""
-
     generator: SpeculativeGenerator  # the base; a drafter beside it only makes it faster
     folder: Path  # where text is kept
     fingerprint: str  # of the base: text of another one is never taken for its own

@@ -52,8 +52,6 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """All of one corpus."""
-
     overall: Comparison  # over all held-out texts of the workloads that were trained on
     workloads: Mapping[str, Comparison]  # by name; also those of shipped prompts that were not trained on
     # over the corpus's texts of another serving; None where it has none. It decides nothing.

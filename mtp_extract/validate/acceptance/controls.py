@@ -32,8 +32,6 @@ _NEGLIGIBLE = 0.05
 
 @dataclass(frozen=True)
 class Control:
-    """One thing broken."""
-
     name: str  # key in the report
     what: str  # what is done, in words
     suspect: str  # what to look at when it scores better than the real drafter

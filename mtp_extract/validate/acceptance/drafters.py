@@ -37,8 +37,6 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """How it drafts."""
-
     facts: DrafterFacts
     agreement: WorkloadFigures  # over all texts
     workloads: Mapping[str, WorkloadFigures]  # the same by workload

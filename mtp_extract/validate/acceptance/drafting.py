@@ -66,8 +66,6 @@ def steps_to_rank(wanted: Iterable[Wanted], most: int) -> int:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What is drafted a round."""
-
     name: str  # "3" for a chain of three; of a tree what it was asked for as: "4x2x1", "auto:8", "best:14"
     what: int | Tree | AutoTree  # a chain's number of drafts, or a tree
     # mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from the ranks

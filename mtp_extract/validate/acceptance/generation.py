@@ -66,7 +66,6 @@ class DraftLengthResult(Drafting):
 
     @property
     def identical(self) -> bool:
-        """Whether every text is the base's."""
         return self.identical_prompts == self.prompts
 
     @property
@@ -101,7 +100,6 @@ class GenerationResult:
 
     @property
     def chains(self) -> tuple[DraftLengthResult, ...]:
-        """Those that are no trees."""
         return tuple(result for result in self.lengths if result.tree is None)
 
     @property
