@@ -46,7 +46,6 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
-        name: directory or Hub id.
         device: ``auto`` (all GPUs when there are several, else the GPU, else the CPU), ``cpu``, ``cuda``,
             ``cuda:N``, ``mps``; or ``balanced`` to spread over all GPUs.
 

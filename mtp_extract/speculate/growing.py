@@ -110,7 +110,6 @@ def grow_by_confidence(
     """The drafts of the greatest values, as :class:`~mtp_extract.speculate.trees.AutoTree` has it.
 
     Args:
-        state: at the start of a round.
         pending: int64 [batch].
         widths: drafts at each step, :meth:`AutoTree.widths`.
         temperature: at which the base's tokens are drawn; below :data:`SURE` it counts as that.

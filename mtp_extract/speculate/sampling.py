@@ -149,7 +149,6 @@ def verify_tree(choices: Tensor, nodes: Nodes, limits: Tensor, depth: int) -> tu
         choices: int64 [batch, nodes], the base's own token after each node: its argmax, or drawn from its distribution.
         nodes: what was drafted; no two drafts of one parent are the same.
         limits: int64 [batch], the depth to which drafts of each sequence count.
-        depth: of the tree, at most.
 
     Returns:
         The verdict, and int64 [batch, depth + 1]: the node at each depth on the way; past its end, any.

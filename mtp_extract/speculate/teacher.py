@@ -140,7 +140,6 @@ def teacher_forced(
     """Draft ``steps`` tokens after every anchor of every text.
 
     Args:
-        base: sees each text once.
         drafter: must fit the base (:func:`~mtp_extract.speculate.target.check_pair`).
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.

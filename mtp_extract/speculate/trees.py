@@ -192,7 +192,6 @@ def expected_length(tree: Tree, shares: Sequence[Sequence[float]]) -> float:
     """Mean tokens a round: 1, and for each draft the chance that it and all before it are the base's.
 
     Args:
-        tree: what is drafted.
         shares: by step, then rank: how often the base's token has that rank, given that all before it were drafted.
             What was not measured counts as never.
     """
@@ -242,7 +241,6 @@ def rank_shares(rounds: Iterable[tuple[Sequence[int], int]], width: int) -> list
 
     Args:
         rounds: of each, the ranks of the drafts that were accepted, and the steps that were drafted.
-        width: ranks to count.
 
     Returns:
         By step, then rank: of the rounds that reached and drafted the step, the share; as long as any round was.

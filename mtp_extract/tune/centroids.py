@@ -72,7 +72,6 @@ def learn_centroids(
         watched: states and clusters that nothing is learned from.
         top_k: the number of clusters that will be looked into; None to make that number small.
         share: of states whose cluster is then to be looked into.
-        steps: of the optimizer.
         seed: of the order of states.
     """
     size = float(states[:: max(1, len(states) // _SCALED_ON)].float().square().mean().sqrt()) or 1.0

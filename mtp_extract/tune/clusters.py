@@ -69,7 +69,6 @@ def balanced_clusters(vectors: Tensor, count: int, rounds: int = _ROUNDS) -> Ten
 
     Args:
         vectors: F32 [V, width]; ``count`` divides V.
-        count: of clusters.
         rounds: at most, in which vectors move.
 
     Returns:

@@ -72,9 +72,6 @@ class Corpus:
     def of(cls, pair: Pair, tell: Callable[[Status], None] = lambda status: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
 
-        Args:
-            tell: called after every batch that was written.
-
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.
         """

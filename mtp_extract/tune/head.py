@@ -95,10 +95,6 @@ def run_ordered_head(
 ) -> Outcome:
     """Make an ordered head, measure it, and write it where it drafts as the dense one does.
 
-    Args:
-        say: told what is being done.
-        tell: called after every batch of text.
-
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
         UnsupportedError: the drafter's format has no room for such a head.

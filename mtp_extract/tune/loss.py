@@ -112,10 +112,8 @@ def chunked_loss(
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
-        teacher: what the base says.
         where: int64 [N], the teacher's position that a row aims at.
         weights: F32 [N], of the rows.
-        objective: the loss of a row.
         cap: c of the soft cap c · tanh(x / c) on the drafter's logits.
         temperature: both distributions are those of logits divided by it; 1 for cross-entropy.
         logits_at_once: most logits held in one piece (numbers, not bytes).

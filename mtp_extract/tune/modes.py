@@ -52,8 +52,6 @@ class Latents(nn.Module):
 
     Args:
         checkpoint: with its codes where it has any.
-        mode: what of it is trained.
-        device: of the latents.
         idle: roles that no loss depends on, which are not trained.
 
     Raises:

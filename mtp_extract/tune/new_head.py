@@ -98,7 +98,6 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
     """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
 
     Args:
-        vocabulary: tokens there are.
         always: tokens that are among them however rare: those that end a text.
     """
     seen = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
@@ -133,8 +132,6 @@ def new_head(
     Args:
         tokens: those of its vocabulary, ascending.
         sizes: of the states that it reads, from :func:`state_sizes`; its norm begins by making them alike.
-        dtype: what its floats are to be stored in.
-        seed: of the weights.
     """
     rows = np.asarray(tokens)
     generator = torch.Generator().manual_seed(seed)

@@ -164,7 +164,6 @@ def build_head(head: Tensor, used: Used, watched: Used, count: int, top_k: int |
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
-        used: what it is made from.
         watched: what it is judged by, on the way.
         top_k, steps, seed: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
 

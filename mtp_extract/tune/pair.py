@@ -44,7 +44,6 @@ class Pair:
     """A drafter beside its base.
 
     Args:
-        setting: which.
         say: told what is being done; of several processes by the first.
 
     Attributes:
@@ -140,8 +139,7 @@ class Pair:
         """``drafter`` on ``texts``, divided among the processes, and then joined in each of them.
 
         Args:
-            texts: the base's own.
-            temperature: at which it wrote them; None for the setting's.
+            temperature: at which the base wrote ``texts``; None for the setting's.
         """
         number, processes = self.share
         part = measure(

@@ -60,7 +60,6 @@ class States:
 
     Args:
         needs: what the drafter reads of them.
-        texts: all that will be asked for.
         room: bytes to keep them in.
         logits_at_once: most logits at a time.
     """

@@ -111,7 +111,6 @@ def run_tuning(
     """Tune, measure, and write what is better.
 
     Args:
-        say: told what is being done.
         tell: called after every batch of text and every step.
         stop: asked after every step: what is best so far is then measured, and written if it is better, marked as
             interrupted; a later run with the same plan resumes there.

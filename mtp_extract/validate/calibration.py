@@ -34,8 +34,6 @@ def measure_ranges(
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
     Args:
-        directory: the drafter's checkpoint.
-        base: a directory, or a repository of the Hugging Face Hub.
         prompts: a file as validation takes; by default the prompts that are shipped.
 
     Raises:

@@ -115,7 +115,6 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
 
     Args:
         plan: at least one of ``base`` and ``source``.
-        say: told what is being done.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.

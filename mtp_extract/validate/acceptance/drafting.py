@@ -111,8 +111,6 @@ def draftings(
     workload choose the best tree, so that the others show what it yields where it was not chosen.
 
     Args:
-        chains: numbers of drafts.
-        trees: by name.
         conditional: acceptance by step of a chain, from agreement over these texts.
     """
     from mtp_extract.evaluate.agreement import measure_ranks

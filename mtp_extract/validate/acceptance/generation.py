@@ -141,7 +141,6 @@ def measure_generation(
 
     Args:
         continuations: what the base alone wrote; texts must equal these.
-        draftings: chains and trees, of different names.
         batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
