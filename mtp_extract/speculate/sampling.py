@@ -23,8 +23,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.growing import Nodes
 from mtp_extract.speculate.numbers import count
 
-_COLD = 1e-3
-"""Below it, a logit over the temperature may leave the range of F32; above it, it does not."""
+_COLD = 1e-3  # below it, a logit over the temperature may leave the range of F32; above it, it does not
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from mtp_extract.tune.recipe import cosine
 
 _BATCH = 2048
 _EVALUATIONS = 10
-_PATIENCE = 3
-"""Evaluations without a better one after which it ends."""
-_RATE = 1.0
-"""Learning rate times width, for states of a root mean square of 1."""
+_PATIENCE = 3  # evaluations without a better one after which it ends
+_RATE = 1.0  # learning rate times width, for states of a root mean square of 1
 _SCALES = tuple(2.0**power for power in range(-10, 3))
 _SCALED_ON = 4096
 _SCORES_AT_ONCE = 1 << 23

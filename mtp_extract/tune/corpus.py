@@ -22,8 +22,7 @@ from mtp_extract.tune.text import Writing, people_texts, repeated_share
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
 
-_MOST_WATCHED = 32
-"""Texts that are measured again and again, on the way."""
+_MOST_WATCHED = 32  # texts that are measured again and again, on the way
 
 
 @dataclass(frozen=True)

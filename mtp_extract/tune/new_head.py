@@ -25,16 +25,14 @@ from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
-_ROPE_THETA = 1e6
-"""Of the base's full layers; the head has one frequency base, and rotates all of it."""
+_ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
 
 _LEAST_DEEP = 9
 """Layers of a base of which engines' default choice, 2, n // 2 and n − 3, is a low, a middle and a high one."""
 
 _TINY = 1e-6
 
-_MEASURED = 32
-"""Texts over which the size of states is measured."""
+_MEASURED = 32  # texts over which the size of states is measured
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
 LEAST_KEPT = 0.995
 """Of the dense head's choices."""
 
-_ROW_WEIGHT = 5.0
-"""A token's own row counts as much as so many states."""
+_ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
 
 
 @dataclass(frozen=True)

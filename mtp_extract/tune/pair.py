@@ -36,8 +36,7 @@ TEXTS_AT_ONCE = 32
 """Least texts in one forward where nothing is trained."""
 
 _READ = 1 << 24
-_KEPT_STATES = 1 << 31
-"""Bytes of the base's states that are kept rather than computed in every step."""
+_KEPT_STATES = 1 << 31  # bytes of the base's states that are kept rather than computed in every step
 
 
 class Pair:

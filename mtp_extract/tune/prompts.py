@@ -19,8 +19,7 @@ from mtp_extract.io.regular import read_regular
 TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
 """Trained on; measured during training, to keep the best; measured before and after, to accept or refuse."""
 
-_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
-"""Upper bounds of the hash, as shares of its range."""
+_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash, as shares of its range
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 
-_LEAST_RATE = 0.02
-"""Of the learning rate, at the end."""
+_LEAST_RATE = 0.02  # of the learning rate, at the end
 
 
 def cosine(share: float) -> float:

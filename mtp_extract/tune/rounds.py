@@ -22,8 +22,7 @@ from mtp_extract.evaluate.batches import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
-_KEPT_AT_ONCE = 32
-"""Texts in one forward of the base, where the states of all texts are kept."""
+_KEPT_AT_ONCE = 32  # texts in one forward of the base, where the states of all texts are kept
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BATCH = 16
-_STEPS = 4
-"""Drafts after each token: later ones start from the drafter's own state."""
+_STEPS = 4  # drafts after each token: later ones start from the drafter's own state
 
 
 def measure_ranges(

@@ -80,8 +80,7 @@ class Plan:
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
     samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
-    timed: int = 5
-    """Prompts to time."""
+    timed: int = 5  # prompts to time
     seed: Annotated[int, About("Of the random inputs.")] = 0
     chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True
 

@@ -23,11 +23,8 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
 
-_FASTER = 0.9
-"""Of the time of one token: what chance alone does not make of the time of a round."""
-
-_FLOAT32_TIE = 1e-3
-"""What the order of additions over a whole model can move a logit by, in float32."""
+_FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
+_FLOAT32_TIE = 1e-3  # what the order of additions over a whole model can move a logit by, in float32
 
 
 @dataclass(frozen=True)
