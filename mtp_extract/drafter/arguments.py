@@ -16,15 +16,13 @@ class DraftArguments:
     Controls are changed copies: ``dataclasses.replace(arguments, hidden=torch.zeros_like(arguments.hidden))``.
     """
 
-    embedding: Tensor
-    """[batch, queries, base width], the base's embedding of the last token, times sqrt(base width)."""
+    embedding: Tensor  # [batch, queries, base width], the base's embedding of the last token, times sqrt(base width)
     hidden: Tensor
     """[batch, queries, base width], the base's state after its final norm in the first step of a round, the drafter's
     projected state in later ones."""
     shared_kv: Mapping[str, tuple[Tensor, Tensor]]
     """Layer type → the base's K and V, each [batch, KV heads, slots, head_dim], K already rotated."""
-    position_ids: Tensor
-    """Integers [batch, queries]; the same in every step of a round."""
+    position_ids: Tensor  # integers [batch, queries]; the same in every step of a round
     masks: Mapping[str, Tensor] | None
     """Layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot."""
 

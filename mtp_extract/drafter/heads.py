@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from mtp_extract.architecture.config import DrafterConfig, OrderedHeadConfig
 
-_ROWS_AT_ONCE = 1 << 18
-"""Rows of the head in one piece: as many as a whole head of Gemma 4 has."""
+_ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
 
 
 class OrderedHead(nn.Module):

@@ -33,7 +33,6 @@ def load_drafter(
     Args:
         directory: what an extraction wrote, or an official assistant checkpoint.
         dtype: float32 or bfloat16; None keeps the stored one, which for codes is float32.
-        device: where the weights go.
 
     Raises:
         CheckpointError: no such files, or a tensor missing, unexpected, or of another shape.

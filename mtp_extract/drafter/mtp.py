@@ -290,14 +290,11 @@ class MtpDrafter(nn.Module):
 
     def with_config(self, config: DrafterConfig) -> MtpDrafter:
         """A drafter of another config with these very weights: for controls, such as another scale."""
-        return self._twin(config, {})
+        return with_weights(MtpDrafter, config, self.state_dict())
 
     def with_tensors(self, changes: Mapping[str, Tensor]) -> MtpDrafter:
         """A drafter with some tensors replaced, by the name of their module, and the others shared."""
-        return self._twin(self.config, changes)
-
-    def _twin(self, config: DrafterConfig, changes: Mapping[str, Tensor]) -> MtpDrafter:
-        return with_weights(MtpDrafter, config, {**self.state_dict(), **changes})
+        return with_weights(MtpDrafter, self.config, {**self.state_dict(), **changes})
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,6 @@ class Drafter(Protocol):
         """Go on from some queries of a step, from each as often as a tree branches there.
 
         Args:
-            state: from :meth:`step`.
             parents: int64 [batch, branches], for each branch the query it comes from.
 
         Returns:

@@ -65,7 +65,6 @@ class Continuations:
         return seen / total if total else 0.0
 
     def of_workload(self, name: str) -> list[int]:
-        """Indices of the texts of one workload."""
         return [index for index, prompt in enumerate(self.prompts) if prompt.workload == name]
 
     @property
@@ -83,8 +82,6 @@ class Share(Proportion):
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One draft step."""
-
     top1: Share
     top5: Share
     conditional: Share
@@ -138,7 +135,6 @@ def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, st
 
 
 def _over_all(continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], Found]) -> Found:
-    """What is found in each batch, put together."""
     usable = continuations.usable or tuple(range(len(continuations.texts)))
     parts = []
     for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
@@ -150,7 +146,6 @@ def _over_all(continuations: Continuations, batch: int, measure: Callable[[Seque
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:
-    """The figures of some texts, or of all."""
     part = agreement if texts is None else agreement.of(texts)
     steps = tuple(_step(part, index) for index in range(part.steps))
     rounds, count = of_agreement(part), len(set(part.text.tolist()))

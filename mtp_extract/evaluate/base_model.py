@@ -28,8 +28,6 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 @dataclass(frozen=True)
 class LoadedBase:
-    """A loaded base."""
-
     name: str  # as given
     model: Any  # of transformers
     tokenizer: Any  # of transformers
@@ -48,7 +46,6 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
-        name: directory or Hub id.
         device: ``auto`` (all GPUs when there are several, else the GPU, else the CPU), ``cpu``, ``cuda``,
             ``cuda:N``, ``mps``; or ``balanced`` to spread over all GPUs.
 

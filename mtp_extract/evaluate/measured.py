@@ -76,7 +76,6 @@ class Change:
 
 
 def compare(before: Measured, after: Measured) -> Change:
-    """What changed, text by text."""
     difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
     found = difference_over_texts(before.text, difference / steps)
     return Change(float(difference.mean()), found and found.scaled(steps), before.texts)

@@ -22,8 +22,6 @@ _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text and the workload it belongs to."""
-
     workload: str
     text: str
 

@@ -15,14 +15,12 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.formats import FORMATS, format_named
 
 _HEAD = ("lm_head", *HEAD_ROLES)
-_CHOSEN = ("lm_head", ORDERING)
-"""Of these an ordered head reads the part of the clusters it chose."""
+_CHOSEN = ("lm_head", ORDERING)  # of these an ordered head reads the part of the clusters it chose
 
 _EMBEDDING, _TARGETS, _FUSING = "embed_tokens", "d2t", ("fc", "fc_norm", "input_norm")
 """Of an EAGLE-3 head: a table of its own, the base's token of each row, and what fuses the base's states."""
 
-_INDEX = 8
-"""Bytes of one."""
+_INDEX = 8  # bytes of one
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class Reads:
 
     @property
     def total(self) -> int:
-        """Body and head."""
         return self.body + self.head
 
 

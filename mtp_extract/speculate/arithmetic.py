@@ -59,8 +59,6 @@ def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int
 
 @dataclass(frozen=True)
 class Proportion:
-    """``successes`` out of ``trials``."""
-
     successes: int
     trials: int
 

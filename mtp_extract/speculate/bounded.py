@@ -14,12 +14,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-_WAIT = 45.0
-"""Seconds after which a process that does not even compute is given up."""
-_MEMORY = 1 << 30
-"""Bytes, beyond those in use."""
-_LONGEST = 1 << 28
-"""Bytes of the answer."""
+_WAIT = 45.0  # seconds after which a process that does not even compute is given up
+_MEMORY = 1 << 30  # bytes, beyond those in use
+_LONGEST = 1 << 28  # bytes of the answer
 _PIECE = 1 << 20
 
 

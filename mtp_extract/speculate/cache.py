@@ -48,7 +48,6 @@ class SlotCache:
 
     Args:
         windows: per layer with K and V of its own, its sliding window, or None for full attention.
-        batch: sequences.
         capacity: positions a sequence can reach.
         queries: most tokens a sequence is fed after its prompt in one forward.
         device: where positions are kept; K and V stay where their layer puts them.
@@ -81,7 +80,6 @@ class SlotCache:
 
         Args:
             starts: int64 [batch], first position of each sequence.
-            queries: tokens a sequence.
             lengths: int64 [batch], in the first forward, the true length of each right-padded prompt.
 
         Returns:

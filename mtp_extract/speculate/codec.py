@@ -50,7 +50,6 @@ class Codec:
 
     @property
     def has_template(self) -> bool:
-        """Whether the base has a chat format."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompt: Prompt, *, chat_template: bool = False) -> Encoded:

@@ -37,8 +37,6 @@ from mtp_extract.speculate.trees import AutoTree, Tree
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate."""
-
     max_new_tokens: int = 256  # most tokens to generate, at least 1
     # K, how to adapt it, or a tree. 0 decodes with the base alone, in this same loop.
     drafts: int | AdaptiveDrafts | Tree | AutoTree = 3
@@ -144,8 +142,6 @@ class SpeculativeGenerator:
 
 
 class _Run:
-    """One call's state."""
-
     def __init__(self, owner: SpeculativeGenerator, prompts: Sequence[Prompt], options: Options) -> None:
         self.base, self.drafter, self.codec, self.options = owner.base, owner.drafter, owner.codec, options
         self.length = DraftLength(options.drafts)
@@ -240,7 +236,6 @@ class _Run:
         return LoopState(cache, fed, hidden, first, lengths, torch.full_like(lengths, most - 1), numbers), found
 
     def _round(self, loop: LoopState) -> tuple[LoopState, list[tuple[list[int], Round]]]:
-        """One round of all active sequences."""
         most = self.options.max_new_tokens
         limits = [min(self.length.value, most - len(sequence.tokens) - 1) for sequence in self.active]
         drafted = max(limits)
@@ -264,7 +259,6 @@ class _Run:
         return following, emitted
 
     def _chain_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
-        """Draft a chain and verify it."""
         sampling = self.options.sampling
         uniform = None if sampling.greedy else loop.numbers.next(self.active)
         drafts, q = self._draft(loop, drafted, uniform)
@@ -283,7 +277,6 @@ class _Run:
         return self._read_back(loop.after(fed, verdict), verdict, steps, [drafts], marks)
 
     def _tree_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
-        """Draft a tree and verify it."""
         sampling, cache, position = self.options.sampling, loop.cache, loop.position
         nodes = self._tree(loop, drafted)
         marks.mark()
@@ -346,7 +339,6 @@ class _Run:
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
     def _start(self, loop: LoopState) -> DraftState:
-        """The drafter's state at the start of a round."""
         known = BaseState(
             loop.position[:, None],
             loop.hidden[:, None],

@@ -46,8 +46,6 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Level:
-    """One step of a fixed tree."""
-
     inner: Tensor | None  # int64, which drafts of the level before have children; None: all
     # int64, of each of these, where its own parent stood among those stepped before; None: in order
     parents: Tensor | None
@@ -112,7 +110,6 @@ def grow_by_confidence(
     """The drafts of the greatest values, as :class:`~mtp_extract.speculate.trees.AutoTree` has it.
 
     Args:
-        state: at the start of a round.
         pending: int64 [batch].
         widths: drafts at each step, :meth:`AutoTree.widths`.
         temperature: at which the base's tokens are drawn; below :data:`SURE` it counts as that.

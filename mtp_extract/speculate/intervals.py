@@ -23,11 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-_FREE = 5
-"""Degrees of freedom without any event."""
-
-_ROUNDING = 1e-9
-"""Of a text's draws: what sums of fractions may leave of nothing."""
+_FREE = 5  # degrees of freedom without any event
+_ROUNDING = 1e-9  # of a text's draws: what sums of fractions may leave of nothing
 
 Floats = NDArray[np.float64]
 
@@ -213,7 +210,6 @@ def _wilson(hits: Floats, sizes: Floats, events: Floats, level: float) -> tuple[
 
 
 def _quantiles(level: float, freedom: Floats) -> Floats:
-    """:func:`student` of each."""
     known, index = np.unique(freedom, return_inverse=True)
     found: Floats = np.array([student(level, int(one)) for one in known])[index].reshape(freedom.shape)
     return found

@@ -23,8 +23,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.growing import Nodes
 from mtp_extract.speculate.numbers import count
 
-_COLD = 1e-3
-"""Below it, a logit over the temperature may leave the range of F32; above it, it does not."""
+_COLD = 1e-3  # below it, a logit over the temperature may leave the range of F32; above it, it does not
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True when the argmax is taken."""
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -150,7 +148,6 @@ def verify_tree(choices: Tensor, nodes: Nodes, limits: Tensor, depth: int) -> tu
         choices: int64 [batch, nodes], the base's own token after each node: its argmax, or drawn from its distribution.
         nodes: what was drafted; no two drafts of one parent are the same.
         limits: int64 [batch], the depth to which drafts of each sequence count.
-        depth: of the tree, at most.
 
     Returns:
         The verdict, and int64 [batch, depth + 1]: the node at each depth on the way; past its end, any.

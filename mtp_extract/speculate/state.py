@@ -91,7 +91,6 @@ class LoopState:
     numbers: RandomNumbers  # random ones
 
     def after(self, fed: Fed, verdict: Verdict) -> LoopState:
-        """After a round."""
         added = verdict.accepted + 1
         hidden = at_index(fed.hidden, verdict.accepted)
         position, left = self.position + added, self.left - added
@@ -128,7 +127,6 @@ class Marks:
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Take a point in time."""
         if self._cuda is None:
             self._marks.append(time.perf_counter())
             return

@@ -200,7 +200,6 @@ def _in_tree(keys: Tensor, starts: Tensor, positions: Tensor, tree: Nodes) -> tu
         keys: int64 [batch, slots], what slots hold: positions before the root, and from it on nodes in their order.
         starts: int64 [batch], position of the root.
         positions: int64 [batch, nodes].
-        tree: the nodes.
     """
     batch, nodes = positions.shape
     node = keys - starts[:, None]

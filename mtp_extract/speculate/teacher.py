@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
 from mtp_extract.errors import PairError
@@ -138,7 +140,6 @@ def teacher_forced(
     """Draft ``steps`` tokens after every anchor of every text.
 
     Args:
-        base: sees each text once.
         drafter: must fit the base (:func:`~mtp_extract.speculate.target.check_pair`).
         texts: padded to the longest; group texts of similar length.
         steps: K, at least 1.
@@ -208,12 +209,9 @@ class _Rounds:
             )
         self._base, self._drafter = base, drafter
         self._width = max(1, logits_at_once // (len(texts) * base.vocab_size))
-        tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
-        anchors = torch.ones(len(texts), max(lengths), dtype=torch.long)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
-            anchors[row, : lengths[row]] = torch.tensor(text.anchors)
-        self._tokens, self._anchors, self._aims = tokens, anchors, targets(texts, anchors, steps)
+        self._tokens = _padded([text.tokens for text in texts], 0)
+        self._anchors = anchors = _padded([text.anchors for text in texts], 1)
+        self._aims = targets(texts, anchors, steps)
         self._real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
         self.text = torch.arange(len(texts))[:, None].expand_as(self._real)[self._real]
         self.anchor, self.aims = anchors[self._real], self._aims[self._real]
@@ -236,12 +234,15 @@ class _Rounds:
         return torch.cat(list(parts), dim=1)[self._real]
 
 
+def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """int64 [rows, longest], each with ``filler`` after its end."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
+
+
 def targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """int64 [texts, anchors, steps]: the tokens after each anchor, -1 past the end."""
-    longest = max(len(text.tokens) for text in texts)
-    padded = torch.full((len(texts), longest + steps), _NO_TARGET, dtype=torch.long)
-    for row, text in enumerate(texts):
-        padded[row, : len(text.tokens)] = torch.tensor(text.tokens)
+    padded = functional.pad(_padded([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 LEAST_TEXTS = 5
 """With fewer, no interval over texts holds the truth as often as it says."""
 
-_TAIL = 48
-"""Tokens: texts that end in as many alike say the same, wherever they came from."""
+_TAIL = 48  # tokens: texts that end in as many alike say the same, wherever they came from
 
 
 def undecided(texts: int) -> str:

@@ -32,13 +32,11 @@ _DIGITS = 10
 class Tree:
     """A tree of the same shape in every round.
 
-    Attributes:
-        paths: the ranks on the way to each draft; those nearer to the root first, each after its parent.
-
     Raises:
         MtpExtractError: no draft, one twice, one without its parent, or more than 1024.
     """
 
+    # the ranks on the way to each draft; those nearer to the root first, each after its parent
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -123,16 +121,11 @@ class AutoTree:
     The value of a draft is the product of the drafter's probabilities on the way to it, at the temperature of the base
     (:data:`~mtp_extract.speculate.growing.SURE` when it is greedy). Of all drafts that could be made, the ``budget``
     with the greatest values are verified; with the limits below, of those within them.
-
-    Attributes:
-        budget: drafts that the base verifies.
-        depth: most draft steps.
-        width: most drafts a step goes on from.
     """
 
-    budget: int = 8
-    depth: int = 8
-    width: int = 8
+    budget: int = 8  # drafts that the base verifies
+    depth: int = 8  # most draft steps
+    width: int = 8  # most drafts a step goes on from
 
     def __post_init__(self) -> None:
         for name in ("budget", "depth", "width"):
@@ -199,7 +192,6 @@ def expected_length(tree: Tree, shares: Sequence[Sequence[float]]) -> float:
     """Mean tokens a round: 1, and for each draft the chance that it and all before it are the base's.
 
     Args:
-        tree: what is drafted.
         shares: by step, then rank: how often the base's token has that rank, given that all before it were drafted.
             What was not measured counts as never.
     """
@@ -249,7 +241,6 @@ def rank_shares(rounds: Iterable[tuple[Sequence[int], int]], width: int) -> list
 
     Args:
         rounds: of each, the ranks of the drafts that were accepted, and the steps that were drafted.
-        width: ranks to count.
 
     Returns:
         By step, then rank: of the rounds that reached and drafted the step, the share; as long as any round was.

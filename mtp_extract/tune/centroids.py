@@ -18,10 +18,8 @@ from mtp_extract.tune.recipe import cosine
 
 _BATCH = 2048
 _EVALUATIONS = 10
-_PATIENCE = 3
-"""Evaluations without a better one after which it ends."""
-_RATE = 1.0
-"""Learning rate times width, for states of a root mean square of 1."""
+_PATIENCE = 3  # evaluations without a better one after which it ends
+_RATE = 1.0  # learning rate times width, for states of a root mean square of 1
 _SCALES = tuple(2.0**power for power in range(-10, 3))
 _SCALED_ON = 4096
 _SCORES_AT_ONCE = 1 << 23
@@ -29,15 +27,10 @@ _SCORES_AT_ONCE = 1 << 23
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned in ``done`` steps.
+    """What was learned in ``done`` steps."""
 
-    Attributes:
-        centroids: F32 [C, width].
-        step: after which they were the best; 0 for the means themselves.
-    """
-
-    centroids: Tensor
-    step: int
+    centroids: Tensor  # F32 [C, width]
+    step: int  # after which they were the best; 0 for the means themselves
     done: int
 
 
@@ -77,7 +70,6 @@ def learn_centroids(
         watched: states and clusters that nothing is learned from.
         top_k: the number of clusters that will be looked into; None to make that number small.
         share: of states whose cluster is then to be looked into.
-        steps: of the optimizer.
         seed: of the order of states.
     """
     size = float(states[:: max(1, len(states) // _SCALED_ON)].float().square().mean().sqrt()) or 1.0

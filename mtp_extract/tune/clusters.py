@@ -13,13 +13,11 @@ from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError
 
-_AXIS_FROM = 1 << 14
-"""Vectors that the axis of a cut is found from."""
+_AXIS_FROM = 1 << 14  # vectors that the axis of a cut is found from
 _AXIS_STEPS = 12
 _ROUNDS = 4
 _CANDIDATES = 16
-_LEAST_GAIN = 0.999
-"""A round that leaves more than this share of the error is the last."""
+_LEAST_GAIN = 0.999  # a round that leaves more than this share of the error is the last
 _DISTANCES_AT_ONCE = 1 << 23
 _MOST_NAMED = 6
 
@@ -69,7 +67,6 @@ def balanced_clusters(vectors: Tensor, count: int, rounds: int = _ROUNDS) -> Ten
 
     Args:
         vectors: F32 [V, width]; ``count`` divides V.
-        count: of clusters.
         rounds: at most, in which vectors move.
 
     Returns:

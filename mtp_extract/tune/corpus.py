@@ -22,37 +22,24 @@ from mtp_extract.tune.text import Writing, people_texts, repeated_share
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
 
-_MOST_WATCHED = 32
-"""Texts that are measured again and again, on the way."""
+_MOST_WATCHED = 32  # texts that are measured again and again, on the way
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by what they are for.
-
-    Attributes:
-        trained: to train on.
-        watched: to be measured on the way.
-        held_out: to be measured before and after.
-        workloads: of each held-out text, its workload.
-        own: so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show
-            whether a workload that is not trained on gets worse.
-        units: of each held-out text, what intervals count: windows of one text by people are one.
-        repeats: further held-out texts that repeat one of these, and are left out.
-        otherwise: what the base writes after the held-out prompts of those workloads when it is served otherwise than
-            the setting says; none after text by people.
-        other_temperature: at which it wrote that: 1 where the setting is greedy, else 0.
-    """
-
-    trained: tuple[Text, ...]
-    watched: tuple[Text, ...]
-    held_out: tuple[Text, ...]
-    workloads: tuple[str, ...]
+    trained: tuple[Text, ...]  # to train on
+    watched: tuple[Text, ...]  # to be measured on the way
+    held_out: tuple[Text, ...]  # to be measured before and after
+    workloads: tuple[str, ...]  # of each held-out text, its workload
+    # so many of the held-out texts, the first ones, are of the workloads that are trained on; the others show whether a
+    # workload that is not trained on gets worse
     own: int
-    units: tuple[int, ...]
-    repeats: int = 0
+    units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
+    repeats: int = 0  # further held-out texts that repeat one of these, and are left out
+    # what the base writes after the held-out prompts of those workloads when it is served otherwise than the setting
+    # says; none after text by people
     otherwise: tuple[Text, ...] = ()
-    other_temperature: float = 1.0
+    other_temperature: float = 1.0  # at which it wrote that: 1 where the setting is greedy, else 0
 
     @property
     def as_json(self) -> Mapping[str, Any]:
@@ -83,9 +70,6 @@ class Corpus:
     @classmethod
     def of(cls, pair: Pair, tell: Callable[[Status], None] = lambda status: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
-
-        Args:
-            tell: called after every batch that was written.
 
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.

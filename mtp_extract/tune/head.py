@@ -27,12 +27,9 @@ MOST_LOST = 0.02
 """Of mean accepted length, against the dense head."""
 
 _STATES_A_CENTROID = 200
-_LEAST_STATES = 100_000
-"""Asked for where there are few centroids."""
-_FEW_STATES = 50
-"""A centroid: with fewer there is little to learn from."""
-_LARGE = 1 << 14
-"""A vocabulary whose clusters are of 128 tokens, as those of the official drafters are."""
+_LEAST_STATES = 100_000  # asked for where there are few centroids
+_FEW_STATES = 50  # a centroid: with fewer there is little to learn from
+_LARGE = 1 << 14  # a vocabulary whose clusters are of 128 tokens, as those of the official drafters are
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class HeadPlan:
         int | None,
         About("Most states of the drafter that it is made from; by default 200 a cluster.", least=1),
     ] = None
-    steps: int = 600
-    """Of the optimizer."""
+    steps: int = 600  # of the optimizer
     force: Force = False
     overwrite: Overwrite = False
     card: CardWords = UNSAID
@@ -94,10 +90,6 @@ def run_ordered_head(
     tell: Callable[[Status], None] = lambda status: None,
 ) -> Outcome:
     """Make an ordered head, measure it, and write it where it drafts as the dense one does.
-
-    Args:
-        say: told what is being done.
-        tell: called after every batch of text.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.

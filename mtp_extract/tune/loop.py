@@ -44,19 +44,13 @@ _STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "hist
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps.
+    """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps."""
 
-    Attributes:
-        values: the best latents by the watched texts, by name.
-        step: after which they were the best.
-        history: one entry a step, and one a measurement.
-    """
-
-    values: Mapping[str, Tensor]
-    step: int
+    values: Mapping[str, Tensor]  # the best latents by the watched texts, by name
+    step: int  # after which they were the best
     done: int
     interrupted: bool
-    history: tuple[Mapping[str, Any], ...]
+    history: tuple[Mapping[str, Any], ...]  # one entry a step, and one a measurement
 
 
 class _Training(nn.Module):
@@ -124,18 +118,12 @@ def train(
     """Train ``latents``.
 
     Args:
-        latents: what is trained.
         drafter: in the type it computes in; what is not trained is taken from it.
-        base: on its own device or devices.
         states: of the base over ``texts``.
-        texts: to train on.
-        recipe: how.
-        accelerator: accelerate's.
         watch: measures a drafter on the watched texts.
         folder: where the state is kept, and the log.
         fingerprint: of everything the result depends on; a kept state with another is ignored.
-        tell: called after every step.
-        stop: asked after every step.
+        tell, stop: called, and asked, after every step.
 
     Raises:
         CheckpointError: the state that is there cannot be read.
@@ -244,7 +232,6 @@ class _Run:
         self.history: list[Mapping[str, Any]] = []
 
     def begin(self) -> None:
-        """From what is on disk, or from the start."""
         if self._state.is_file():
             self._load()
         if self.accelerator.is_main_process:
@@ -254,7 +241,6 @@ class _Run:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Measure the watched texts, and keep the best."""
         weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
         measured = self.watch(self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()}))
         self.watched = measured.mean_accepted_length

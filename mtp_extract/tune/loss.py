@@ -22,28 +22,19 @@ LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the base says at positions. P positions, V tokens.
+    """What the base says at positions. P positions, V tokens."""
 
-    Attributes:
-        choices: int64 [P], its argmax.
-        logits: int64 [n] positions → F32 [n, V], soft-capped as the base's are.
-    """
-
-    choices: Tensor
-    logits: Callable[[Tensor], Tensor]
+    choices: Tensor  # int64 [P], its argmax
+    logits: Callable[[Tensor], Tensor]  # int64 [n] positions → F32 [n, V], soft-capped as the base's are
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Of N rows.
+    """Of N rows."""
 
-    Attributes:
-        total: the sum of weight · loss; has a gradient.
-        agreement: F32 [N], without a gradient: 1 where the argmax is the base's, else 0; or, for objectives over
-            distributions, the probability that a draft drawn here is accepted, Σ min(p, q).
-    """
-
-    total: Tensor
+    total: Tensor  # the sum of weight · loss; has a gradient
+    # F32 [N], without a gradient: 1 where the argmax is the base's, else 0; or, for objectives over distributions, the
+    # probability that a draft drawn here is accepted, Σ min(p, q)
     agreement: Tensor
 
 
@@ -53,17 +44,10 @@ Scored = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss as a function of logits.
-
-    Attributes:
-        about: one line for users.
-        over_distributions: whether it wants the base's distribution rather than its choice.
-        score: logits F32 [rows, V], overwritten with the loss's derivative; the base's choices int64 [rows], or its
-            log probabilities F32 [rows, V], overwritten too.
-    """
-
-    about: str
-    over_distributions: bool
+    about: str  # one line for users
+    over_distributions: bool  # whether it wants the base's distribution rather than its choice
+    # logits F32 [rows, V], overwritten with the loss's derivative; the base's choices int64 [rows], or its log
+    # probabilities F32 [rows, V], overwritten too
     score: Callable[[Tensor, Tensor], Scored]
 
 
@@ -128,10 +112,8 @@ def chunked_loss(
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
-        teacher: what the base says.
         where: int64 [N], the teacher's position that a row aims at.
         weights: F32 [N], of the rows.
-        objective: the loss of a row.
         cap: c of the soft cap c · tanh(x / c) on the drafter's logits.
         temperature: both distributions are those of logits divided by it; 1 for cross-entropy.
         logits_at_once: most logits held in one piece (numbers, not bytes).

@@ -31,7 +31,6 @@ def measure(
 
     Args:
         texts: the base's own, written at ``temperature``; those without an anchor that has all targets are left out.
-        steps: K.
         temperature: 0 for greedy serving.
     """
     none = torch.zeros(0, dtype=torch.long)

@@ -26,17 +26,9 @@ from mtp_extract.errors import MtpExtractError
 
 @dataclass(frozen=True)
 class Mode:
-    """What is trained, and at what rate.
-
-    Attributes:
-        matrices: "kept" as they are, trained on their stored "grid", or "free", as floats.
-        learning_rate: of the matrices, at a width of 64; inversely proportional to it.
-        norms_learning_rate: of norms and factors, in units of their size.
-    """
-
-    matrices: str
-    learning_rate: float
-    norms_learning_rate: float
+    matrices: str  # "kept" as they are, trained on their stored "grid", or "free", as floats
+    learning_rate: float  # of the matrices, at a width of 64; inversely proportional to it
+    norms_learning_rate: float  # of norms and factors, in units of their size
 
 
 MODES: Mapping[str, Mode] = MappingProxyType(
@@ -60,8 +52,6 @@ class Latents(nn.Module):
 
     Args:
         checkpoint: with its codes where it has any.
-        mode: what of it is trained.
-        device: of the latents.
         idle: roles that no loss depends on, which are not trained.
 
     Raises:
@@ -106,7 +96,6 @@ class Latents(nn.Module):
 
     @property
     def numbers(self) -> int:
-        """How many are trained."""
         return sum(value.numel() for value in self.values.values())
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -138,19 +127,12 @@ def _trained(role: Role, mode: Mode) -> bool:
 
 @dataclass
 class _Weight:
-    """A stored weight, and how a latent becomes it.
+    """A stored weight, and how a latent becomes it."""
 
-    Attributes:
-        roles: that are this one weight.
-        start: F32, as it is stored.
-        size: root mean square of a norm or factor, in which its latent moves; None for a matrix.
-        quantizer: of a matrix that is trained on its grid.
-    """
-
-    roles: list[Role]
-    start: Tensor
-    size: float | None = None
-    quantizer: _Quantizer | None = None
+    roles: list[Role]  # that are this one weight
+    start: Tensor  # F32, as it is stored
+    size: float | None = None  # root mean square of a norm or factor, in which its latent moves; None for a matrix
+    quantizer: _Quantizer | None = None  # of a matrix that is trained on its grid
 
     def of(self, latent: Tensor) -> Tensor:
         """F32, the weight that ``latent`` stands for."""
@@ -170,21 +152,14 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Quantizer:
-    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device.
+    """Rounds a matrix to its stored grid; as :class:`~mtp_extract.checkpoint.lazy.Steps`, in torch and on a device."""
 
-    Attributes:
-        low, high: least and greatest code.
-        block: neighbouring elements of a row that share a step.
-        size, zero_point: F32 [rows, blocks].
-        factor: what the numbers are divided by.
-    """
-
-    low: int
-    high: int
-    block: int
-    size: Tensor
-    zero_point: Tensor
-    factor: float
+    low: int  # least code
+    high: int  # greatest code
+    block: int  # neighbouring elements of a row that share a step
+    size: Tensor  # F32 [rows, blocks]
+    zero_point: Tensor  # F32 [rows, blocks]
+    factor: float  # what the numbers are divided by
 
     @classmethod
     def of(cls, name: str, tensor: LazyTensor, device: torch.device | str) -> _Quantizer:
@@ -223,7 +198,6 @@ class _Quantizer:
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
     def tensor(self, values: Tensor, original: LazyTensor) -> LazyTensor:
-        """``values``, rounded to the grid, as codes."""
         scheme, steps = original.scheme, original.steps
         assert scheme is not None and steps is not None
         kind: npt.DTypeLike = np.int8 if scheme.signed else np.uint8

@@ -25,31 +25,24 @@ from mtp_extract.pipeline.staging import write_file
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
-_ROPE_THETA = 1e6
-"""Of the base's full layers; the head has one frequency base, and rotates all of it."""
+_ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
 
 _LEAST_DEEP = 9
 """Layers of a base of which engines' default choice, 2, n // 2 and n − 3, is a low, a middle and a high one."""
 
 _TINY = 1e-6
 
-_MEASURED = 32
-"""Texts over which the size of states is measured."""
+_MEASURED = 32  # texts over which the size of states is measured
 
 
 @dataclass(frozen=True)
 class NoDrafter:
-    """In the place of a drafter where the base writes alone.
+    """In the place of a drafter where the base writes alone."""
 
-    Attributes:
-        needs: vocabulary and width of the base.
-    """
-
-    needs: Needs
+    needs: Needs  # vocabulary and width of the base
 
     @classmethod
     def beside(cls, base: Base) -> NoDrafter:
-        """One that fits ``base``."""
         return cls(Needs(base.vocab_size, base.width, embedding=False, final_hidden=False))
 
     def start(self, *arguments: Any) -> Any:
@@ -103,7 +96,6 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
     """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
 
     Args:
-        vocabulary: tokens there are.
         always: tokens that are among them however rare: those that end a text.
     """
     seen = Counter(token for text in texts for token in text.tokens[text.prompt_length :])
@@ -138,8 +130,6 @@ def new_head(
     Args:
         tokens: those of its vocabulary, ascending.
         sizes: of the states that it reads, from :func:`state_sizes`; its norm begins by making them alike.
-        dtype: what its floats are to be stored in.
-        seed: of the weights.
     """
     rows = np.asarray(tokens)
     generator = torch.Generator().manual_seed(seed)

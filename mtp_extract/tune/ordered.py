@@ -34,36 +34,22 @@ from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
 LEAST_KEPT = 0.995
 """Of the dense head's choices."""
 
-_ROW_WEIGHT = 5.0
-"""A token's own row counts as much as so many states."""
+_ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
 
 
 @dataclass(frozen=True)
 class Used:
-    """States that a drafter's head reads. N states.
+    """States that a drafter's head reads. N states."""
 
-    Attributes:
-        states: [N, width], in the type the drafter computes in.
-        choices: int64 [N], the dense head's argmax.
-        text: int64 [N], index of the text, or of what intervals count.
-    """
-
-    states: Tensor
-    choices: Tensor
-    text: Tensor
+    states: Tensor  # [N, width], in the type the drafter computes in
+    choices: Tensor  # int64 [N], the dense head's argmax
+    text: Tensor  # int64 [N], index of the text, or of what intervals count
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How much of the dense head is kept.
-
-    Attributes:
-        share: of the dense head's choices that lie in a cluster looked into.
-        interval: of it, 95 % over texts; None with too few.
-    """
-
-    share: float
-    interval: Interval | None
+    share: float  # of the dense head's choices that lie in a cluster looked into
+    interval: Interval | None  # of it, 95 % over texts; None with too few
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -78,17 +64,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Built:
-    """An ordered head.
-
-    Attributes:
-        ordering: int64 [V], the tokens cluster by cluster.
-        learned: the centroids.
-        tokens: how many were ever the dense head's choice.
-    """
-
-    ordering: Tensor
-    learned: Learned
-    tokens: int
+    ordering: Tensor  # int64 [V], the tokens cluster by cluster
+    learned: Learned  # the centroids
+    tokens: int  # how many were ever the dense head's choice
 
 
 def dense(checkpoint: Checkpoint) -> Checkpoint:
@@ -177,7 +155,6 @@ def vectors_of(used: Used, head: Tensor) -> Tensor:
 
 
 def _length(rows: Tensor) -> float:
-    """The mean length of ``rows``."""
     return float(rows.float().norm(dim=1).mean())
 
 
@@ -186,7 +163,6 @@ def build_head(head: Tensor, used: Used, watched: Used, count: int, top_k: int |
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
-        used: what it is made from.
         watched: what it is judged by, on the way.
         top_k, steps, seed: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
 

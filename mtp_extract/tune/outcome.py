@@ -30,23 +30,12 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
-
-    Attributes:
-        directory: what was written; None for nothing.
-        refused: why it was not accepted; empty if it was.
-        comparisons: before and after.
-        corpus: the texts.
-        record: what ``extraction.json`` says of it.
-        notes: things worth knowing that are not errors.
-    """
-
-    directory: Path | None
-    refused: tuple[str, ...]
-    comparisons: Comparisons
-    corpus: Corpus
-    record: Mapping[str, Any]
-    notes: tuple[str, ...]
+    directory: Path | None  # what was written; None for nothing
+    refused: tuple[str, ...]  # why it was not accepted; empty if it was
+    comparisons: Comparisons  # before and after
+    corpus: Corpus  # the texts
+    record: Mapping[str, Any]  # what ``extraction.json`` says of it
+    notes: tuple[str, ...]  # things worth knowing that are not errors
 
 
 def conclude(

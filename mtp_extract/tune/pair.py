@@ -36,15 +36,13 @@ TEXTS_AT_ONCE = 32
 """Least texts in one forward where nothing is trained."""
 
 _READ = 1 << 24
-_KEPT_STATES = 1 << 31
-"""Bytes of the base's states that are kept rather than computed in every step."""
+_KEPT_STATES = 1 << 31  # bytes of the base's states that are kept rather than computed in every step
 
 
 class Pair:
     """A drafter beside its base.
 
     Args:
-        setting: which.
         say: told what is being done; of several processes by the first.
 
     Attributes:
@@ -109,7 +107,6 @@ class Pair:
 
     @property
     def base(self) -> Base:
-        """As the loop needs it."""
         return self.generator.base
 
     @property
@@ -141,8 +138,7 @@ class Pair:
         """``drafter`` on ``texts``, divided among the processes, and then joined in each of them.
 
         Args:
-            texts: the base's own.
-            temperature: at which it wrote them; None for the setting's.
+            temperature: at which the base wrote ``texts``; None for the setting's.
         """
         number, processes = self.share
         part = measure(

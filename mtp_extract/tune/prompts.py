@@ -19,23 +19,16 @@ from mtp_extract.io.regular import read_regular
 TRAINED, WATCHED, HELD_OUT = "trained", "watched", "held out"
 """Trained on; measured during training, to keep the best; measured before and after, to accept or refuse."""
 
-_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))
-"""Upper bounds of the hash, as shares of its range."""
+_SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash, as shares of its range
 
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt, or a text by people.
+    """A prompt, or a text by people."""
 
-    Attributes:
-        workload: what it is an example of.
-        source: where it comes from; all of one source are on one side.
-        prompt: text, or messages.
-    """
-
-    workload: str
-    source: str
-    prompt: Any
+    workload: str  # what it is an example of
+    source: str  # where it comes from; all of one source are on one side
+    prompt: Any  # text, or messages
 
     @property
     def side(self) -> str:
@@ -49,7 +42,6 @@ class Item:
 
 
 def side_of(source: str) -> str:
-    """The side of whatever comes from ``source``."""
     share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
     return next((side for bound, side in _SHARES if share < bound), TRAINED)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 
-_LEAST_RATE = 0.02
-"""Of the learning rate, at the end."""
+_LEAST_RATE = 0.02  # of the learning rate, at the end
 
 
 def cosine(share: float) -> float:
@@ -18,35 +17,18 @@ def cosine(share: float) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
-
-    Attributes:
-        steps: of the optimizer.
-        draft_steps: K, drafts a round.
-        batch: texts a step, of all processes together.
-        anchors: of each text, chosen at random.
-        objective: a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`.
-        temperature: of serving; 0 for greedy.
-        learning_rate: None for the mode's own.
-        warm_up: share of the steps.
-        evaluations: how often the watched texts are measured on the way.
-        patience: evaluations without a better one after which training ends.
-        seed: of the order of texts and the anchors.
-        logits_at_once: most logits held in one piece.
-    """
-
-    steps: int
-    draft_steps: int = 3
-    batch: int = 16
-    anchors: int = 24
-    objective: str = "ce"
-    temperature: float = 0.0
-    learning_rate: float | None = None
-    warm_up: float = 0.1
-    evaluations: int = 10
-    patience: int = 5
-    seed: int = 0
-    logits_at_once: int = LOGITS_AT_ONCE
+    steps: int  # of the optimizer
+    draft_steps: int = 3  # K, drafts a round
+    batch: int = 16  # texts a step, of all processes together
+    anchors: int = 24  # of each text, chosen at random
+    objective: str = "ce"  # a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`
+    temperature: float = 0.0  # of serving; 0 for greedy
+    learning_rate: float | None = None  # None for the mode's own
+    warm_up: float = 0.1  # share of the steps
+    evaluations: int = 10  # how often the watched texts are measured on the way
+    patience: int = 5  # evaluations without a better one after which training ends
+    seed: int = 0  # of the order of texts and the anchors
+    logits_at_once: int = LOGITS_AT_ONCE  # most logits held in one piece
 
     def rate(self, step: int) -> float:
         """The factor on the learning rate of step ``step``, from 0: a ramp, then a cosine."""

@@ -22,49 +22,33 @@ from mtp_extract.evaluate.batches import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 
-_KEPT_AT_ONCE = 32
-"""Texts in one forward of the base, where the states of all texts are kept."""
+_KEPT_AT_ONCE = 32  # texts in one forward of the base, where the states of all texts are kept
 
 
 @dataclass(frozen=True)
 class TextStates:
-    """What the base computes over one text of L tokens.
+    """What the base computes over one text of L tokens."""
 
-    Attributes:
-        text: the tokens.
-        hidden: [L, width], after the final norm.
-        shared_kv: layer type → K and V, each [KV heads, L, head_dim].
-        layers: layer → [L, width], the state that enters it.
-        choices: int64 [L], the base's argmax after each token.
-    """
-
-    text: Text
-    hidden: Tensor
-    shared_kv: Mapping[str, KV]
-    layers: Mapping[int, Tensor]
-    choices: Tensor
+    text: Text  # the tokens
+    hidden: Tensor  # [L, width], after the final norm
+    shared_kv: Mapping[str, KV]  # layer type → K and V, each [KV heads, L, head_dim]
+    layers: Mapping[int, Tensor]  # layer → [L, width], the state that enters it
+    choices: Tensor  # int64 [L], the base's argmax after each token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each.
+    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
 
-    Attributes:
-        tokens: int64 [B, L].
-        lengths: int64 [B].
-        hidden, shared_kv, layers, choices: as in :class:`TextStates`, over [B, L].
-        anchors: int64 [B, A].
-        real: bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
+    tokens: Tensor  # int64 [B, L]
+    lengths: Tensor  # int64 [B]
+    # the next four as in TextStates, over [B, L]
     hidden: Tensor
     shared_kv: Mapping[str, KV]
     layers: Mapping[int, Tensor]
     choices: Tensor
-    anchors: Tensor
-    real: Tensor
+    anchors: Tensor  # int64 [B, A]
+    real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
 
 class States:
@@ -75,7 +59,6 @@ class States:
 
     Args:
         needs: what the drafter reads of them.
-        texts: all that will be asked for.
         room: bytes to keep them in.
         logits_at_once: most logits at a time.
     """
@@ -107,9 +90,7 @@ class States:
 
     @torch.no_grad()
     def _computed(self, texts: Sequence[Text]) -> list[TextStates]:
-        tokens = torch.zeros(len(texts), max(len(text.tokens) for text in texts), dtype=torch.long)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
         full = self._base.full_pass(tokens.to(self._base.device), self._needs.layers)
         rows = max(1, self._logits_at_once // self._base.vocab_size)
         flat = full.hidden.flatten(0, 1)

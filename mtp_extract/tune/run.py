@@ -33,8 +33,6 @@ _STEPS, _STEPS_OF_NEW = 200, 300
 
 @dataclass(frozen=True)
 class Plan:
-    """What to tune, on what, and how."""
-
     setting: Setting
     out: Path
     mode: Annotated[
@@ -69,7 +67,6 @@ class Plan:
     card: CardWords = UNSAID
 
     def recipe(self) -> Recipe:
-        """How to train."""
         from mtp_extract.tune.recipe import Recipe
 
         return Recipe(
@@ -90,13 +87,6 @@ class Plan:
             MtpExtractError: a number is out of range, or ``out`` holds something else.
             ValueError: no such mode or objective.
         """
-        from mtp_extract.tune.loss import OBJECTIVES
-        from mtp_extract.tune.modes import MODES
-
-        if self.mode not in MODES:
-            raise ValueError(f"mode {self.mode!r}: expected {' or '.join(MODES)}.")
-        if self.objective is not None and self.objective not in OBJECTIVES:
-            raise ValueError(f"objective {self.objective!r}: expected {' or '.join(OBJECTIVES)}.")
         self.setting.check()
         check_values(self)
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
@@ -121,7 +111,6 @@ def run_tuning(
     """Tune, measure, and write what is better.
 
     Args:
-        say: told what is being done.
         tell: called after every batch of text and every step.
         stop: asked after every step: what is best so far is then measured, and written if it is better, marked as
             interrupted; a later run with the same plan resumes there.
@@ -210,7 +199,6 @@ def _train(
     tell: Callable[[Status], None],
     stop: Callable[[], bool],
 ) -> Trained:
-    """Train, and draw how it went."""
     from mtp_extract.report.figures import draw_progress
     from mtp_extract.tune.loop import train
     from mtp_extract.tune.work import writing_to

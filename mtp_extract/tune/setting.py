@@ -29,8 +29,7 @@ class Setting:
         str,
         About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL"),
     ]
-    work: Path
-    """Where text, state and log are kept: a run that was stopped goes on from there."""
+    work: Path  # where text, state and log are kept: a run that was stopped goes on from there
     prompts: Annotated[
         Path | None,
         About(
@@ -46,8 +45,7 @@ class Setting:
     )
     chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
     draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
-    batch: Annotated[int, About("Texts a step.", least=1)] = 16
-    """Of all processes together."""
+    batch: Annotated[int, About("Texts a step.", least=1)] = 16  # of all processes together
     seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
     device: Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto"
     """See :func:`~mtp_extract.evaluate.base_model.load_base`."""

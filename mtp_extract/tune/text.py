@@ -39,31 +39,16 @@ def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> lis
 
 @dataclass(frozen=True)
 class Writing:
-    """How the base's text is made.
-
-    Attributes:
-        generator: the base; a drafter beside it only makes it faster.
-        folder: where text is kept.
-        fingerprint: of the base: text of another one is never taken for its own.
-        new_tokens: most tokens of a continuation.
-        temperature: 0 for greedy.
-        seed: of sampled text.
-        batch: prompts at a time.
-        chat_template: take text as what a user says in a chat, where the base has a chat format.
-        share: (index of this process, number of processes).
-        drafts: a round; 0 for the base alone.
-    """
-
-    generator: SpeculativeGenerator
-    folder: Path
-    fingerprint: str
-    new_tokens: int
-    temperature: float
-    seed: int
-    batch: int
-    chat_template: bool
-    share: tuple[int, int] = (0, 1)
-    drafts: int = 3
+    generator: SpeculativeGenerator  # the base; a drafter beside it only makes it faster
+    folder: Path  # where text is kept
+    fingerprint: str  # of the base: text of another one is never taken for its own
+    new_tokens: int  # most tokens of a continuation
+    temperature: float  # 0 for greedy
+    seed: int  # of sampled text
+    batch: int  # prompts at a time
+    chat_template: bool  # take text as what a user says in a chat, where the base has a chat format
+    share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
+    drafts: int = 3  # a round; 0 for the base alone
 
     def prepare(self, items: Sequence[Item], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.

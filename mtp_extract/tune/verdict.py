@@ -15,16 +15,12 @@ from mtp_extract.tune.corpus import Corpus
 
 @dataclass(frozen=True)
 class Comparison:
-    """Before and after, on texts that nothing was trained on or chosen by.
-
-    Attributes:
-        own: whether its workload is one of those trained on; the others are measured to see whether they get worse.
-    """
+    """Before and after, on texts that nothing was trained on or chosen by."""
 
     before: Measured
     after: Measured
     change: Change
-    own: bool
+    own: bool  # whether its workload is one of those trained on; the others are measured to see whether they get worse
 
     @property
     def loses(self) -> bool:
@@ -56,19 +52,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """All of one corpus.
-
-    Attributes:
-        overall: over all held-out texts of the workloads that were trained on.
-        workloads: by name; also those of shipped prompts that were not trained on.
-        otherwise: over the corpus's texts of another serving; None where it has none. It decides nothing.
-        other_temperature: of that serving.
-    """
-
-    overall: Comparison
-    workloads: Mapping[str, Comparison]
+    overall: Comparison  # over all held-out texts of the workloads that were trained on
+    workloads: Mapping[str, Comparison]  # by name; also those of shipped prompts that were not trained on
+    # over the corpus's texts of another serving; None where it has none. It decides nothing.
     otherwise: Comparison | None
-    other_temperature: float
+    other_temperature: float  # of that serving
 
     @classmethod
     def of(

@@ -49,8 +49,6 @@ def check_writable(
 
     Args:
         like: a checkpoint with all that is to be made, whatever its numbers are.
-        what: is to be made, in words.
-        advice, remedies: what to do instead.
         needed: roles that may not be left out.
 
     Raises:
@@ -123,9 +121,7 @@ def write_made(
 
     Args:
         made: ``origin`` with other weights or another head.
-        overwrite: replace ``target`` if it is a checkpoint of ours.
         inputs: what is read, and so is not replaced.
-        card: what to say on the card.
 
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BATCH = 16
-_STEPS = 4
-"""Drafts after each token: later ones start from the drafter's own state."""
+_STEPS = 4  # drafts after each token: later ones start from the drafter's own state
 
 
 def measure_ranges(
@@ -34,8 +33,6 @@ def measure_ranges(
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
     Args:
-        directory: the drafter's checkpoint.
-        base: a directory, or a repository of the Hugging Face Hub.
         prompts: a file as validation takes; by default the prompts that are shipped.
 
     Raises:

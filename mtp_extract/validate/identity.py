@@ -196,13 +196,17 @@ def _tensors(written: Checkpoint, original: Checkpoint, layout: str) -> _Compare
             wrong[role] = f"is {list(there.shape)}, which the file has not"
             continue
         expected = original.tensors.get(role) or FilledTensor(expected_shapes[role])
-        found = _codes_compared(there, expected) if there.scheme is not None else _floats_compared(there, expected)
-        if isinstance(found, str):
-            wrong[role] = found
-        elif _static_scales(written, role) != (_static_scales(original, role) if there.scheme and held else [0, 0]):
-            wrong[role] = "has other static scales of activations than the file's"
-        elif found:
-            steps[role] = found
+        compare = _floats_compared if there.scheme is None else _codes_compared
+        try:
+            found = compare(there, expected)
+        except _OtherTensorError as error:
+            wrong[role] = str(error)
+        else:
+            static = _static_scales(original, role) if there.scheme and held else [0, 0]
+            if _static_scales(written, role) != static:
+                wrong[role] = "has other static scales of activations than the file's"
+            elif found:
+                steps[role] = found
         types[CODES if there.scheme is not None else _type(there)] += 1
     ordered, rounded = tuple(wrong), frozenset(steps)
     if missing := [name for name in expected_shapes if name not in names]:
@@ -218,37 +222,51 @@ def _static_scales(checkpoint: Checkpoint, role: str) -> list[np.float32]:
     return [np.float32(static_scale(activation)) for activation in checkpoint.activations.get(role, (None, None))]
 
 
-def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:
-    """What was done to the scales of ``there``, or what is wrong with it."""
+class _OtherTensorError(Exception):
+    """A tensor is not the file's; the message is why, as a clause about it."""
+
+
+def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
+    """How the scales of ``there`` were rounded.
+
+    Raises:
+        _OtherTensorError: codes or scales are not those of ``expected``.
+    """
     try:
-        mine = row_codes(expected)
+        original = row_codes(expected)
     except NoCodesError as error:
-        return f"holds codes, and in the file {error}"
+        raise _OtherTensorError(f"holds codes, and in the file {error}") from error
     try:
-        theirs = row_codes(there)
+        found = row_codes(there)
     except NoCodesError as error:
-        return f"holds codes that are not the file's: {error}"
-    if not same_codes(mine, theirs):
-        return "holds other codes than the file's"
-    common = math.gcd(mine.block, theirs.block)
-    one, other = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (mine, theirs))
-    if np.array_equal(one, other):
-        return () if mine.exact else ("F32 scales",)
+        raise _OtherTensorError(f"holds codes that are not the file's: {error}") from error
+    if not same_codes(original, found):
+        raise _OtherTensorError("holds other codes than the file's")
+    common = math.gcd(original.block, found.block)
+    stored, here = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (original, found))
+    if np.array_equal(stored, here):
+        return () if original.exact else ("F32 scales",)
     with np.errstate(over="ignore"):
-        half = one.astype(np.float16).astype(np.float32)
-    return ("FP16 scales",) if np.array_equal(half, other) else "has other scales than the file's"
+        half = stored.astype(np.float16).astype(np.float32)
+    if not np.array_equal(half, here):
+        raise _OtherTensorError("has other scales than the file's")
+    return ("FP16 scales",)
 
 
-def _floats_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] | str:
-    """What was done to the numbers of ``there``, or what is wrong with it."""
+def _floats_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
+    """How the numbers of ``there`` were rounded.
+
+    Raises:
+        _OtherTensorError: they are not those of ``expected``.
+    """
     steps = how_rounded(expected, there)
     if steps is not None:
         return steps
     if not isinstance(there, StoredWeight):
-        return "is missing, and is not 1 in the file"
+        raise _OtherTensorError("is missing, and is not 1 in the file")
     if not all(bool(np.isfinite(chunk).all()) for chunk in there.floats()):
-        return "holds numbers that are not finite"
-    return "has other values than the file's"
+        raise _OtherTensorError("holds numbers that are not finite")
+    raise _OtherTensorError("has other values than the file's")
 
 
 def _type(tensor: LazyTensor) -> str:
@@ -304,20 +322,26 @@ def _with_codes(directory: Path, written: Checkpoint, original: Checkpoint, tens
     """
     coded = with_codes(directory, written)
     more = {role: there for role, there in coded.tensors.items() if there is not written.tensors[role]}
-    for role, there in more.items():
-        if found := _other_codes(there, original.tensors[role]):
-            return _check("tensors", False, f"{CODES_FILE}: {role} {found}")
+    try:
+        for role, there in more.items():
+            _check_codes(there, original.tensors[role])
+    except _OtherTensorError as error:
+        return _check("tensors", False, f"{CODES_FILE}: {role} {error}")
     told = f"; beside them {len(more)} have the file's codes" if more else ""
     return _check("tensors", True, tensors.evidence + told)
 
 
-def _other_codes(there: LazyTensor, expected: LazyTensor) -> str:
-    """What is wrong with the codes of ``there``; nothing where they are those of ``expected``."""
-    mine, theirs = expected.scheme, there.scheme
-    if mine is None or theirs is None or expected.steps is None or there.steps is None:
-        return "holds codes, and in the file it is stored as floats"
-    if mine.bits != theirs.bits:
-        return f"holds codes of {theirs.bits} bits, and in the file of {mine.bits}"
+def _check_codes(there: LazyTensor, expected: LazyTensor) -> None:
+    """Hold the codes of ``there`` against those of ``expected``.
+
+    Raises:
+        _OtherTensorError: they are others.
+    """
+    original, found = expected.scheme, there.scheme
+    if original is None or found is None or expected.steps is None or there.steps is None:
+        raise _OtherTensorError("holds codes, and in the file it is stored as floats")
+    if original.bits != found.bits:
+        raise _OtherTensorError(f"holds codes of {found.bits} bits, and in the file of {original.bits}")
     try:
         row_codes(expected)
     except NoCodesError:
@@ -325,9 +349,10 @@ def _other_codes(there: LazyTensor, expected: LazyTensor) -> str:
         columns = expected.shape[-1]
         same = all(map(np.array_equal, in_rows(expected.integers(), columns), in_rows(there.integers(), columns)))
         steps = [(one.block, one.size, one.zero_point, one.factor) for one in (expected.steps, there.steps)]
-        return "" if same and all(map(np.array_equal, *steps)) else "holds other codes than the file's"
-    found = _codes_compared(there, expected)
-    return found if isinstance(found, str) else ""
+        if not (same and all(map(np.array_equal, *steps))):
+            raise _OtherTensorError("holds other codes than the file's") from None
+    else:
+        _codes_compared(there, expected)
 
 
 def _record(directory: Path, source: SourceDrafter, sound: bool) -> Check:

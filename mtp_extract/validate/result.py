@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from mtp_extract.evaluate.agreement import WorkloadFigures
 from mtp_extract.validate.acceptance.controls import ControlResult
 from mtp_extract.validate.acceptance.drafters import DrafterFigures
-from mtp_extract.validate.acceptance.generation import GenerationResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.identity import NEEDED, Check
 from mtp_extract.validate.parity.compare import Parity
@@ -36,12 +34,9 @@ class Validation:
     base: BaseFacts | None = None
     checks: tuple[Check, ...] = ()  # against the file; empty without one
     parity: Parity | None = None  # with the interpreter
-    agreement: WorkloadFigures | None = None  # over all texts
-    workloads: Mapping[str, WorkloadFigures] = field(default_factory=dict)  # the same by workload
     trivial: tuple[TrivialResult, ...] = ()  # what drafters that know nothing of the base reach on the same texts
     controls: tuple[ControlResult, ...] = ()  # in the order of the table
-    generation: GenerationResult | None = None  # chains and trees
-    drafters: tuple[DrafterFigures, ...] = ()  # this one first, then those it is compared with, on the same texts
+    drafters: tuple[DrafterFigures, ...] = ()  # this one first, then those beside it; empty without a base
     notes: tuple[str, ...] = ()  # things worth knowing that are not errors
 
     @property
@@ -53,8 +48,7 @@ class Validation:
     @property
     def wrong_text(self) -> bool:
         """Whether the loop wrote another text than the base where the base is sure; with any of the drafters."""
-        measured = (self.generation, *(drafter.generation for drafter in self.drafters[1:]))
-        return any(length.wrong_text for generation in measured if generation for length in generation.lengths)
+        return any(length.wrong_text for drafter in self.drafters for length in drafter.generation.lengths)
 
     @property
     def refuted(self) -> bool:

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
-from mtp_extract.options import About, whole_numbers
+from mtp_extract.options import About, check_values, whole_numbers
+from mtp_extract.speculate.texts import repeats_note
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
     from mtp_extract.drafter.load import Network
+    from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.evaluate.base_model import LoadedBase
     from mtp_extract.evaluate.prompts import Prompt
     from mtp_extract.speculate.codec import Encoded
     from mtp_extract.speculate.generate import SpeculativeGenerator
-    from mtp_extract.validate.acceptance.drafters import DrafterFacts, DrafterFigures
+    from mtp_extract.validate.acceptance.drafters import DrafterFigures
     from mtp_extract.validate.parity.cases import Case
     from mtp_extract.validate.parity.interface import Interface
     from mtp_extract.validate.result import Validation
@@ -57,12 +59,10 @@ class Plan:
         Path | None,
         About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
     ] = None
-    draft_steps: Annotated[Sequence[int], About("Drafts a round.", metavar="K,…", least=1, parse=whole_numbers)] = (
-        1,
-        2,
-        4,
-        8,
-    )
+    draft_steps: Annotated[
+        Sequence[int],
+        About("Drafts a round.", metavar="K,…", least=1, most=MOST_STEPS, parse=whole_numbers),
+    ] = (1, 2, 4, 8)
     """Values of K to generate with; the largest is the number of steps of the agreement."""
     trees: Annotated[
         Sequence[str],
@@ -80,8 +80,7 @@ class Plan:
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
     samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
-    timed: int = 5
-    """Prompts to time."""
+    timed: int = 5  # prompts to time
     seed: Annotated[int, About("Of the random inputs.")] = 0
     chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True
 
@@ -115,7 +114,6 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
 
     Args:
         plan: at least one of ``base`` and ``source``.
-        say: told what is being done.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -136,26 +134,18 @@ def _check(plan: Plan) -> None:
             "expected a base, a source or both, found neither; there is nothing to validate against",
             remedies=("base", "source"),
         )
-    if plan.wanted and plan.base is None:
-        raise MtpExtractError(
-            "expected a base to verify trees of drafts, found none; give the model that is drafted for",
-            remedies=("base",),
-        )
-    if plan.beside and plan.base is None:
-        raise MtpExtractError(
-            "expected a base for the drafters to be compared beside, found none; give the model they draft for",
-            remedies=("base",),
-        )
+    needing = ((plan.wanted, "to verify trees of drafts"), (plan.beside, "for the drafters to be compared beside"))
+    for given, what in needing:
+        if given and plan.base is None:
+            raise MtpExtractError(
+                f"expected a base {what}, found none; give the model that is drafted for", remedies=("base",)
+            )
     require("torch", "safetensors")
     if plan.base is not None:
         require("transformers")
-    if plan.new_tokens < 2 or plan.batch < 1 or plan.samples < 1:
-        raise MtpExtractError("expected at least 2 new tokens, a batch of at least 1 and at least 1 sample")
-    if not plan.draft_steps or not 1 <= min(plan.draft_steps) <= max(plan.draft_steps) <= MOST_STEPS:
-        raise MtpExtractError(
-            f"expected draft steps of 1 to {MOST_STEPS}, found {', '.join(map(str, plan.draft_steps))}",
-            remedies=("draft_steps",),
-        )
+    check_values(plan)
+    if not plan.draft_steps:
+        raise MtpExtractError("expected at least one number of draft steps, found none", remedies=("draft_steps",))
     if not 0 <= plan.seed < 1 << 63 or plan.samples > _MOST_SAMPLES:
         raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
 
@@ -237,7 +227,6 @@ def _beside_base(
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
-    from mtp_extract.speculate.texts import repeats_note
     from mtp_extract.validate.acceptance.controls import ControlResult, run_controls
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
     from mtp_extract.validate.acceptance.trivial import compare_trivial
@@ -285,13 +274,9 @@ def _beside_base(
                 )
             )
         assert first is not None
-        notes = [*loaded.notes, *_tuned_note(facts), *_loops_note(written.repeated)]
-        notes += repeats_note(len(written.texts), len(written.repeats))
         if isinstance(drafter, MtpDrafter):
             say("the same with one thing broken at a time")
             controls = run_controls(generator.base, drafter, written, first, batch=plan.batch)
-        else:
-            notes.append("Nothing was broken on purpose beside it: the controls are those of an MTP drafter.")
     found = replace(
         result,
         base=BaseFacts(
@@ -309,13 +294,10 @@ def _beside_base(
             "batch": plan.batch,
             **result.settings,
         },
-        agreement=drafters[0].agreement,
-        workloads=drafters[0].workloads,
         trivial=compare_trivial(written, first),
         controls=tuple(controls),
-        generation=drafters[0].generation,
         drafters=tuple(drafters),
-        notes=(*result.notes, *notes, *_times_note(drafters)),
+        notes=(*result.notes, *loaded.notes, *_notes(drafters, written, controlled=isinstance(drafter, MtpDrafter))),
     )
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
@@ -382,33 +364,23 @@ def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
     return f"{chains}, and trees of {', '.join(trees)}" if trees else chains
 
 
-def _tuned_note(facts: Sequence[DrafterFacts]) -> list[str]:
-    """What to know of drafters that may have seen these prompts."""
-    tuned = [known.name for known in facts if known.made == "tuned"]
-    if not tuned:
-        return []
-    return [
-        f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
-        "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
-    ]
-
-
-def _loops_note(repeated: float) -> tuple[str, ...]:
-    """A note where the base's text repeats itself so often that it says little of a drafter."""
-    if repeated <= _MOST_REPEATED:
-        return ()
-    return (
-        f"{100 * repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the same text: "
-        "loops, which are easy to draft, so controls may do as well.",
-    )
-
-
-def _times_note(drafters: Sequence[DrafterFigures]) -> tuple[str, ...]:
-    """A note where times cannot be right."""
-    names = [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]
-    if not names:
-        return ()
-    return (
-        f"Times and speedups mean nothing here ({', '.join(names)}): rounds took less time than a single token of the "
-        "base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it.",
-    )
+def _notes(drafters: Sequence[DrafterFigures], written: Continuations, *, controlled: bool) -> Iterator[str]:
+    """What to know of the figures: prompts that a drafter may have seen, text that says little, what did not run."""
+    if tuned := [drafter.facts.name for drafter in drafters if drafter.facts.made == "tuned"]:
+        yield (
+            f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
+            "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
+        )
+    if written.repeated > _MOST_REPEATED:
+        yield (
+            f"{100 * written.repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the "
+            "same text: loops, which are easy to draft, so controls may do as well."
+        )
+    yield from repeats_note(len(written.texts), len(written.repeats))
+    if not controlled:
+        yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."
+    if disturbed := [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]:
+        yield (
+            f"Times and speedups mean nothing here ({', '.join(disturbed)}): rounds took less time than a single token "
+            "of the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from mtp_extract.checkpoint.lazy import ArrayTensor, Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.drafter.load import drafter_of
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.options import about
+from mtp_extract.tune.loss import OBJECTIVES
 from mtp_extract.tune.modes import MODES, Latents
+from mtp_extract.tune.run import Plan
 
 from .conftest import Tiny, coded
 
@@ -29,6 +33,13 @@ def moved(latents: Latents, by: float = 0.1) -> None:
 def codes(tensor: object) -> np.ndarray:
     assert isinstance(tensor, StoredCodes)
     return np.concatenate(list(tensor.integers()))
+
+
+@pytest.mark.parametrize(("field", "known"), [("mode", MODES), ("objective", OBJECTIVES)])
+def test_a_plan_knows_every_name(field: str, known: dict[str, object]) -> None:
+    told = about(get_type_hints(Plan, include_extras=True)[field])
+    assert told is not None
+    assert told.choices and set(told.choices) == set(known)
 
 
 @pytest.mark.parametrize("mode", list(MODES))

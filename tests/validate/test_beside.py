@@ -130,8 +130,8 @@ def test_the_same_drafter_does_the_same(found: Validation) -> None:
             assert not change.worse
         assert same.change.interval is not None
         assert same.change.interval.low == -same.change.interval.high
-        assert same.agreement == found.agreement
-        assert same.workloads == found.workloads
+        assert same.agreement == found.drafters[0].agreement
+        assert same.workloads == found.drafters[0].workloads
         assert [r.accepted for r in same.generation.lengths] == [
             r.accepted for r in found.drafters[0].generation.lengths
         ]
@@ -286,6 +286,6 @@ def test_without_a_base_there_is_nothing_to_compare(checkpoint: Path) -> None:
     result = run_here("validate", checkpoint, "--source", first_bundle(), "--beside", checkpoint)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
-        "error: expected a base for the drafters to be compared beside, found none; give the model they draft for "
-        "(--base)\n"
+        "error: expected a base for the drafters to be compared beside, found none; give the model that is "
+        "drafted for (--base)\n"
     )

@@ -32,48 +32,31 @@ _NEGLIGIBLE = 0.05
 
 @dataclass(frozen=True)
 class Control:
-    """One thing broken.
-
-    Attributes:
-        name: key in the report.
-        what: what is done, in words.
-        suspect: what to look at when it scores better than the real drafter.
-        drafter: the changed drafter; None in place of it when there is nothing to change.
-        transform: changes each step's arguments.
-        needs_texts: texts in a batch.
-    """
-
-    name: str
-    what: str
-    suspect: str
+    name: str  # key in the report
+    what: str  # what is done, in words
+    suspect: str  # what to look at when it scores better than the real drafter
+    # the changed drafter; None in place of it when there is nothing to change
     drafter: Callable[[MtpDrafter], MtpDrafter | None] | None = None
-    transform: Transform | None = None
-    needs_texts: int = 1
+    transform: Transform | None = None  # changes each step's arguments
+    needs_texts: int = 1  # texts in a batch
 
 
 @dataclass(frozen=True)
 class ControlResult:
-    """A control beside the real drafter, at the same positions.
-
-    Attributes:
-        skipped: why it was not run; then everything below is None.
-        figures: as for the real drafter.
-        difference: real less control, top-1 of the first step, over positions.
-        interval: of that, over texts; all of the controls' intervals hold together in 95 % of measurements.
-        changed: first drafts that the control changes; of them ``better`` become the base's token, ``worse`` cease to
-            be.
-        standing: by the interval: "below" the real drafter, "above" it, "same" (at most 5 points either way, or no
-            first draft is changed), "undecided" (too few texts for any of these).
-    """
+    """A control beside the real drafter, at the same positions."""
 
     control: Control
-    skipped: str | None = None
-    figures: WorkloadFigures | None = None
-    difference: float | None = None
+    skipped: str | None = None  # why it was not run; then everything below is None
+    figures: WorkloadFigures | None = None  # as for the real drafter
+    difference: float | None = None  # real less control, top-1 of the first step, over positions
+    # of that, over texts; all of the controls' intervals hold together in 95 % of measurements
     interval: Interval | None = None
+    # first drafts that the control changes; of them ``better`` become the base's token, ``worse`` cease to be
     changed: int = 0
     better: int = 0
     worse: int = 0
+    # by the interval: "below" the real drafter, "above" it, "same" (at most 5 points either way, or no first draft is
+    # changed), "undecided" (too few texts for any of these)
     standing: str | None = None
 
 

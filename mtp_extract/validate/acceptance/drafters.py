@@ -37,8 +37,6 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """How it drafts."""
-
     facts: DrafterFacts
     agreement: WorkloadFigures  # over all texts
     workloads: Mapping[str, WorkloadFigures]  # the same by workload
@@ -92,12 +90,8 @@ def measure_drafter(
     """How a drafter drafts.
 
     Args:
-        generator: ``drafter`` with its base.
-        written: the base's own text.
-        agreement: of this drafter with it.
+        agreement: of this drafter with the text of ``written``.
         first: of the drafter that this one is compared with.
-        new_tokens: as the text was made with.
-        timed: how many prompts to time.
     """
     overall, parts = figures(agreement), {name: written.of_workload(name) for name in written.workloads}
     conditional = [step.conditional.value for step in overall.steps]

@@ -66,11 +66,10 @@ def steps_to_rank(wanted: Iterable[Wanted], most: int) -> int:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What is drafted a round."""
-
-    name: str  # of a chain its number of drafts, of a tree what it was asked for as
+    name: str  # "3" for a chain of three; of a tree what it was asked for as: "4x2x1", "auto:8", "best:14"
     what: int | Tree | AutoTree  # a chain's number of drafts, or a tree
-    # mean accepted length: of a chain from agreement, of a tree from ranks; None for one that is grown
+    # mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from the ranks
+    # of the base's tokens; None for one that is grown
     expected: float | None
     chosen_on: tuple[int, ...] = ()  # indices of the texts whose ranks chose the tree; empty where none did
 
@@ -81,7 +80,7 @@ class Drafting:
 
     @property
     def depth(self) -> int:
-        """Most steps of the drafter a round."""
+        """Most steps of the drafter a round; of a chain, as many as drafts."""
         return DraftLength(self.what).most
 
     @property
@@ -93,7 +92,7 @@ class Drafting:
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...] | None:
-        """Of a tree of fixed shape: the ranks on the way to each draft."""
+        """Of a tree of fixed shape, the ranks on the way to each draft; None of any other, and of a chain."""
         return self.what.paths if isinstance(self.what, Tree) else None
 
 
@@ -112,8 +111,6 @@ def draftings(
     workload choose the best tree, so that the others show what it yields where it was not chosen.
 
     Args:
-        chains: numbers of drafts.
-        trees: by name.
         conditional: acceptance by step of a chain, from agreement over these texts.
     """
     from mtp_extract.evaluate.agreement import measure_ranks

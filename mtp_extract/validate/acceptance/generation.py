@@ -23,11 +23,8 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
 
-_FASTER = 0.9
-"""Of the time of one token: what chance alone does not make of the time of a round."""
-
-_FLOAT32_TIE = 1e-3
-"""What the order of additions over a whole model can move a logit by, in float32."""
+_FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
+_FLOAT32_TIE = 1e-3  # what the order of additions over a whole model can move a logit by, in float32
 
 
 @dataclass(frozen=True)
@@ -42,27 +39,16 @@ class Divergence:
     tie: bool  # whether the margin is within what the base's dtype can tell apart
 
 
-@dataclass(frozen=True)
-class DraftLengthResult:
-    """One chain, or one tree."""
+@dataclass(frozen=True, kw_only=True)
+class DraftLengthResult(Drafting):
+    """One chain, or one tree, and what generating with it showed."""
 
-    name: str  # "3" for a chain of three, "4x2x1", "auto:8", "best:14" for a tree
-    tree: str | None  # what it can be asked for as again; None of a chain
-    # of a tree of fixed shape, the ranks on the way to each draft; None of a chain, and of a tree that is grown anew in
-    # every round
-    paths: tuple[tuple[int, ...], ...] | None
-    drafts: int  # most that the base verifies a round
-    depth: int  # most steps of the drafter a round; of a chain, as many as drafts
     accepted: int  # over all prompts but those whose text repeats another's
     drafted: int  # steps of the drafter in these rounds; in a chain each is one draft
     rounds: int  # over the same prompts, that drafted something
     acceptance: float  # accepted / drafted
     mean_accepted_length: float  # 1 + accepted / rounds
     mean_accepted_interval: Interval | None  # 95 % of that, over prompts; None with too few
-    # mean accepted length by teacher forcing over the same texts: of a chain from agreement, of a tree from the ranks
-    # of the base's tokens; None of a tree that is grown
-    expected: float | None
-    chosen_on: int  # how many texts chose the tree by their ranks; 0 where none did
     elsewhere: float | None  # mean accepted length of the prompts that did not choose the tree; None where none did
     # by step, drafts that stand together with all before them, of rounds that drafted it
     unconditional: tuple[Proportion, ...]
@@ -77,7 +63,6 @@ class DraftLengthResult:
 
     @property
     def identical(self) -> bool:
-        """Whether every text is the base's."""
         return self.identical_prompts == self.prompts
 
     @property
@@ -112,7 +97,6 @@ class GenerationResult:
 
     @property
     def chains(self) -> tuple[DraftLengthResult, ...]:
-        """Those that are no trees."""
         return tuple(result for result in self.lengths if result.tree is None)
 
     @property
@@ -154,7 +138,6 @@ def measure_generation(
 
     Args:
         continuations: what the base alone wrote; texts must equal these.
-        draftings: chains and trees, of different names.
         batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
@@ -186,19 +169,13 @@ def measure_generation(
         accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
         results.append(
             DraftLengthResult(
-                name=drafting.name,
-                tree=drafting.tree,
-                paths=drafting.paths,
-                drafts=drafting.drafts,
-                depth=drafting.depth,
+                **vars(drafting),
                 accepted=accepted,
                 drafted=drafted,
                 rounds=len(rounds),
                 acceptance=accepted / drafted if drafted else math.nan,
                 mean_accepted_length=_mean_length(rounds),
                 mean_accepted_interval=_interval(counted.values(), drafting.depth),
-                expected=drafting.expected,
-                chosen_on=len(drafting.chosen_on),
                 elsewhere=_mean_length(_drafting_rounds(others)) if drafting.chosen_on else None,
                 unconditional=tuple(unconditional_by_step(rounds)),
                 conditional=tuple(conditional_by_step(rounds)),

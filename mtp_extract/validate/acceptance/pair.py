@@ -39,8 +39,6 @@ BUFFERS = (
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors that are alike."""
-
     what: str  # in words
     shape: tuple[int, ...]  # of one
     axes: tuple[str, ...]  # what each dimension counts; ``T`` are the tokens of one forward of the base
@@ -193,7 +191,6 @@ class _Observations:
             self.note("draft_backbone_stream", what, "batch T width", base.fed.layers[layer])
 
     def stepped(self, logits: Tensor, state: DraftState) -> None:
-        """A step was drafted."""
         self.note("draft_logits", "of the next token", "batch queries vocabulary", logits)
         if isinstance(state, Eagle3State):
             what, axes = "keys and values of verified positions", "batch slots heads head_dim"

@@ -20,8 +20,6 @@ from mtp_extract.speculate.teacher import Agreement, Text
 
 @dataclass(frozen=True)
 class TrivialResult:
-    """A trivial drafter compared with the real one."""
-
     name: str  # "most frequent token" or "bigram"
     share: float  # of positions at which it drafts the base's token
     difference: float  # real less trivial

@@ -39,8 +39,6 @@ _SHARE_OF_RANGE = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """One draft step."""
-
     label: str  # where it is from
     embedding: Floats  # [base width], scaled
     hidden: Floats  # [base width]

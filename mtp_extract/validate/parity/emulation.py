@@ -23,17 +23,16 @@ Rounding is to nearest, ties to even.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.checkpoint.lazy import FloatsOnly, read_floats
+from mtp_extract.checkpoint.lazy import ArrayTensor, read_floats
 from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter.mtp import Layer, MtpDrafter, View, turn
 from mtp_extract.errors import PairError, UnsupportedError
@@ -51,8 +50,6 @@ _FLOATS = (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one matrix is multiplied."""
-
     kind: str  # "float", "dynamic" or "static"
     input: Activation | None  # recorded scales, for static
     output: Activation | None  # likewise
@@ -139,17 +136,6 @@ class Restored:
     different: tuple[str, ...]  # neither
 
 
-@dataclass(frozen=True)
-class _InMemory(FloatsOnly):
-    """A tensor that is all there."""
-
-    shape: tuple[int, ...]
-    values: npt.NDArray[np.float32]
-
-    def floats(self, first: int = 0, last: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
-        yield (self.values[first:last] if len(self.shape) > 1 else self.values).reshape(-1)
-
-
 def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Restored]:
     """A float32 copy of ``drafter`` whose rounded tensors have the file's precision back.
 
@@ -175,7 +161,7 @@ def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Res
         ours = state[path].cpu()
         if torch.equal(ours, torch.from_numpy(read_floats(expected))):
             kind = "exact"
-        elif how_rounded(expected, _InMemory(role.shape, ours.numpy())) is not None:
+        elif how_rounded(expected, ArrayTensor(ours.numpy())) is not None:
             kind = "rounded"
             state[path] = torch.from_numpy(read_floats(expected))
         else:

@@ -44,15 +44,12 @@ class Codes:
         return stored
 
     def decode(self, codes: NDArray[Any]) -> NDArray[np.float32]:
-        """The numbers that ``codes`` stand for."""
         values: NDArray[np.float32] = (codes.astype(np.float32) - np.float32(self.zero_point)) * np.float32(self.scale)
         return values
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One cache input."""
-
     name: str  # of the signature input
     shape: tuple[int, ...]  # as declared; ``[1, KV heads, slots, head_dim]``, or with the last two exchanged
     transposed: bool  # whether the last two are exchanged
@@ -61,8 +58,6 @@ class Cache:
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs of a drafter's signature."""
-
     caches: Mapping[str, tuple[Cache, Cache]]  # layer type → K, V
     slots: int  # length of the caches
     window: int | None  # slots a sliding layer sees; None without sliding layers

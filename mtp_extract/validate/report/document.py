@@ -22,7 +22,8 @@ _REPORT_VERSION = 2
 
 def as_json(found: Validation) -> dict[str, Any]:
     """``report.json``: only JSON's own types, None where a number does not exist."""
-    parity, generation = found.parity, found.generation
+    parity, drafters = found.parity, [_drafter(drafter) for drafter in found.drafters]
+    first = drafters[0] if drafters else {}
     report = fill(
         fields.Report,
         found,
@@ -33,12 +34,12 @@ def as_json(found: Validation) -> dict[str, Any]:
         drafter=found.directory,
         checks=found.checks or None,
         parity=_parity(parity) if parity else None,
-        agreement=_agreement(found.agreement, found.workloads) if found.agreement else None,
+        agreement=first.get("agreement"),
         trivial={result.name: result for result in found.trivial},
         controls={result.control.name: _control(result) for result in found.controls} or None,
-        generation=_generation(generation) if generation else None,
-        arithmetic=_arithmetic(generation) if generation else None,
-        drafters=[_drafter(drafter) for drafter in found.drafters] or None,
+        generation=first.get("generation"),
+        arithmetic=first.get("arithmetic"),
+        drafters=drafters or None,
     )
     plain: dict[str, Any] = plain_json(report)
     return plain
@@ -89,10 +90,6 @@ def _control(result: ControlResult) -> dict[str, Any]:
     )
 
 
-def _generation(generation: GenerationResult) -> dict[str, Any]:
-    return {result.name: _length(result) for result in generation.lengths}
-
-
 def _arithmetic(generation: GenerationResult) -> dict[str, Any]:
     return fill(
         fields.Arithmetic,
@@ -117,7 +114,7 @@ def _drafter(drafter: DrafterFigures) -> dict[str, Any]:
         change=drafter.change,
         changes=drafter.changes,
         agreement=_agreement(drafter.agreement, drafter.workloads),
-        generation=_generation(drafter.generation),
+        generation={result.name: _length(result) for result in drafter.generation.lengths},
         arithmetic=_arithmetic(drafter.generation),
     )
 
@@ -127,6 +124,7 @@ def _length(result: DraftLengthResult) -> dict[str, Any]:
     return fill(
         fields.DraftLength,
         result,
+        chosen_on=len(result.chosen_on),
         steps=[
             fill(
                 fields.AcceptedStep,

@@ -58,7 +58,6 @@ def _tables(report: Mapping[str, Any], pair: Mapping[str, Any] | None) -> Iterat
 
 
 def setting(report: Mapping[str, Any]) -> Table:
-    """What was measured, and with what."""
     base, source = report["base"], report["source"]
     rows = [("drafter", report["drafter"])]
     if source:

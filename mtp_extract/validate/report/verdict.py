@@ -8,7 +8,7 @@ from mtp_extract.evaluate.measured import Change
 from mtp_extract.report.columns import change, share
 from mtp_extract.speculate.texts import undecided
 from mtp_extract.validate.acceptance.controls import ControlResult
-from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult
+from mtp_extract.validate.acceptance.generation import DraftLengthResult
 from mtp_extract.validate.acceptance.trivial import TrivialResult
 from mtp_extract.validate.result import Validation
 
@@ -29,24 +29,25 @@ def verdict(found: Validation) -> str:
     elif not refuted:
         left = [check.name for check in found.checks if check.passed is None]
         missing.append(f"that this is the drafter of {found.source} (not checked: {', '.join(left)})")
-    if found.agreement is None:
+    if not found.drafters:
         missing.append("how well it drafts for a base (it was run beside none)")
     else:
-        first, most = found.agreement.steps[0].top1, 1 + len(found.agreement.steps)
-        mean = found.agreement.mean_accepted_length
+        agreement = found.drafters[0].agreement
+        first, most = agreement.steps[0].top1, 1 + len(agreement.steps)
+        mean = agreement.mean_accepted_length
         measured.append(
             f"its first draft is the base's own token at {share(first.value, first.interval)} % of "
             f"{first.trials} positions"
-            + ("" if first.interval else f" ({undecided(found.agreement.texts)})")
+            + ("" if first.interval else f" ({undecided(agreement.texts)})")
             + ("" if math.isnan(mean) else f", mean accepted length {mean:.2f} of at most {most}")
         )
         refuted += [_worse_than_trivial(result) for result in found.trivial if result.better]
         missing += [_undecided(result) for result in found.trivial if not (result.better or result.worse)]
-    if others := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
-        measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(others)}")
-    if found.generation is not None:
-        if found.wrong_text or any(result.rounds for result in found.generation.lengths):
-            (refuted if found.wrong_text else measured).append(_text(found, found.generation))
+    if beside := [f"{drafter.facts.name} {_change(drafter.change)}" for drafter in found.drafters[1:]]:
+        measured.append(f"beside it, in mean accepted length on the same texts, {', '.join(beside)}")
+    if found.drafters:
+        if found.wrong_text or any(result.rounds for result in found.drafters[0].generation.lengths):
+            (refuted if found.wrong_text else measured).append(_text(found))
         else:
             missing.append("that drafts leave the base's greedy text as it is (no round drafted any)")
     named = (("refuted", refuted), ("proven", proven), ("measured", measured), ("not proven", missing))
@@ -57,12 +58,12 @@ def verdict(found: Validation) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def _text(found: Validation, generation: GenerationResult) -> str:
+def _text(found: Validation) -> str:
     """Whether the loop's text is the base's own, with every drafter and whatever it drafts."""
     # Text is the same in one dtype: in BF16 two tokens may tie that F32 tells apart.
     dtype = f", in {_DTYPES.get(found.base.dtype, found.base.dtype)}" if found.base else ""
-    rows = [("", result) for result in generation.lengths]
-    others = found.drafters[1:]
+    first, *others = found.drafters
+    rows = [("", result) for result in first.generation.lengths]
     rows += [(f" of {drafter.facts.name}", result) for drafter in others for result in drafter.generation.lengths]
     # The one that shows most: text that is wrong before text that ties.
     whose, worst = max(rows, key=lambda row: (row[1].wrong_text, len(row[1].divergences)))
@@ -70,7 +71,7 @@ def _text(found: Validation, generation: GenerationResult) -> str:
     if not differing:
         every = " of every drafter" if others else ""
         chains, trees = (
-            ", ".join(result.name for result in generation.lengths if (result.tree is None) == straight)
+            ", ".join(result.name for result in first.generation.lengths if (result.tree is None) == straight)
             for straight in (True, False)
         )
         branching = f", and trees of {trees}" if trees else ""
@@ -116,8 +117,8 @@ def _suspect(found: Validation) -> str:
     above = [result for result in ran if result.standing == "above"]
     if not ran:
         return "no control could be run"
-    if found.agreement is not None and all(result.interval is None for result in ran):
-        return f"what the controls say is {undecided(found.agreement.texts)}"
+    if all(result.interval is None for result in ran):
+        return f"what the controls say is {undecided(found.drafters[0].agreement.texts)}"
     if not above:
         below = sum(result.standing == "below" for result in ran)
         return f"{below} of {len(ran)} controls score below it, none above, so they point at no suspect"
@@ -160,13 +161,11 @@ def findings(found: Validation) -> list[str]:
         for result in found.controls
         if result.standing in ("above", "same")
     ]
-    for result in found.generation.lengths if found.generation else ():
-        listed += _divergences(result)
-    for drafter in found.drafters[1:]:
-        if drafter.change.worse:
+    for index, drafter in enumerate(found.drafters):
+        name = f"{drafter.facts.name}: " if index else ""
+        if index and drafter.change.worse:
             listed.append(f"{drafter.facts.name} drafts worse: {_change(drafter.change)} in mean accepted length")
-        for result in drafter.generation.lengths:
-            listed += [f"{drafter.facts.name}: {line}" for line in _divergences(result)]
+        listed += [f"{name}{line}" for result in drafter.generation.lengths for line in _divergences(result)]
     return listed
 
 

@@ -19,7 +19,7 @@ from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, Text
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.run import _loops_note
+from mtp_extract.validate.run import _notes
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -167,9 +167,14 @@ def test_what_repeats_in_the_continuation_alone() -> None:
 
 
 def test_a_note_says_that_the_base_loops() -> None:
-    assert _loops_note(0.25) == ()
-    (note,) = _loops_note(0.611)
-    assert note.startswith("61 % of the runs of eight tokens")
+    def notes(tokens: int) -> list[str]:
+        """Of a base that writes three tokens over and over: of ``tokens`` - 7 runs of eight, three are different."""
+        text = Text((0, *(1 + index % 3 for index in range(tokens))), 1)
+        return list(_notes((), Continuations((Prompt("code", "x"),), (text,)), controlled=True))
+
+    assert notes(11) == [], "a quarter, which is allowed"
+    (note,) = notes(12)
+    assert note.startswith("40 % of the runs of eight tokens")
 
 
 def test_an_interval_stays_within_what_can_be() -> None:

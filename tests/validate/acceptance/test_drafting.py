@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.drafting import BestTree, parse_wanted, steps_to_rank
+from mtp_extract.validate.run import Plan, run_validation
 
 
 def test_names() -> None:
@@ -50,3 +52,22 @@ def test_ranks_are_measured_as_deep_as_they_are_needed() -> None:
     assert steps_to_rank([fixed, grown], 8) == 3
     assert steps_to_rank([fixed, grown, best], 8) == 8
     assert steps_to_rank([BestTree(2)], 8) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"draft_steps": ()}, "draft steps, found none"),
+        ({"draft_steps": (2, 0)}, "draft_steps of at least 1, found 0"),
+        ({"draft_steps": (65,)}, "draft_steps of at most 64, found 65"),
+        ({"new_tokens": 1}, "new_tokens of at least 2, found 1"),
+        ({"batch": 0}, "batch of at least 1, found 0"),
+        ({"samples": 0}, "samples of at least 1, found 0"),
+        ({"samples": 4097}, "at most 4096 samples"),
+        ({"seed": -1}, "a seed of 0"),
+    ],
+)
+def test_numbers_out_of_bounds(given: dict[str, Any], what: str) -> None:
+    """Refused before the base, which is not there, is looked for."""
+    with pytest.raises(MtpExtractError, match=what):
+        run_validation(Plan(None, base="absent", **given))

@@ -181,7 +181,7 @@ def test_the_file(plan: Plan, validation: Validation, tmp_path: Path, monkeypatc
 def test_what_was_not_measured_has_a_reason(validation: Validation) -> None:
     first = validation.drafters[0]
     untimed = tuple(
-        dataclasses.replace(result, verify_ms=math.nan, draft_ms=math.nan, tree="4x2x1")
+        dataclasses.replace(result, verify_ms=math.nan, draft_ms=math.nan, what=Tree.parse("4x2x1"))
         for result in first.generation.lengths
     )
     drafter = dataclasses.replace(first, generation=dataclasses.replace(first.generation, lengths=untimed))

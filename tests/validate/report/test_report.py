@@ -181,7 +181,6 @@ def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
 
 def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Path) -> None:
     """The base may stop at its first token after each of its prompts; then there is nothing to draft from."""
-    assert validation.agreement is not None
     shares = dataclasses.fields(StepFigures)
     silent = WorkloadFigures(0, 0, (StepFigures(*[Share(0, 0, None) for _ in shares]),), math.nan, None)
     (drafter,) = validation.drafters
@@ -189,7 +188,7 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
     drafter = dataclasses.replace(
         drafter, workloads=workloads, changes={**drafter.changes, "silent": Change(math.nan, None, 0)}
     )
-    found = dataclasses.replace(validation, workloads=workloads, drafters=(drafter,))
+    found = dataclasses.replace(validation, drafters=(drafter,))
     write_report(found, tmp_path / "report")
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     schemas.validator("report")(report)
@@ -197,9 +196,10 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
 
 
 def test_no_number_that_json_has_not(validation: Validation) -> None:
-    assert validation.agreement is not None
-    broken = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
-    text = json.dumps(as_json(dataclasses.replace(validation, agreement=broken)), allow_nan=False)
+    (drafter,) = validation.drafters
+    broken = dataclasses.replace(drafter.agreement, mean_accepted_length=math.nan)
+    found = dataclasses.replace(validation, drafters=(dataclasses.replace(drafter, agreement=broken),))
+    text = json.dumps(as_json(found), allow_nan=False)
     assert json.loads(text)["agreement"]["mean_accepted_length"] is None
 
 
@@ -247,11 +247,11 @@ def test_what_follows_the_interpreter_proves_nothing(validation: Validation) -> 
     ("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: the loop's greedy text")]
 )
 def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> None:
-    assert validation.generation is not None
-    first, *rest = validation.generation.lengths
+    (drafter,) = validation.drafters
+    first, *rest = drafter.generation.lengths
     parted = dataclasses.replace(first, identical_prompts=first.prompts - 1, divergences=(Divergence(0, 3, 0.01, tie),))
-    generation = dataclasses.replace(validation.generation, lengths=(parted, *rest))
-    found = dataclasses.replace(validation, generation=generation)
+    generation = dataclasses.replace(drafter.generation, lengths=(parted, *rest))
+    found = dataclasses.replace(validation, drafters=(dataclasses.replace(drafter, generation=generation),))
     assert found.refuted == (not tie)
     assert word in verdict(found)
     assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
@@ -259,12 +259,12 @@ def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> 
 
 def test_verdict_on_what_was_too_short(validation: Validation) -> None:
     """Texts that end before a round drafts, or before one has all its targets."""
-    assert validation.agreement is not None
-    assert validation.generation is not None
-    short = dataclasses.replace(validation.agreement, mean_accepted_length=math.nan)
-    lengths = tuple(dataclasses.replace(result, rounds=0) for result in validation.generation.lengths)
-    generation = dataclasses.replace(validation.generation, lengths=lengths)
-    said = verdict(dataclasses.replace(validation, agreement=short, generation=generation))
+    (drafter,) = validation.drafters
+    short = dataclasses.replace(drafter.agreement, mean_accepted_length=math.nan)
+    lengths = tuple(dataclasses.replace(result, rounds=0) for result in drafter.generation.lengths)
+    generation = dataclasses.replace(drafter.generation, lengths=lengths)
+    drafter = dataclasses.replace(drafter, agreement=short, generation=generation)
+    said = verdict(dataclasses.replace(validation, drafters=(drafter,)))
     assert "nan" not in said
     assert "greedy text, whatever is drafted" not in said
     _, _, missing = said.partition("not proven: ")
@@ -274,7 +274,6 @@ def test_verdict_on_what_was_too_short(validation: Validation) -> None:
 def test_too_few_texts_decide_nothing(validation: Validation) -> None:
     """Four texts: no interval anywhere, no verdict that would need one, and what is needed is said."""
     (first,) = validation.drafters
-    assert validation.agreement is not None
 
     def of_few(figures: WorkloadFigures) -> WorkloadFigures:
         steps = tuple(
@@ -290,7 +289,6 @@ def test_too_few_texts_decide_nothing(validation: Validation) -> None:
     )
     found = dataclasses.replace(
         validation,
-        agreement=of_few(validation.agreement),
         trivial=tuple(dataclasses.replace(r, difference=-0.5, interval=None, texts=4) for r in validation.trivial),
         controls=tuple(dataclasses.replace(r, interval=None, standing="undecided") for r in validation.controls),
         drafters=(dataclasses.replace(first, agreement=of_few(first.agreement)), other),

@@ -25,12 +25,13 @@ def test_a_whole_validation(validation: Validation) -> None:
 
 
 def test_a_text_that_parts_from_the_base(validation: Validation) -> None:
-    assert validation.generation is not None
-    first, *more = validation.generation.lengths
+    (drafter,) = validation.drafters
+    first, *more = drafter.generation.lengths
     parted = replace(
         first, identical_prompts=0, divergences=(Divergence(0, 3, 1.5, False), Divergence(1, 0, None, True))
     )
-    _check(replace(validation, generation=replace(validation.generation, lengths=(parted, *more))))
+    generation = replace(drafter.generation, lengths=(parted, *more))
+    _check(replace(validation, drafters=(replace(drafter, generation=generation),)))
 
 
 def test_what_was_not_measured(validation: Validation) -> None:
@@ -40,10 +41,7 @@ def test_what_was_not_measured(validation: Validation) -> None:
             validation,
             base=None,
             settings={"seed": 0},
-            agreement=None,
-            workloads={},
             controls=(),
-            generation=None,
             drafters=(),
         )
     )
