@@ -26,9 +26,12 @@ from mtp_extract.io.output import write_all
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
 
-def counter(progress: Progress, total: int) -> Callable[[int], None]:
-    """What tells ``progress`` of all that is done, given what was done since the last call; ``total`` at the most."""
+
+def counter(progress: Progress, total: int) -> Advance:
+    """What adds up the bytes done, and calls ``progress`` with the sum, ``total`` at the most."""
     done = 0
 
     def tick(count: int) -> None:

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError, UnsupportedError
 from mtp_extract.io.output import output_error, reserve, write_all
-from mtp_extract.io.source import LocalSource, Region, Source
+from mtp_extract.io.source import Advance, LocalSource, Region, Source
 from mtp_extract.litertlm.container import Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
@@ -24,7 +24,6 @@ ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
 Produce = Callable[[], Iterator[bytes]]
-Progress = Callable[[int], None]
 
 _HEADER_START = 32
 _COPY = 1 << 24
@@ -188,7 +187,7 @@ class LaidSource(Source):
         return self._made[index][start : start + count]
 
 
-def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> None:
+def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
     """Write the new file ``path``, read it back and compare.
 
     Raises:
@@ -199,7 +198,7 @@ def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> N
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(fd, laid.size)
-            sums = [_write(fd, piece, progress) for piece in laid.pieces]
+            sums = [_write(fd, piece, advance) for piece in laid.pieces]
             for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
                 source.confirm()
         finally:
@@ -213,21 +212,21 @@ def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> N
         )
 
 
-def _write(fd: int, piece: Piece, progress: Progress) -> str:
+def _write(fd: int, piece: Piece, advance: Advance) -> str:
     """Write ``piece``; the XXH3-128 of what was made for it."""
     digest = xxh3_128()
     if piece.source is not None:
         for done in range(0, piece.length, _COPY):
             count = min(_COPY, piece.length - done)
             piece.source.copy(piece.offset + done, count, fd, piece.at + done)
-            progress(count)
+            advance(count)
         return ""
     at = piece.at
     for chunk in piece.produce() if piece.produce is not None else _zeros(piece.length):
         digest.update(chunk)
         write_all(fd, chunk, at)
         at += len(chunk)
-        progress(len(chunk))
+        advance(len(chunk))
     if at - piece.at != piece.length:
         raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
     return digest.hexdigest()
