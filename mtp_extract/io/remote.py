@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import threading
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 from mtp_extract.errors import SourceError
-from mtp_extract.io.address import HubAddress, parse_address
-from mtp_extract.io.http import FaultError, Faults, NoRangesError, RangedFile, hide_queries
+from mtp_extract.io.address import COMMIT, HubAddress, parse_address
+from mtp_extract.io.http import NoRangesError, RangedFile
+from mtp_extract.io.http_library import FaultError, faults, hide_queries
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
 _BLOCK = 1 << 16
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class RemoteSource(FileSource):
@@ -151,7 +150,7 @@ def open_remote(
     if not isinstance(address, HubAddress):
         return RemoteSource(RangedFile(address, take_whole=download), progress)
     copy = None
-    if constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(address.revision or ""):
+    if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(address.revision or ""):
         # A commit names the same bytes for ever, so the Hub need not be asked.
         copy = _cached(address, address.revision)
     if copy is None:
@@ -177,7 +176,7 @@ def _cached(address: HubAddress, revision: str | None) -> Path | None:
     """The copy in the Hub's cache, if there is one of that revision."""
     from huggingface_hub import try_to_load_from_cache
 
-    with Faults(address.name):
+    with faults(address.name):
         found = try_to_load_from_cache(address.repository, address.path, revision=revision, repo_type=address.kind)
     return Path(found) if isinstance(found, str) else None
 
@@ -187,7 +186,7 @@ def _download(address: HubAddress, token: str | bool | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        with Faults(address.name):
+        with faults(address.name):
             return Path(
                 hf_hub_download(
                     address.repository, address.path, revision=address.revision, repo_type=address.kind, token=token
