@@ -23,7 +23,7 @@ from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
-from mtp_extract.io.output import output_error, reserve, write_all
+from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Advance
 
@@ -117,7 +117,7 @@ def write_tensors(
                     offset = layout.offsets[tensor.name]
                     sums[tensor.name] = _write_tensor(fd, tensor, offset, advance)
                     if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
-                        raise _read_back_differently(path)
+                        raise read_back_error(path)
 
                 return job
 
@@ -127,13 +127,9 @@ def write_tensors(
         raise output_error(path, error) from error
     described = {name: (t.dtype, t.shape, t.length) for name, t in container.read_header(path).items()}
     if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
-        raise _read_back_differently(path)
+        raise read_back_error(path)
     # In the order of the file, not in that in which threads came to an end.
     return {tensor.name: sums[tensor.name] for tensor in tensors}
-
-
-def _read_back_differently(path: Path) -> OutputError:
-    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")
 
 
 def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, advance: Advance) -> str:

@@ -38,3 +38,8 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def output_error(path: Path, error: OSError) -> OutputError:
     """What to tell the user when writing ``path`` failed."""
     return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
+
+
+def read_back_error(path: Path) -> OutputError:
+    """What to tell the user when ``path`` does not hold what was written to it."""
+    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError, UnsupportedError
-from mtp_extract.io.output import output_error, reserve, write_all
+from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
 from mtp_extract.io.source import Advance, LocalSource, Region, Source
 from mtp_extract.litertlm.container import Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
@@ -207,9 +207,7 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
     except OSError as error:
         raise output_error(path, error) from error
     if not same:
-        raise OutputError(
-            f"{path}: what was written reads back differently. The disk may be failing; nothing was kept."
-        )
+        raise read_back_error(path)
 
 
 def _write(fd: int, piece: Piece, advance: Advance) -> str:
