@@ -11,6 +11,7 @@ from mtp_extract.errors import SourceError
 from mtp_extract.io.address import COMMIT, HubAddress, parse_address
 from mtp_extract.io.http import NoRangesError, RangedFile
 from mtp_extract.io.http_library import FaultError, faults, hide_queries
+from mtp_extract.io.output import write_all
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
 _BLOCK = 1 << 16
@@ -90,9 +91,7 @@ class RemoteSource(FileSource):
         self._again |= {(begin, min(begin + _BLOCK, end)), (max(begin, end - _BLOCK), end)}
         for at, piece in self._ranges.fetch(begin, end):
             try:
-                self._file.seek(at)
-                self._file.write(piece)
-                self._file.flush()
+                write_all(self._fd, piece, at)
             except OSError as error:
                 raise self._no_room(error) from error
             self._add(at, at + len(piece))

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
 from mtp_extract.io.output import write_all
+from mtp_extract.io.regular import regular_descriptor
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -102,9 +101,7 @@ class Source(ABC):
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def check(self, offset: int, length: int) -> None:
@@ -172,17 +169,10 @@ class LocalSource(FileSource):
         self.name = escape(local, _LONGEST_PATH)
         self.provenance = {}
         try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-            self._fd = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise SourceError(f"{self.name}: expected a .litertlm or .tflite file, found {kind}.")
-        self.size = status.st_size
+            self._fd = regular_descriptor(local)
+        except OSError as error:
+            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}.") from error
+        self.size = os.fstat(self._fd).st_size
 
 
 @dataclass(frozen=True)
