@@ -27,6 +27,11 @@ def reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def aligned(size: int, alignment: int) -> int:
+    """The least multiple of ``alignment`` that is no less than ``size``."""
+    return size + -size % alignment
+
+
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     rest = memoryview(data)

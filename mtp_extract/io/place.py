@@ -52,10 +52,8 @@ def listing(record: str, files: Container[str]) -> Listed:
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
-            kind = Path(record).stem
-            raise _refusal(
-                place, f"exists and is no {kind} of mtp-extract (it has no {record}), so it is not replaced."
-            )
+            why = f"exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is not replaced."
+            raise _refusal(place, why)
         return files
 
     return listed

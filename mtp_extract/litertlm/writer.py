@@ -14,9 +14,9 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError, UnsupportedError
-from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
+from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
 from mtp_extract.io.source import Advance, LocalSource, Region, Source
-from mtp_extract.litertlm.container import Bundle, Section
+from mtp_extract.litertlm.container import HEADER_START, Bundle
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
 
@@ -25,7 +25,6 @@ ALIGNMENT = 16384
 
 Produce = Callable[[], Iterator[bytes]]
 
-_HEADER_START = 32
 _COPY = 1 << 24
 _READ = 1 << 20
 
@@ -68,6 +67,11 @@ class Added:
     content: Laid
 
 
+def copied(source: Source, offset: int, size: int) -> Laid:
+    """A range of ``source`` as it is."""
+    return Laid(size, (Piece(0, size, source=source, offset=offset),))
+
+
 def made(at: int, data: bytes) -> Piece:
     """A piece of bytes that are at hand."""
     return Piece(at, len(data), produce=lambda: iter([data]))
@@ -86,31 +90,18 @@ def bundle_with(
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
     """
-    places: dict[int, tuple[int, int]] = {}
+    kept = sorted((s for s in bundle.sections if s.index not in removed), key=lambda s: s.begin)
+    contents = [replaced.get(s.index) or copied(bundle.source, s.begin, s.size) for s in kept]
+    ranges: list[tuple[int, int]] = []
     pieces: list[Piece] = []
     at = ALIGNMENT
-    for section in sorted(bundle.sections, key=lambda s: s.begin):
-        if section.index in removed:
-            continue
-        content = replaced.get(section.index) or _as_it_is(bundle, section)
-        places[section.index] = at, at + content.size
+    for content in (*contents, *(entry.content for entry in added)):
+        ranges.append((at, at + content.size))
         pieces += (piece.moved(at) for piece in content.pieces)
-        at = _aligned(at + content.size)
-    new: list[tuple[int, int]] = []
-    for entry in added:
-        new.append((at, at + entry.content.size))
-        pieces += (piece.moved(at) for piece in entry.content.pieces)
-        at = _aligned(at + entry.content.size)
-    size = max((end for _, end in (*places.values(), *new)), default=ALIGNMENT)
-    return Laid(size, (*_header(bundle, places, added, new, removed), *pieces))
-
-
-def _as_it_is(bundle: Bundle, section: Section) -> Laid:
-    return Laid(section.size, (Piece(0, section.size, source=bundle.source, offset=section.begin),))
-
-
-def _aligned(at: int) -> int:
-    return -(-at // ALIGNMENT) * ALIGNMENT
+        at = aligned(at + content.size, ALIGNMENT)
+    places = dict(zip((s.index for s in kept), ranges[: len(kept)], strict=True))
+    size = max((end for _, end in ranges), default=ALIGNMENT)
+    return Laid(size, (*_header(bundle, places, added, ranges[len(kept) :], removed), *pieces))
 
 
 def _header(
@@ -121,21 +112,21 @@ def _header(
     removed: frozenset[int],
 ) -> Iterator[Piece]:
     """The header, with sections where they are now."""
-    region = Region(bundle.source, _HEADER_START, bundle.header_end - _HEADER_START, "the header")
+    region = Region(bundle.source, HEADER_START, bundle.header_end - HEADER_START, "the header")
     root = FlatBuffer(region).root()
     listing = root.table(1)
     tables = list(listing.tables(0)) if listing is not None else []
     front = b""
     if added or removed:
         front = _front(bundle, root, [t for i, t in enumerate(tables) if i not in removed], added, new)
-    shift = _HEADER_START + len(front)
+    shift = HEADER_START + len(front)
     end = shift + region.size
     if end > ALIGNMENT:
         raise UnsupportedError(f"{bundle.source.name}: its header leaves no room for another section.")
-    yield Piece(0, _HEADER_START, source=bundle.source)
+    yield Piece(0, HEADER_START, source=bundle.source)
     yield made(24, end.to_bytes(8, "little"))
-    yield made(_HEADER_START, front)
-    yield Piece(shift, region.size, source=bundle.source, offset=_HEADER_START)
+    yield made(HEADER_START, front)
+    yield Piece(shift, region.size, source=bundle.source, offset=HEADER_START)
     for index, place in places.items():
         for slot, value in zip((1, 2), place, strict=True):
             if not tables[index].at(slot) and place[0] < place[1]:
