@@ -1,8 +1,8 @@
 """Byte ranges of one file over HTTP: retried, resumed, checked.
 
 What makes two answers one file's is one rule: a strong ETag, else Last-Modified, and the length. The first answer's is
-sent with every later request (``If-Range``), and must stand in every later answer. A server that gives neither is told
-of by ``RangedFile.validator``: who reads from it has to look twice.
+sent with every later request (``If-Range``), and must stand in every later answer. For a server
+that gives neither, ``RangedFile.validator`` is None: who reads from it has to fetch twice.
 
 huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
 a client that an application installed apply here as they do there. Its back-off cannot be used: it asks again for all
@@ -98,8 +98,8 @@ class RangedFile:
         doubt = {} if self.sure else {"validator": "none"}
         if isinstance(self._address, HubAddress):
             return self._address.record(self._known["commit"], self._known.get("etag")) | doubt
-        told = {key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)}
-        return {"url": self.name, **told, **doubt}
+        headers = {key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)}
+        return {"url": self.name, **headers, **doubt}
 
     def locate(self) -> tuple[str, dict[str, str]]:
         """Where the file is served, and the headers to send there. Neither may be shown."""
@@ -255,7 +255,7 @@ class RangedFile:
             found = headers.get(name)
             if found != expected:
                 what = f"another {name}" if found else f"the server no longer gives its {name}"
-                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
+                raise changed(self.name, what)
         if self.validator is None or self.validator[0] != "ETag":
             # A weak ETag proves nothing by staying, and a change by moving.
             self._same(**{"weak ETag": etag and etag.removeprefix("W/"), "Last-Modified": modified})
@@ -282,7 +282,7 @@ class RangedFile:
             known = value if value is None else self._known.setdefault(key, value)
             if known != value:
                 what = f"{known} bytes by one answer and {value} by another" if key == "size" else f"another {key}"
-                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
+                raise changed(self.name, what)
 
     def _wait(self, fault: FaultError) -> None:
         """Wait before the next attempt, unless there have been too many or the server asks for too long a wait."""
@@ -297,6 +297,11 @@ class RangedFile:
                 f"{self.name}: {fault} (attempt {self._failures}, the last). Try again {again}."
             ) from fault
         time.sleep(wait)
+
+
+def changed(name: str, how: str) -> SourceError:
+    """The error for a file that did not stay the same file."""
+    return SourceError(f"{name}: the file changed while it was being read ({how}). Start again.")
 
 
 def _headers(token: str | bool | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtp_extract.errors import SourceError
 from mtp_extract.io.address import COMMIT, HubAddress, parse_address
-from mtp_extract.io.http import NoRangesError, RangedFile
+from mtp_extract.io.http import NoRangesError, RangedFile, changed
 from mtp_extract.io.http_library import FaultError, faults, hide_queries
 from mtp_extract.io.output import write_all
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
@@ -40,7 +40,7 @@ class RemoteSource(FileSource):
             self._file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise self._no_room(error) from error
-        self._fd = self._file.fileno()
+        self.fileno = self._file.fileno()
         try:
             self._fetch(0, _BLOCK)
         except BaseException:
@@ -78,10 +78,7 @@ class RemoteSource(FileSource):
                 kept = super().read(begin, end - begin)
                 found = b"".join(piece for _, piece in self._ranges.fetch(begin, end))
                 if found != kept:
-                    raise SourceError(
-                        f"{self.name}: the file changed while it was being read (bytes {begin} to {end - 1} are others "
-                        "when fetched again). Start again."
-                    )
+                    raise changed(self.name, f"bytes {begin} to {end - 1} are others when fetched again")
 
     def close(self) -> None:
         self._file.close()
@@ -91,7 +88,7 @@ class RemoteSource(FileSource):
         self._again |= {(begin, min(begin + _BLOCK, end)), (max(begin, end - _BLOCK), end)}
         for at, piece in self._ranges.fetch(begin, end):
             try:
-                write_all(self._fd, piece, at)
+                write_all(self.fileno, piece, at)
             except OSError as error:
                 raise self._no_room(error) from error
             self._add(at, at + len(piece))

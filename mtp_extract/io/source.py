@@ -114,21 +114,16 @@ class Source(ABC):
 
 
 class FileSource(Source):
-    """Bytes of an open file, whose descriptor a subclass sets as ``_fd``."""
+    """Bytes of the file open as the descriptor ``fileno``, which a subclass sets."""
 
-    _fd = -1
-
-    @property
-    def fileno(self) -> int:
-        """The descriptor."""
-        return self._fd
+    fileno = -1
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
         pieces: list[bytes] = []
         while length:
             try:
-                piece = os.pread(self._fd, length, offset)
+                piece = os.pread(self.fileno, length, offset)
             except OSError as error:
                 raise SourceError(f"{self.name}: reading at byte {offset} failed: {error.strerror}.") from error
             if not piece:
@@ -145,7 +140,7 @@ class FileSource(Source):
         self.check(offset, length)
         while length and hasattr(os, "copy_file_range"):
             try:
-                done = os.copy_file_range(self._fd, fd, min(length, _COPIED_AT_ONCE), offset, at)
+                done = os.copy_file_range(self.fileno, fd, min(length, _COPIED_AT_ONCE), offset, at)
             except OSError as error:
                 if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
                     raise
@@ -156,9 +151,9 @@ class FileSource(Source):
         super().copy(offset, length, fd, at)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fileno >= 0:
+            os.close(self.fileno)
+            self.fileno = -1
 
 
 class LocalSource(FileSource):
@@ -169,10 +164,10 @@ class LocalSource(FileSource):
         self.name = escape(local, _LONGEST_PATH)
         self.provenance = {}
         try:
-            self._fd = regular_descriptor(local)
+            self.fileno = regular_descriptor(local)
         except OSError as error:
             raise SourceError(f"{self.name}: cannot be opened: {error.strerror}.") from error
-        self.size = os.fstat(self._fd).st_size
+        self.size = os.fstat(self.fileno).st_size
 
 
 @dataclass(frozen=True)
