@@ -111,8 +111,8 @@ class _Rebuild:
             if (graph.index, tensor.index) not in replaced and not tensor.external_buffer
         }
         used |= {entry.integer(1, "I") for entry in self.root.tables(6)} | set(self.root.integers(5, "i"))
-        mine = (self.model.subgraphs[g].tensors[t] for g, t in replaced)
-        return {t.buffer for t in mine if not t.external_buffer and t.buffer} - used
+        changed = (self.model.subgraphs[g].tensors[t] for g, t in replaced)
+        return {t.buffer for t in changed if not t.external_buffer and t.buffer} - used
 
     def _appended(self, dropped: set[int]) -> list[_Appended]:
         """Ranges behind the flatbuffer, in order; one without fields is no longer wanted."""
