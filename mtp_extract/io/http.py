@@ -174,7 +174,7 @@ class RangedFile:
             self._check_way([*(str(hop.url) for hop in response.history), str(response.url)])
             at, stop = self._examine(response, begin, end)
             before = at
-            watch.fed()
+            watch.restart()
             # Pieces as they come: collecting them into larger ones would hide a trickle and lose more when it breaks.
             for piece in response.iter_raw() if at < stop else ():
                 if at + len(piece) > stop:
@@ -182,7 +182,7 @@ class RangedFile:
                 yield at, piece
                 at += len(piece)
                 if at - before >= _SLOW_BYTES:
-                    watch.fed()
+                    watch.restart()
                     before, self._since = at, time.monotonic()
             if at < stop:
                 raise FaultError(f"the answer ended {stop - at} bytes early")
