@@ -14,7 +14,7 @@ from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
-from mtp_extract.io.kinds import HEAD, kind_of
+from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,

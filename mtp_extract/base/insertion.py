@@ -25,7 +25,7 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, de
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.litertlm.writer import Laid, Piece
+from mtp_extract.litertlm.writer import copied
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, check
         decisions={
             role: tuple({id(decision): decision for _, decision in each}.values()) for role, each in decided.items()
         },
-        layout=Laid(opened.source.size, (Piece(0, opened.source.size, source=opened.source),)),
+        layout=copied(opened.source, 0, opened.source.size),
         pieces=tuple(pieces),
         notes=tuple(notes),
         _source=opened.source,

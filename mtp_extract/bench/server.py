@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from mtp_extract.bench.kinds import Counters, at, impossible, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
-from mtp_extract.io.http import FaultError, Faults, hide_queries, http_library
+from mtp_extract.io.http_library import FaultError, faults, hide_queries, http_library
 from mtp_extract.io.watchdog import watched
 
 _CONNECT_TIMEOUT = 10.0  # seconds
@@ -297,7 +297,7 @@ class Server:
         """
         begun = time.perf_counter()
         try:
-            with Faults(self.name), watched(seconds, self._end):
+            with faults(self.name), watched(seconds, self._end):
                 yield begun
         except FaultError as fault:
             if self._ended or time.perf_counter() - begun >= seconds:

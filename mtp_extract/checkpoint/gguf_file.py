@@ -20,6 +20,7 @@ import numpy as np
 from mtp_extract.checkpoint.planned import BLOCKS, Layout, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.output import aligned
 from mtp_extract.io.regular import open_regular
 
 ARCHITECTURE = "general.architecture"
@@ -102,7 +103,7 @@ class Gguf:
         offsets, at = {}, len(header)
         for tensor in tensors:
             offsets[tensor.name] = at
-            at += _aligned(tensor.length, _ALIGNMENT)
+            at += aligned(tensor.length, _ALIGNMENT)
         return Layout(header, offsets, at)
 
     def read_header(self, path: Path) -> dict[str, StoredTensor]:
@@ -124,10 +125,6 @@ def as_stored(metadata: Mapping[str, Any]) -> dict[str, Any]:
         return np.float32(value) if type(value) is float else value
 
     return {key: stored(value) for key, value in metadata.items()}
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return size + -size % alignment
 
 
 def read_gguf(path: Path) -> Header:
@@ -178,7 +175,7 @@ class _Parser:
             if name in described:
                 raise self._damaged(f"expected each tensor once, found {escape(name)} again")
             described[name] = (*self._shape(name), self._number("<u8"))
-        at = start = _aligned(self._at, alignment)
+        at = start = aligned(self._at, alignment)
         for name, (dtype, shape, offset) in described.items():
             if at != start + offset:
                 raise self._damaged(
@@ -189,7 +186,7 @@ class _Parser:
             if at + length > self._size:
                 raise self._damaged(f"{escape(name)} would end at byte {at + length} of {self._size}; it was cut short")
             yield name, StoredTensor(dtype, shape, at, length)
-            last, at = at + length, at + _aligned(length, alignment)
+            last, at = at + length, at + aligned(length, alignment)
         if count and not last <= self._size <= at:
             raise self._damaged(f"its header describes {at} bytes, it has {self._size}")
 

@@ -23,11 +23,9 @@ from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, OutputError, escape
-from mtp_extract.io.output import output_error, reserve, write_all
+from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
 from mtp_extract.io.regular import open_regular
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes done since the last call, from any thread."""
+from mtp_extract.io.source import Advance
 
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
@@ -94,7 +92,7 @@ def run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]]) -> N
 def write_tensors(
     folder: Path,
     file: OutputFile,
-    progress: Progress = lambda _: None,
+    advance: Advance = lambda _: None,
     beside: Iterable[Callable[[], object]] = (),
 ) -> dict[str, str]:
     """Write ``file`` into ``folder``, read it back, and return the XXH3-128 (32 hex digits) of each tensor's data.
@@ -117,9 +115,9 @@ def write_tensors(
             def writing(tensor: PlannedTensor) -> Callable[[], None]:
                 def job() -> None:
                     offset = layout.offsets[tensor.name]
-                    sums[tensor.name] = _write_tensor(fd, tensor, offset, progress)
+                    sums[tensor.name] = _write_tensor(fd, tensor, offset, advance)
                     if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
-                        raise _read_back_differently(path)
+                        raise read_back_error(path)
 
                 return job
 
@@ -129,16 +127,12 @@ def write_tensors(
         raise output_error(path, error) from error
     described = {name: (t.dtype, t.shape, t.length) for name, t in container.read_header(path).items()}
     if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
-        raise _read_back_differently(path)
+        raise read_back_error(path)
     # In the order of the file, not in that in which threads came to an end.
     return {tensor.name: sums[tensor.name] for tensor in tensors}
 
 
-def _read_back_differently(path: Path) -> OutputError:
-    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")
-
-
-def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progress) -> str:
+def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, advance: Advance) -> str:
     """Produce, sum and write ``tensor``; its XXH3-128."""
     digest, at = xxh3_128(), offset
     for chunk in tensor.produce():
@@ -147,7 +141,7 @@ def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, progress: Progres
         with _WRITING:
             write_all(fd, data, at)
         at += len(data)
-        progress(len(data))
+        advance(len(data))
     if at - offset != tensor.length:
         raise OutputError(f"{tensor.name}: produced {at - offset} bytes, planned {tensor.length}.")
     return digest.hexdigest()

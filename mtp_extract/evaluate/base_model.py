@@ -14,7 +14,7 @@ import torch
 
 from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape, few
 from mtp_extract.evaluate.extras import quiet_transformers, require
-from mtp_extract.io.http import FaultError, Faults
+from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.place import files_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -139,7 +139,7 @@ def _reach(repository: str, revision: str | None) -> dict[str, Any]:
 
     found: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        with Faults(repository):
+        with faults(repository):
             HfApi().model_info(repository, revision=revision, timeout=_PATIENCE)
     except (FaultError, SourceError) as error:
         unreachable = isinstance(error, FaultError) or constants.HF_HUB_OFFLINE

@@ -34,7 +34,7 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
-from mtp_extract.io.http import HUB_STATUSES, hide_queries, http_library
+from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.pipeline.check import changed_card, files_in, verify

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
@@ -40,7 +39,7 @@ from mtp_extract.io.place import PathLike
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with
+from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, copied
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.proof.proof import Proof
@@ -130,10 +129,10 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
         raise UnsupportedError(f"{template.source.name}: its drafter has no section of its own to be copied.")
     items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
-    new = [Added(TFLITE_MODEL, items, _whole(region.source, region.begin, region.size))]
+    new = [Added(TFLITE_MODEL, items, copied(region.source, region.begin, region.size))]
     if (weights := drafter.model.weights) is not None:
         owned = {"model_type": items["model_type"]}
-        new.append(Added(TFLITE_WEIGHTS, owned, _whole(weights.source, weights.begin, weights.size)))
+        new.append(Added(TFLITE_WEIGHTS, owned, copied(weights.source, weights.begin, weights.size)))
     virtual = LaidSource(bundle_with(bundle, {}, new), opened.source.name)
     grown = Opened(virtual, read_bundle(virtual), None, template.signature)
     if problems := base_misfits(grown, grown.drafter()):
@@ -142,10 +141,6 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
             "Take a drafter that was exported for this base."
         )
     return grown
-
-
-def _whole(source: Any, begin: int, size: int) -> Laid:
-    return Laid(size, (Piece(0, size, source=source, offset=begin),))
 
 
 def _plan(
@@ -257,7 +252,7 @@ def _layout(opened: Opened, drafter: Drafter, sites: Sequence[Site]) -> tuple[La
     changes = [change for change, _ in new_tensors(drafter.model, sites)]
     source = opened.source
     if not changes:
-        whole = source.laid if isinstance(source, LaidSource) else _whole(source, 0, source.size)
+        whole = source.laid if isinstance(source, LaidSource) else copied(source, 0, source.size)
         return whole, frozenset()
     if drafter.found_by == "scan":
         raise UnsupportedError(

@@ -11,6 +11,7 @@ from mtp_extract.errors import SourceError, escape
 
 _MODEL_FILES = (".litertlm", ".tflite", ".task")
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"

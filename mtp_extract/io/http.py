@@ -1,8 +1,8 @@
 """Byte ranges of one file over HTTP: retried, resumed, checked.
 
 What makes two answers one file's is one rule: a strong ETag, else Last-Modified, and the length. The first answer's is
-sent with every later request (``If-Range``), and must stand in every later answer. A server that gives neither is told
-of by ``RangedFile.validator``: who reads from it has to look twice.
+sent with every later request (``If-Range``), and must stand in every later answer. For a server
+that gives neither, ``RangedFile.validator`` is None: who reads from it has to fetch twice.
 
 huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
 a client that an application installed apply here as they do there. Its back-off cannot be used: it asks again for all
@@ -12,37 +12,22 @@ neither status line nor ETag.
 
 from __future__ import annotations
 
-import importlib
-import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from itertools import pairwise
-from types import MappingProxyType, ModuleType
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from mtp_extract.errors import SourceError, escape
-from mtp_extract.io.address import HubAddress, WebAddress, origin_of
-from mtp_extract.io.watchdog import LateError, watched
-
-_LOGIN = "log in (hf auth login) or set HF_TOKEN"
-HUB_STATUSES: Mapping[int, str] = MappingProxyType(
-    {
-        401: f"the Hub does not accept the token: {_LOGIN}",
-        403: "the token does not give access to the repository",
-        404: "there is no such file: check the address",
-    }
-)
-"""What the Hub means by a status, where its answer does not say more."""
+from mtp_extract.io.address import COMMIT, HubAddress, WebAddress, origin_of
+from mtp_extract.io.http_library import BUSY, FaultError, busy_fault, date_of, faults, http_library
+from mtp_extract.io.watchdog import watched
 
 _WEB_STATUSES = {
     **dict.fromkeys((401, 403), "refuses access: if it needs a login, download the file and give its path"),
     **dict.fromkeys((404, 410), "has no such file: check the address"),
 }
-_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})  # may go away by themselves
 
 # Times in seconds.
 _CONNECT_TIMEOUT = 10.0
@@ -53,114 +38,14 @@ _SLOW_WINDOW, _SLOW_BYTES = 15.0, 32 << 10  # an answer that brings no head or f
 _FORGIVEN = 1 << 20  # whoever brought so many bytes starts counting failures again
 
 _BY_HAND = "Download it yourself and give its path."
-_OFFLINE = "Unset it, or give the path of a local copy"
 _CONTENT_RANGE = re.compile(r"\s*bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)\s*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_SECONDS = re.compile(r"[0-9]{1,9}")
 _STRONG = re.compile(r'"[\x21\x23-\x7e]+"')
 """An ETag that stands for the same bytes; a weak one (W/) stands for the same meaning."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class NoRangesError(SourceError):
     """The server sends whole files only."""
-
-
-class FaultError(Exception):
-    """Something that may go away. ``str()`` says what.
-
-    Attributes:
-        wait: seconds the server asked to be left alone; None if it did not say.
-        kind: "slow", "unreachable", "expired" (another address may do) or "".
-    """
-
-    def __init__(self, what: str, wait: float | None = None, kind: str = "") -> None:
-        super().__init__(what)
-        self.wait, self.kind = wait, kind
-
-
-class Faults:
-    """Turns what the HTTP library and huggingface_hub raise into a FaultError or a SourceError.
-
-    What a server wrote is never repeated in a message: it may quote the request, and with it a token.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        known = _known_error(self._name, error) if isinstance(error, Exception) else None
-        if known is not None:
-            raise known from None
-
-
-def _known_error(name: str, error: Exception) -> Exception | None:
-    from huggingface_hub import errors
-
-    http = http_library()
-    status = 0
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        if status in _BUSY:
-            return _busy(error.response)
-    # Most derived first.
-    final: tuple[tuple[type[Exception], str], ...] = (
-        (errors.OfflineModeIsEnabled, f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}"),
-        (errors.HFValidationError, "this is not a repository's name"),
-        (errors.GatedRepoError, f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"),
-        (errors.RevisionNotFoundError, "the repository has no such revision: check what follows the @"),
-        (errors.RemoteEntryNotFoundError, "the repository has no such file: check the path"),
-        (errors.DisabledRepoError, "the Hub has disabled access to the repository"),
-        (errors.RepositoryNotFoundError, f"there is no such repository, or it is private: check the name, or {_LOGIN}"),
-        (errors.HfHubHTTPError, HUB_STATUSES.get(status, f"the Hub answered {status}")),
-        (http.InvalidURL, "this is not an address that can be requested"),
-        (http.UnsupportedProtocol, "the address, or where the server redirects to, is none of http:// or https://"),
-        (http.TooManyRedirects, "the server redirects in circles"),
-    )
-    for kind, text in final:
-        if isinstance(error, kind):
-            return SourceError(f"{name}: {text}.")
-    if isinstance(error, UnicodeError):
-        return SourceError(f"{name}: the address, or where the server redirects to, names no host.")
-    if isinstance(error, LateError):
-        return FaultError(f"the server is too slow: {error}", kind="slow")
-    if isinstance(error, http.TimeoutException):
-        return FaultError("the server does not answer in time", kind="unreachable")
-    if isinstance(error, (http.ConnectError, http.ProxyError)):
-        return FaultError(f"the server cannot be reached: {escape(error)}", kind="unreachable")
-    if isinstance(error, http.RemoteProtocolError):
-        return FaultError("the connection was lost, or what came over it is not HTTP")
-    # Another thread's request may have ended the client: see `watched`.
-    closed = isinstance(error, RuntimeError) and "client has been closed" in str(error)
-    return FaultError("the connection was lost") if closed or isinstance(error, http.TransportError) else None
-
-
-def _busy(response: Any) -> FaultError:
-    status = int(response.status_code)
-    what = "limits the rate of requests" if status == 429 else "is not available"
-    return FaultError(f"the server {what} ({status})", _asked_wait(response.headers.get("retry-after", "").strip()))
-
-
-def _asked_wait(text: str) -> float | None:
-    """Seconds that a Retry-After asks for; None for what is neither a number nor a date that there can be."""
-    if _SECONDS.fullmatch(text):
-        return float(text)
-    date = _date(text)
-    return None if date is None else max(0.0, date.timestamp() - datetime.now(timezone.utc).timestamp())
-
-
-def _date(text: str) -> datetime | None:
-    """The time that a header names, if it does."""
-    try:
-        date = parsedate_to_datetime(text)
-        date = date.replace(tzinfo=date.tzinfo or timezone.utc)
-        date.timestamp()
-    except (ArithmeticError, IndexError, TypeError, ValueError):  # years, days and zones that there are none of
-        return None
-    return date
 
 
 def _validator_of(headers: Mapping[str, str]) -> tuple[str, str] | None:
@@ -168,7 +53,7 @@ def _validator_of(headers: Mapping[str, str]) -> tuple[str, str] | None:
     etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
     if _STRONG.fullmatch(etag):
         return "ETag", etag
-    return ("Last-Modified", modified) if _date(modified) is not None else None
+    return ("Last-Modified", modified) if date_of(modified) is not None else None
 
 
 class RangedFile:
@@ -213,14 +98,14 @@ class RangedFile:
         doubt = {} if self.sure else {"validator": "none"}
         if isinstance(self._address, HubAddress):
             return self._address.record(self._known["commit"], self._known.get("etag")) | doubt
-        told = {key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)}
-        return {"url": self.name, **told, **doubt}
+        headers = {key: self._known[key] for key in ("etag", "last_modified") if self._known.get(key)}
+        return {"url": self.name, **headers, **doubt}
 
     def locate(self) -> tuple[str, dict[str, str]]:
         """Where the file is served, and the headers to send there. Neither may be shown."""
         while self._place is None:
             try:
-                with Faults(self.name):
+                with faults(self.name):
                     self._place = self._resolve()
             except FaultError as fault:  # noqa: PERF203 - a network call a turn
                 self._wait(fault)
@@ -263,7 +148,7 @@ class RangedFile:
             origin = origin_of(location := urljoin(url, found.location))
         except ValueError:
             raise SourceError(f"{self.name}: the Hub redirects to what is no address.") from None
-        if not _COMMIT.fullmatch(found.commit_hash or ""):
+        if not COMMIT.fullmatch(found.commit_hash or ""):
             raise SourceError(
                 f"{self.name}: expected the Hub to name the file's commit, found "
                 f"{escape(found.commit_hash or 'none', 60)}. Check HF_ENDPOINT, or a proxy that drops headers."
@@ -284,12 +169,12 @@ class RangedFile:
             headers["If-Range"] = self.validator[1]
         timeout = http_library().Timeout(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), connect=_CONNECT_TIMEOUT)
         get = get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True)
-        with Faults(self.name), watched(_SLOW_WINDOW, close_session) as watch, get as response:
+        with faults(self.name), watched(_SLOW_WINDOW, close_session) as watch, get as response:
             self._answered = True
             self._check_way([*(str(hop.url) for hop in response.history), str(response.url)])
             at, stop = self._examine(response, begin, end)
             before = at
-            watch.fed()
+            watch.restart()
             # Pieces as they come: collecting them into larger ones would hide a trickle and lose more when it breaks.
             for piece in response.iter_raw() if at < stop else ():
                 if at + len(piece) > stop:
@@ -297,7 +182,7 @@ class RangedFile:
                 yield at, piece
                 at += len(piece)
                 if at - before >= _SLOW_BYTES:
-                    watch.fed()
+                    watch.restart()
                     before, self._since = at, time.monotonic()
             if at < stop:
                 raise FaultError(f"the answer ended {stop - at} bytes early")
@@ -315,8 +200,8 @@ class RangedFile:
     def _examine(self, response: Any, begin: int, end: int) -> tuple[int, int]:
         """Check status and headers of an answer; which bytes follow."""
         status, headers = int(response.status_code), response.headers
-        if status in _BUSY:
-            raise _busy(response)
+        if status in BUSY:
+            raise busy_fault(response)
         # What the Hub redirects to is signed for a while. Whether that is all that is wrong, the Hub knows.
         if status in (401, 403, 410) and isinstance(self._address, HubAddress):
             raise FaultError(f"the storage behind the Hub refuses access ({status})", kind="expired")
@@ -370,7 +255,7 @@ class RangedFile:
             found = headers.get(name)
             if found != expected:
                 what = f"another {name}" if found else f"the server no longer gives its {name}"
-                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
+                raise changed(self.name, what)
         if self.validator is None or self.validator[0] != "ETag":
             # A weak ETag proves nothing by staying, and a change by moving.
             self._same(**{"weak ETag": etag and etag.removeprefix("W/"), "Last-Modified": modified})
@@ -397,7 +282,7 @@ class RangedFile:
             known = value if value is None else self._known.setdefault(key, value)
             if known != value:
                 what = f"{known} bytes by one answer and {value} by another" if key == "size" else f"another {key}"
-                raise SourceError(f"{self.name}: the file changed while it was being read ({what}). Start again.")
+                raise changed(self.name, what)
 
     def _wait(self, fault: FaultError) -> None:
         """Wait before the next attempt, unless there have been too many or the server asks for too long a wait."""
@@ -414,40 +299,14 @@ class RangedFile:
         time.sleep(wait)
 
 
+def changed(name: str, how: str) -> SourceError:
+    """The error for a file that did not stay the same file."""
+    return SourceError(f"{name}: the file changed while it was being read ({how}). Start again.")
+
+
 def _headers(token: str | bool | None) -> dict[str, str]:
     """Headers of a request, as huggingface_hub makes them. ``token=False`` leaves the token out."""
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
     # A compressed answer would have other offsets.
     return {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
-
-
-def http_library() -> ModuleType:
-    """The HTTP library under huggingface_hub's session: httpx, httpx2 or what comes after them."""
-    from huggingface_hub import get_session
-
-    client = next(kind for kind in type(get_session()).__mro__ if kind.__name__ == "Client")
-    return importlib.import_module(client.__module__.partition(".")[0])
-
-
-_URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
-
-
-class _HideSecrets(logging.Filter):
-    """Cuts queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
-        return True
-
-
-_HIDE = _HideSecrets()
-
-
-def hide_queries() -> None:
-    """Keep signed URLs out of the logs of the HTTP library, whatever level the application logs at."""
-    library = http_library().__name__
-    core = library.replace("httpx", "httpcore")
-    parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
-    for name in (library, *parts, "huggingface_hub.utils._http"):
-        logging.getLogger(name).addFilter(_HIDE)  # adding it twice adds it once

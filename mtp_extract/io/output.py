@@ -27,6 +27,11 @@ def reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def aligned(size: int, alignment: int) -> int:
+    """The least multiple of ``alignment`` that is no less than ``size``."""
+    return size + -size % alignment
+
+
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``."""
     rest = memoryview(data)
@@ -38,3 +43,8 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def output_error(path: Path, error: OSError) -> OutputError:
     """What to tell the user when writing ``path`` failed."""
     return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
+
+
+def read_back_error(path: Path) -> OutputError:
+    """What to tell the user when ``path`` does not hold what was written to it."""
+    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")

@@ -52,11 +52,8 @@ def listing(record: str, files: Container[str]) -> Listed:
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
-            raise OutputError(
-                f"{escape(place)}: exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is "
-                "not replaced. Choose another place.",
-                remedies=("out",),
-            )
+            why = f"exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is not replaced."
+            raise _refusal(place, why)
         return files
 
     return listed
@@ -94,7 +91,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     nearest = next(parent for parent in target.parents if os.path.lexists(parent))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
-        raise OutputError(f"{escape(target)}: {escape(nearest)} {why}. Choose another place.", remedies=("out",))
+        raise _refusal(target, f"{escape(nearest)} {why}.")
 
 
 @contextmanager
@@ -151,11 +148,12 @@ def _is_there(path: Path) -> bool:
     return True
 
 
+def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
+    return OutputError(f"{escape(target)}: {why} {what_to_do}", remedies=("out",))
+
+
 def _cannot(target: Path, what: str, error: OSError) -> OutputError:
-    return OutputError(
-        f"{escape(target)}: cannot {what}: {error.strerror or escape(error)}. Nothing was kept. Choose another place.",
-        remedies=("out",),
-    )
+    return _refusal(target, f"cannot {what}: {error.strerror or escape(error)}. Nothing was kept.")
 
 
 # May it be replaced?
@@ -163,54 +161,41 @@ def _cannot(target: Path, what: str, error: OSError) -> OutputError:
 
 def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> None:
     if listed is None and not target.parent.is_dir():
-        raise OutputError(
-            f"{escape(target)}: there is no directory {escape(target.parent)}. Make it, or choose another place.",
-            remedies=("out",),
-        )
+        raise _refusal(target, f"there is no directory {escape(target.parent)}.", "Make it, or choose another place.")
     for read in inputs:
         if read is not None and os.path.exists(read):
-            _check_input(target, Path(read))
+            for why in _conflicts(target, Path(read)):
+                raise _refusal(target, f"{why} and stays as it is.")
     if not os.path.lexists(target):
         return
     is_kind = target.is_file() if listed is None else target.is_dir()
     if not is_kind or target.is_symlink():
         kind = "file" if listed is None else "directory"
-        raise OutputError(f"{escape(target)}: exists and is not a {kind}. Choose another place.", remedies=("out",))
+        raise _refusal(target, f"exists and is not a {kind}.")
     if listed is not None:
         if os.path.ismount(target):
-            raise OutputError(
-                f"{escape(target)}: is where a file system begins, which cannot be replaced. Choose a place inside it.",
-                remedies=("out",),
-            )
+            why = "is where a file system begins, which cannot be replaced."
+            raise _refusal(target, why, "Choose a place inside it.")
         if not any(target.iterdir()):
             return
         if foreign := sorted(_foreign(target, listed(target))):
-            raise OutputError(
-                f"{escape(target)}: holds what its record does not list, so it is not replaced: {few(foreign)}. Move "
-                "that elsewhere, or choose another place.",
-                remedies=("out",),
-            )
+            why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
+            raise _refusal(target, why, "Move that elsewhere, or choose another place.")
     if not overwrite:
         raise OutputError(
             f"{escape(target)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
         )
 
 
-def _check_input(target: Path, read: Path) -> None:
-    """Raise unless ``target`` is neither ``read``, nor holds it, nor lies in it."""
-    why = None
-    if os.path.exists(target):
-        for path in _named(read):
-            if os.path.lexists(path) and os.path.samefile(path, target):
-                why = "is read"
-            elif any(os.path.samefile(parent, target) for parent in path.parents):
-                why = f"holds {escape(read)}, which is read"
-            if why:
-                break
-    if why is None and read.is_dir() and any(p.exists() and p.samefile(read) for p in target.parents):
-        why = f"lies inside {escape(read)}, which is read"
-    if why is not None:
-        raise OutputError(f"{escape(target)}: {why} and stays as it is. Choose another place.", remedies=("out",))
+def _conflicts(target: Path, read: Path) -> Iterator[str]:
+    """Whether ``target`` is ``read``, holds it, or lies in it."""
+    for path in _named(read) if os.path.exists(target) else ():
+        if os.path.lexists(path) and os.path.samefile(path, target):
+            yield "is read"
+        elif any(os.path.samefile(parent, target) for parent in path.parents):
+            yield f"holds {escape(read)}, which is read"
+    if read.is_dir() and any(parent.exists() and parent.samefile(read) for parent in target.parents):
+        yield f"lies inside {escape(read)}, which is read"
 
 
 def _named(read: Path) -> Iterator[Path]:
@@ -299,10 +284,8 @@ def _lock(stage: Path, target: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            raise OutputError(
-                f"{escape(target)}: another run is writing there. Wait for it, or choose another place.",
-                remedies=("out",),
-            ) from error
+            why = "another run is writing there."
+            raise _refusal(target, why, "Wait for it, or choose another place.") from error
         except OSError as error:
             # Nothing here tells a run that goes on from one that was killed.
             if not made or error.errno not in _NO_LOCKS:
@@ -320,11 +303,8 @@ def _check_left(stage: Path, target: Path) -> None:
     with suppress(FileNotFoundError):
         if ours and (os.path.lexists(stage / _LOCK) or not any(stage.iterdir())):
             return
-        raise OutputError(
-            f"{escape(target)}: {escape(stage)} is in the way, and not what a run of mtp-extract has left. Move it "
-            "elsewhere, or choose another place.",
-            remedies=("out",),
-        )
+        why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+        raise _refusal(target, why, "Move it elsewhere, or choose another place.")
 
 
 def _settle(stage: Path, target: Path) -> None:

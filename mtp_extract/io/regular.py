@@ -17,8 +17,8 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """The regular file at ``path``, open for reading.
+def regular_descriptor(path: Path) -> int:
+    """The descriptor of the regular file at ``path``, open for reading.
 
     Raises:
         OSError: it cannot be opened, or is something else; ``strerror`` says what.
@@ -32,14 +32,23 @@ def open_regular(path: Path) -> BinaryIO:
     if kind != stat.S_IFREG:
         os.close(fd)
         raise OSError(errno.EINVAL, f"expected a regular file, found {_KINDS.get(kind, 'something else')}", path)
-    return open(fd, "rb")
+    return fd
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The same as a file.
+
+    Raises:
+        OSError: as :func:`regular_descriptor`.
+    """
+    return open(regular_descriptor(path), "rb")
 
 
 def read_regular(path: Path, largest: int) -> bytes:
     """The content of the regular file at ``path``, of at most ``largest`` bytes.
 
     Raises:
-        OSError: as :func:`open_regular`, or it has more.
+        OSError: as :func:`regular_descriptor`, or it has more.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import threading
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 from mtp_extract.errors import SourceError
-from mtp_extract.io.address import HubAddress, parse_address
-from mtp_extract.io.http import FaultError, Faults, NoRangesError, RangedFile, hide_queries
+from mtp_extract.io.address import COMMIT, HubAddress, parse_address
+from mtp_extract.io.http import NoRangesError, RangedFile, changed
+from mtp_extract.io.http_library import FaultError, faults, hide_queries
+from mtp_extract.io.output import write_all
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
 _BLOCK = 1 << 16
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class RemoteSource(FileSource):
@@ -40,7 +40,7 @@ class RemoteSource(FileSource):
             self._file = tempfile.TemporaryFile(prefix="mtp-extract-")  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise self._no_room(error) from error
-        self._fd = self._file.fileno()
+        self.fileno = self._file.fileno()
         try:
             self._fetch(0, _BLOCK)
         except BaseException:
@@ -78,10 +78,7 @@ class RemoteSource(FileSource):
                 kept = super().read(begin, end - begin)
                 found = b"".join(piece for _, piece in self._ranges.fetch(begin, end))
                 if found != kept:
-                    raise SourceError(
-                        f"{self.name}: the file changed while it was being read (bytes {begin} to {end - 1} are others "
-                        "when fetched again). Start again."
-                    )
+                    raise changed(self.name, f"bytes {begin} to {end - 1} are others when fetched again")
 
     def close(self) -> None:
         self._file.close()
@@ -91,9 +88,7 @@ class RemoteSource(FileSource):
         self._again |= {(begin, min(begin + _BLOCK, end)), (max(begin, end - _BLOCK), end)}
         for at, piece in self._ranges.fetch(begin, end):
             try:
-                self._file.seek(at)
-                self._file.write(piece)
-                self._file.flush()
+                write_all(self.fileno, piece, at)
             except OSError as error:
                 raise self._no_room(error) from error
             self._add(at, at + len(piece))
@@ -151,7 +146,7 @@ def open_remote(
     if not isinstance(address, HubAddress):
         return RemoteSource(RangedFile(address, take_whole=download), progress)
     copy = None
-    if constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(address.revision or ""):
+    if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(address.revision or ""):
         # A commit names the same bytes for ever, so the Hub need not be asked.
         copy = _cached(address, address.revision)
     if copy is None:
@@ -177,7 +172,7 @@ def _cached(address: HubAddress, revision: str | None) -> Path | None:
     """The copy in the Hub's cache, if there is one of that revision."""
     from huggingface_hub import try_to_load_from_cache
 
-    with Faults(address.name):
+    with faults(address.name):
         found = try_to_load_from_cache(address.repository, address.path, revision=revision, repo_type=address.kind)
     return Path(found) if isinstance(found, str) else None
 
@@ -187,7 +182,7 @@ def _download(address: HubAddress, token: str | bool | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        with Faults(address.name):
+        with faults(address.name):
             return Path(
                 hf_hub_download(
                     address.repository, address.path, revision=address.revision, repo_type=address.kind, token=token

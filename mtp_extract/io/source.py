@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
 from mtp_extract.io.output import write_all
+from mtp_extract.io.regular import regular_descriptor
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
 
-def counter(progress: Progress, total: int) -> Callable[[int], None]:
-    """What tells ``progress`` of all that is done, given what was done since the last call; ``total`` at the most."""
+
+def counter(progress: Progress, total: int) -> Advance:
+    """What adds up the bytes done, and calls ``progress`` with the sum, ``total`` at the most."""
     done = 0
 
     def tick(count: int) -> None:
@@ -99,9 +101,7 @@ class Source(ABC):
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def check(self, offset: int, length: int) -> None:
@@ -114,21 +114,16 @@ class Source(ABC):
 
 
 class FileSource(Source):
-    """Bytes of an open file, whose descriptor a subclass sets as ``_fd``."""
+    """Bytes of the file open as the descriptor ``fileno``, which a subclass sets."""
 
-    _fd = -1
-
-    @property
-    def fileno(self) -> int:
-        """The descriptor."""
-        return self._fd
+    fileno = -1
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
         pieces: list[bytes] = []
         while length:
             try:
-                piece = os.pread(self._fd, length, offset)
+                piece = os.pread(self.fileno, length, offset)
             except OSError as error:
                 raise SourceError(f"{self.name}: reading at byte {offset} failed: {error.strerror}.") from error
             if not piece:
@@ -145,7 +140,7 @@ class FileSource(Source):
         self.check(offset, length)
         while length and hasattr(os, "copy_file_range"):
             try:
-                done = os.copy_file_range(self._fd, fd, min(length, _COPIED_AT_ONCE), offset, at)
+                done = os.copy_file_range(self.fileno, fd, min(length, _COPIED_AT_ONCE), offset, at)
             except OSError as error:
                 if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
                     raise
@@ -156,9 +151,9 @@ class FileSource(Source):
         super().copy(offset, length, fd, at)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fileno >= 0:
+            os.close(self.fileno)
+            self.fileno = -1
 
 
 class LocalSource(FileSource):
@@ -169,17 +164,10 @@ class LocalSource(FileSource):
         self.name = escape(local, _LONGEST_PATH)
         self.provenance = {}
         try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
-            self._fd = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise SourceError(f"{self.name}: cannot be opened: {reason}.") from error
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise SourceError(f"{self.name}: expected a .litertlm or .tflite file, found {kind}.")
-        self.size = status.st_size
+            self.fileno = regular_descriptor(local)
+        except OSError as error:
+            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}.") from error
+        self.size = os.fstat(self.fileno).st_size
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ class Watch:
         self._until = time.monotonic() + seconds
         self._done, self._lock = threading.Event(), threading.Lock()
 
-    def fed(self) -> None:
-        """Enough came: the time begins anew."""
+    def restart(self) -> None:
+        """Enough came: all of the time is left again."""
         self._until = time.monotonic() + self._seconds
 
     def stop(self) -> None:
-        """It is over. What is late afterwards is nobody's concern."""
+        """The request has ended: its time runs out no more."""
         with self._lock:
             self._done.set()
 
@@ -52,7 +52,7 @@ class Watch:
 
 @contextmanager
 def watched(seconds: float, end: Callable[[], object]) -> Iterator[Watch]:
-    """Give what happens inside ``seconds``, and as many again whenever the watch is fed.
+    """Give what happens inside ``seconds``, and as many again whenever the watch is restarted.
 
     Args:
         seconds: before it is ended.

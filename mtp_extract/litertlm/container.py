@@ -50,7 +50,7 @@ _ITEM_CODES = MappingProxyType(
 )
 _ITEM_STRING = 9
 
-_HEADER_START = 32
+HEADER_START = 32
 _LONGEST_HEADER = 1 << 24
 _MOST_ELEMENTS = 1 << 16
 _SCAN_CHUNK = 1 << 23
@@ -130,7 +130,7 @@ def read_bundle(source: Source) -> Bundle:
             f"found {source.read(0, min(len(MAGIC), source.size))!r}."
         )
     head = FlatBuffer(Region(source, 0, source.size, "the header"))
-    if source.size < _HEADER_START:
+    if source.size < HEADER_START:
         raise TruncatedError(
             f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
         )
@@ -145,9 +145,9 @@ def read_bundle(source: Source) -> Bundle:
         raise TruncatedError(
             f"{source.name}: the header ends at byte {end}, but the file has {source.size}. Fetch it again."
         )
-    if not _HEADER_START + 8 <= end <= _LONGEST_HEADER:
+    if not HEADER_START + 8 <= end <= _LONGEST_HEADER:
         raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be.")
-    listed = Region(source, _HEADER_START, end - _HEADER_START, "the header")
+    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
     root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
     system, listing = root.table(0), root.table(1)
     sections = tuple(_sections(listing)) if listing else ()

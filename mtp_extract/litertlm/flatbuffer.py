@@ -66,11 +66,9 @@ class FlatBuffer:
         return value
 
     def integer(self, code: str, position: int) -> int:
-        """An integer at ``position``."""
         return int(self.unpack(code, position))
 
     def root(self) -> Table:
-        """The root table."""
         return self.table(self.integer("I", 0))
 
     def table(self, position: int) -> Table:
@@ -106,19 +104,17 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """``count`` elements of ``width`` bytes from ``start``; nothing is read until asked for."""
+    """``count`` elements of ``width`` bytes; nothing is read until asked for."""
 
     buffer: FlatBuffer
-    start: int
+    start: int  # of the buffer; 0 where there is no such vector
     count: int
     width: int
 
     def bytes(self) -> bytes:
-        """All of it."""
-        return self.buffer.region.read(self.start, self.count * self.width)
+        return self.buffer.region.read(self.start, self.count * self.width) if self.count else b""
 
     def integers(self, code: str) -> tuple[int, ...]:
-        """The elements as integers."""
         self.buffer.spend(self.count)
         return struct.unpack(f"<{self.count}{code}", self.bytes())
 
@@ -161,19 +157,17 @@ class Table:
         at = self.follow(slot)
         return self.buffer.table(at) if at else None
 
-    def vector(self, slot: int, width: int) -> Vector | None:
-        """A vector field with elements of ``width`` bytes; None when absent."""
+    def vector(self, slot: int, width: int) -> Vector:
+        """A vector field with elements of ``width`` bytes; empty when absent."""
         at = self.follow(slot)
-        return self.buffer.vector(at, width) if at else None
+        return self.buffer.vector(at, width) if at else Vector(self.buffer, 0, 0, width)
 
     def integers(self, slot: int, code: str) -> tuple[int, ...]:
         """A vector of integers; empty when absent."""
-        vector = self.vector(slot, _STRUCTS[code].size)
-        return vector.integers(code) if vector else ()
+        return self.vector(slot, _STRUCTS[code].size).integers(code)
 
     def tables(self, slot: int) -> Iterator[Table]:
         """A vector of tables; empty when absent."""
         vector = self.vector(slot, 4)
-        if vector:
-            for offset in range(vector.start, vector.start + 4 * vector.count, 4):
-                yield self.buffer.table(offset + self.buffer.integer("I", offset))
+        for offset in range(vector.start, vector.start + 4 * vector.count, 4):
+            yield self.buffer.table(offset + self.buffer.integer("I", offset))

@@ -37,9 +37,6 @@ LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
 
 # Bytes looked up at a time, by the bits of a code: INT4 and INT8 in pairs, INT2 singly.
 _UNIT_BYTES = MappingProxyType({2: 1, 4: 2, 8: 2})
-_UNITS: MappingProxyType[int, np.dtype[np.unsignedinteger]] = MappingProxyType(
-    {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
-)
 # The floats of a table entry are moved as one wide element; the type only says how wide.
 _WIDE: MappingProxyType[int, np.dtype[np.generic]] = MappingProxyType(
     {2: np.dtype(np.uint64), 4: np.dtype(np.complex128)}
@@ -68,7 +65,7 @@ def _floats_of_units(packing: Packing, zero_point: int) -> npt.NDArray[np.generi
 
 def _units(stored: bytes, packing: Packing) -> npt.NDArray[np.unsignedinteger]:
     unit = _UNIT_BYTES[packing.bits]
-    return np.frombuffer(stored + b"\0" * (-len(stored) % unit), _UNITS[unit])
+    return np.frombuffer(stored + b"\0" * (-len(stored) % unit), f"<u{unit}")
 
 
 @dataclass(frozen=True)
@@ -220,8 +217,7 @@ class QuantizedTensor:
         packing = self.packing
         if packing is None:
             raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
-        stored = np.frombuffer(self.location.read(), np.uint8)
-        return packing.codes[stored].reshape(-1)[: self.tensor.elements].reshape(self.tensor.shape)
+        return _unpacked(self.location, packing, self.tensor.elements).reshape(self.tensor.shape)
 
     @cached_property
     def storage(self) -> Storage:
@@ -311,15 +307,19 @@ def stored_floats(stored: bytes, tensor: Tensor) -> Floats:
     return widened(stored, TensorType(tensor.type_id))
 
 
+def _unpacked(location: BufferLocation, packing: Packing, count: int) -> Integers:
+    """The first ``count`` codes, flat."""
+    return packing.codes[np.frombuffer(location.read(), np.uint8)].reshape(-1)[:count]
+
+
 def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
     if tensor.type in CODE_TYPES:
         packing = CODE_TYPES[TensorType(tensor.type_id)]
-        stored = np.frombuffer(model.locate(tensor).read(), np.uint8)
-        return packing.codes[stored].reshape(-1)[: tensor.elements].astype(np.int64)
-    for kind, dtype in ((TensorType.INT32, "<i4"), (TensorType.INT64, "<i8"), (TensorType.INT16, "<i2")):
-        if tensor.type is kind:
-            return np.frombuffer(model.locate(tensor).read(), dtype).astype(np.int64)
-    raise UnsupportedError(f"{tensor.label} should hold zero points, which are integers.")
+        return _unpacked(model.locate(tensor), packing, tensor.elements).astype(np.int64)
+    if tensor.type not in (TensorType.INT16, TensorType.INT32, TensorType.INT64):
+        raise UnsupportedError(f"{tensor.label} should hold zero points, which are integers.")
+    width = ELEMENT_BITS[TensorType(tensor.type_id)] // 8
+    return np.frombuffer(model.locate(tensor).read(), f"<i{width}").astype(np.int64)
 
 
 def read_floats(model: TfliteModel, tensor: Tensor) -> Floats:

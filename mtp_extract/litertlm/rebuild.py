@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.output import aligned
+from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Field, Graft, copied_places
 from mtp_extract.litertlm.storage import Storage
@@ -29,7 +31,6 @@ _QUANTIZATION = "ooooBoi"
 _APPENDED_ALIGNMENT = 16
 # So that the flatbuffer has its final size before it is known where what follows will lie.
 _UNKNOWN = (1 << 63) - 1
-_IDENTIFIER = b"TFL3"
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ class _Rebuild:
         at = shift + end
         pieces = [Piece(shift, end, source=region.source, offset=region.begin)]
         for part in kept:
-            at = _aligned(at)
+            at = aligned(at, _APPENDED_ALIGNMENT)
             pieces.append(Piece(at, part.length, source=region.source, offset=region.begin + part.offset))
             pieces += [made(shift + field, at.to_bytes(8, "little")) for field in part.fields]
             at += part.length
         places = []
         for change in self.changes:
-            at = _aligned(at)
+            at = aligned(at, _APPENDED_ALIGNMENT)
             places.append(at)
             pieces.append(Piece(at, change.storage.length))
             at += change.storage.length
@@ -110,8 +111,8 @@ class _Rebuild:
             if (graph.index, tensor.index) not in replaced and not tensor.external_buffer
         }
         used |= {entry.integer(1, "I") for entry in self.root.tables(6)} | set(self.root.integers(5, "i"))
-        mine = (self.model.subgraphs[g].tensors[t] for g, t in replaced)
-        return {t.buffer for t in mine if not t.external_buffer and t.buffer} - used
+        changed = (self.model.subgraphs[g].tensors[t] for g, t in replaced)
+        return {t.buffer for t in changed if not t.external_buffer and t.buffer} - used
 
     def _appended(self, dropped: set[int]) -> list[_Appended]:
         """Ranges behind the flatbuffer, in order; one without fields is no longer wanted."""
@@ -119,7 +120,7 @@ class _Rebuild:
         inline = 0
         for index, table in enumerate(self.buffers):
             data, offset = table.vector(0, 1), table.integer(1, "Q")
-            if data and data.count:
+            if data.count:
                 inline = max(inline, data.start + data.count)
             elif offset > 1:
                 entry = fields.setdefault((offset, table.integer(2, "Q")), [])
@@ -145,7 +146,7 @@ class _Rebuild:
         for index in sorted(dropped):
             table = self.buffers[index]
             data = table.vector(0, 1)
-            if data and data.count:
+            if data.count:
                 yield Piece(shift + data.start, data.count)
             elif table.at(1) and table.at(2):
                 yield Piece(shift + table.at(1), 8)
@@ -160,7 +161,7 @@ class _Rebuild:
         buffers = graft.offsets([*copied_places(self.buffers, {}), *new])
         subgraphs = {index: self._subgraph(graft, index) for index in sorted({c.subgraph for c in self.changes})}
         listed = graft.offsets(copied_places(self.subgraphs, subgraphs))
-        return graft.finish(graft.copy(self.root, _MODEL, {2: listed, 4: buffers}, self._what), _IDENTIFIER)
+        return graft.finish(graft.copy(self.root, _MODEL, {2: listed, 4: buffers}, self._what), TFLITE_IDENTIFIER)
 
     @property
     def _what(self) -> str:
@@ -204,10 +205,6 @@ class _Rebuild:
         if storage.shape != old.shape:
             fields |= {0: graft.numbers(np.array(storage.shape, "<i4")), 7: None}
         return graft.copy(table, _TENSOR, fields, self._what)
-
-
-def _aligned(at: int) -> int:
-    return -(-at // _APPENDED_ALIGNMENT) * _APPENDED_ALIGNMENT
 
 
 def readers_of(model: TfliteModel, subgraph: int, tensor: int) -> list[tuple[int, int]]:

@@ -47,7 +47,6 @@ class Packing:
 
     @property
     def per_byte(self) -> int:
-        """Codes in a byte."""
         return 8 // self.bits
 
     @property
@@ -57,12 +56,10 @@ class Packing:
 
     @property
     def lowest(self) -> int:
-        """The least code there is."""
         return -(1 << self.bits - 1) if self.signed else 0
 
     @property
     def highest(self) -> int:
-        """The greatest code there is."""
         return self.lowest + (1 << self.bits) - 1
 
     @property
@@ -231,7 +228,6 @@ class Storage:
 
     @property
     def elements(self) -> int:
-        """How many numbers there are."""
         return math.prod(self.shape)
 
     @property
@@ -296,6 +292,15 @@ class Storage:
         first = at // self.columns
         return chunk.reshape(1, -1, self.columns), slice(first, first + chunk.size // self.columns)
 
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The least and the greatest code that a number becomes."""
+        if self.type is TensorType.INT16:
+            return -_LARGEST_INT16, _LARGEST_INT16
+        assert self.packing is not None
+        narrow = self.symmetric and self.packing.bits == _NARROW_BITS
+        return self.packing.lowest + narrow, self.packing.highest
+
     def measure(self, chunks: Iterable[Floats]) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for the numbers in ``chunks``, each ``[groups]``; in stored order."""
         low, high = np.zeros(self.groups, np.float32), np.zeros(self.groups, np.float32)
@@ -310,10 +315,7 @@ class Storage:
     def _scales(self, low: Floats, high: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
         zeros = np.zeros(self.groups, np.int64)
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
-        if self.type is TensorType.INT16:
-            return bound / np.float32(_LARGEST_INT16), zeros
-        assert self.packing is not None
-        lowest, highest = self.packing.lowest, self.packing.highest
+        lowest, highest = self._bounds
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)
         zero_point = zeros if self.symmetric else np.rint(np.float32(lowest) - low / scale).astype(np.int64)
         if self.kind == "blockwise":
@@ -328,14 +330,8 @@ class Storage:
 
     def encode(self, chunks: Iterable[Floats], scale: Floats, zero_point: npt.NDArray[np.int64]) -> Iterator[Integers]:
         """Codes of the numbers in ``chunks``, flat, in stored order; chunks of a multiple of :attr:`unit`."""
-        if self.type is TensorType.INT16:
-            lowest, highest = -_LARGEST_INT16, _LARGEST_INT16
-            dtype: np.dtype[Any] = np.dtype(np.int16)
-        else:
-            assert self.packing is not None
-            lowest, highest = self.packing.lowest, self.packing.highest
-            lowest += self.symmetric and self.packing.bits == _NARROW_BITS
-            dtype = self.packing.dtype
+        lowest, highest = self._bounds
+        dtype: np.dtype[Any] = self.packing.dtype if self.packing is not None else np.dtype(np.int16)
         shift = zero_point.astype(np.float32) if zero_point.any() else None
         at = 0
         for chunk in rechunked(chunks, self.unit):

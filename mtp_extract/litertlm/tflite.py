@@ -55,30 +55,16 @@ class TensorType(IntEnum):
     FLOAT8_E5M2 = 22
 
 
-ELEMENT_BITS = MappingProxyType(
-    {
-        TensorType.FLOAT32: 32,
-        TensorType.FLOAT16: 16,
-        TensorType.INT32: 32,
-        TensorType.UINT8: 8,
-        TensorType.INT64: 64,
-        TensorType.BOOL: 8,
-        TensorType.INT16: 16,
-        TensorType.COMPLEX64: 64,
-        TensorType.INT8: 8,
-        TensorType.FLOAT64: 64,
-        TensorType.COMPLEX128: 128,
-        TensorType.UINT64: 64,
-        TensorType.UINT32: 32,
-        TensorType.UINT16: 16,
-        TensorType.INT4: 4,
-        TensorType.BFLOAT16: 16,
-        TensorType.INT2: 2,
-        TensorType.UINT4: 4,
-        TensorType.FLOAT8_E4M3FN: 8,
-        TensorType.FLOAT8_E5M2: 8,
-    }
-)
+_TYPES_BY_BITS = {
+    2: "INT2",
+    4: "INT4 UINT4",
+    8: "INT8 UINT8 BOOL FLOAT8_E4M3FN FLOAT8_E5M2",
+    16: "INT16 UINT16 FLOAT16 BFLOAT16",
+    32: "INT32 UINT32 FLOAT32",
+    64: "INT64 UINT64 FLOAT64 COMPLEX64",
+    128: "COMPLEX128",
+}
+ELEMENT_BITS = MappingProxyType({TensorType[n]: bits for bits, names in _TYPES_BY_BITS.items() for n in names.split()})
 """Bits an element takes in a buffer. Types under 8 bits are packed, first element in the low bits."""
 
 _LONGEST_LABEL = 90
@@ -114,38 +100,38 @@ class Quantization:
     axis: int
     details: str
     blockwise: Blockwise | None
-    _scale: Vector | None = field(repr=False)
-    _zero_point: Vector | None = field(repr=False)
+    _scale: Vector = field(repr=False)
+    _zero_point: Vector = field(repr=False)
 
     @property
     def scale_count(self) -> int:
         """Number of scales; 0 when there are none."""
-        return self._scale.count if self._scale else 0
+        return self._scale.count
 
     @property
     def zero_point_count(self) -> int:
         """Number of zero points; 0 when there are none."""
-        return self._zero_point.count if self._zero_point else 0
+        return self._zero_point.count
 
     @property
     def scale_at(self) -> int:
         """Where the scales stand, from the start of the model; 0 when there are none."""
-        return self._scale.start if self._scale else 0
+        return self._scale.start
 
     @property
     def zero_point_at(self) -> int:
         """Where the zero points stand, from the start of the model; 0 when there are none."""
-        return self._zero_point.start if self._zero_point else 0
+        return self._zero_point.start
 
     @cached_property
     def scale(self) -> npt.NDArray[np.float32]:
         """Scales as stored, float32 ``[scale_count]``."""
-        return np.frombuffer(self._scale.bytes() if self._scale else b"", "<f4")
+        return np.frombuffer(self._scale.bytes(), "<f4")
 
     @cached_property
     def zero_point(self) -> npt.NDArray[np.int64]:
         """Zero points as stored, int64 ``[zero_point_count]``."""
-        return np.frombuffer(self._zero_point.bytes() if self._zero_point else b"", "<i8")
+        return np.frombuffer(self._zero_point.bytes(), "<i8")
 
 
 @dataclass(frozen=True)
@@ -248,7 +234,7 @@ class BufferLocation:
 
     @property
     def file_offset(self) -> int:
-        """Offset from the start of the file."""
+        """From the start of the file."""
         return self.region.begin + self.offset
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
@@ -275,7 +261,7 @@ class TfliteModel:
     description: str
     subgraphs: tuple[Subgraph, ...]
     signatures: tuple[Signature, ...]
-    _buffers: tuple[tuple[Vector | None, int, int], ...] = field(repr=False)
+    _buffers: tuple[tuple[Vector, int, int], ...] = field(repr=False)
     _external: MappingProxyType[int, ExternalBuffer] = field(repr=False)
 
     def signature(self, key: str) -> Signature | None:
@@ -283,7 +269,6 @@ class TfliteModel:
         return next((s for s in self.signatures if s.key == key), None)
 
     def tensor(self, subgraph: int, index: int) -> Tensor:
-        """Tensor ``index`` of ``subgraph``."""
         return self.subgraphs[subgraph].tensors[index]
 
     def has_data(self, tensor: Tensor) -> bool:
@@ -291,7 +276,7 @@ class TfliteModel:
         if tensor.external_buffer:
             return True
         data, offset, _ = self._buffers[tensor.buffer]
-        return offset > 1 or (data is not None and data.count > 0)
+        return offset > 1 or data.count > 0
 
     def locate(self, tensor: Tensor) -> BufferLocation:
         """Where the bytes of the constant ``tensor`` lie; their number is checked against shape and type.
@@ -307,7 +292,7 @@ class TfliteModel:
             raise UnsupportedError(
                 f"{tensor.label} has an element type this release cannot read. Look for a newer release."
             )
-        location = self._external_location(tensor) if tensor.external_buffer else self._own_location(tensor)
+        location = self._location(tensor)
         needed = (tensor.elements * bits + 7) // 8
         if location.length != needed:
             raise FormatError(
@@ -323,20 +308,17 @@ class TfliteModel:
         """
         if not self.has_data(tensor):
             return None
-        location = self._external_location(tensor) if tensor.external_buffer else self._own_location(tensor)
+        location = self._location(tensor)
         return location.file_offset, location.file_offset + location.length
 
-    def _own_location(self, tensor: Tensor) -> BufferLocation:
+    def _location(self, tensor: Tensor) -> BufferLocation:
+        if tensor.external_buffer:
+            return self._external_location(tensor)
         data, offset, size = self._buffers[tensor.buffer]
         # Of a buffer with both, LiteRT takes the data.
-        if offset > 1 and not (data and data.count):
-            if offset + size > self.region.size:
-                raise TruncatedError(
-                    f"{self.region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of "
-                    f"{self.region.what}, which has {self.region.size}. Fetch the file again."
-                )
-            return BufferLocation(self.region, offset, size, "appended")
-        return BufferLocation(self.region, data.start if data else 0, data.count if data else 0, "inline")
+        if offset > 1 and not data.count:
+            return _location_in(self.region, tensor, offset, size, "appended")
+        return BufferLocation(self.region, data.start, data.count, "inline")
 
     def _external_location(self, tensor: Tensor) -> BufferLocation:
         external = self._external.get(tensor.external_buffer)
@@ -359,9 +341,13 @@ class TfliteModel:
                 f"{self.region.source.name}: {tensor.label} lies in a TFLiteWeights section with the model_type of "
                 f"{self.region.what}, and there is none. Give the whole .litertlm, not the model alone."
             )
-        if external.offset + external.length > self.weights.size:
-            raise TruncatedError(
-                f"{self.region.source.name}: the bytes of {tensor.label} lie at {external.offset}…"
-                f"{external.offset + external.length} of {self.weights.what}, which has {self.weights.size}."
-            )
-        return BufferLocation(self.weights, external.offset, external.length, "external")
+        return _location_in(self.weights, tensor, external.offset, external.length, "external")
+
+
+def _location_in(region: Region, tensor: Tensor, offset: int, length: int, place: str) -> BufferLocation:
+    if offset + length > region.size:
+        raise TruncatedError(
+            f"{region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + length} of {region.what}, "
+            f"which has {region.size}. Fetch the file again."
+        )
+    return BufferLocation(region, offset, length, place)

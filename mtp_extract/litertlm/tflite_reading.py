@@ -8,6 +8,7 @@ from types import MappingProxyType
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import FormatError, escape
 from mtp_extract.io.source import Region
+from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table
 from mtp_extract.litertlm.tflite import (
     Blockwise,
@@ -47,7 +48,7 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
         FormatError: not a TFLite model, or one that contradicts itself.
         TruncatedError: it leaves the region.
     """
-    if region.size < 8 or region.read(4, 4) != b"TFL3":
+    if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
         raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
     root = FlatBuffer(region, budget).root()
     codes = tuple(_operator_code(table) for table in root.tables(1))
@@ -70,7 +71,7 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
         weights,
         root.string(3) or "",
         subgraphs,
-        tuple(_signature(table, subgraphs, root.buffer) for table in root.tables(7)),
+        tuple(_signature(table, subgraphs) for table in root.tables(7)),
         buffers,
         MappingProxyType(external),
     )
@@ -158,30 +159,29 @@ def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
 
 
 def _quantization(table: Table) -> Quantization | None:
-    scale, zero_point = table.vector(2, 4), table.vector(3, 8)
     kind, details = table.integer(4, "B"), table.table(5)
     blockwise = None
     if kind == _DETAILS_BLOCKWISE and details:
         blockwise = Blockwise(details.integer(0, "i"), details.integer(1, "i"), details.integer(2, "i"))
-    if not (scale or zero_point or kind):
+    if not (table.at(2) or table.at(3) or kind):
         return None
     name = _DETAILS_NAMES.get(kind, f"unknown ({kind})")
-    return Quantization(table.integer(6, "i"), name, blockwise, scale, zero_point)
+    return Quantization(table.integer(6, "i"), name, blockwise, table.vector(2, 4), table.vector(3, 8))
 
 
-def _signature(table: Table, subgraphs: tuple[Subgraph, ...], buffer: FlatBuffer) -> Signature:
+def _signature(table: Table, subgraphs: tuple[Subgraph, ...]) -> Signature:
     key, index = table.string(2) or "", table.integer(4, "I")
     if index >= len(subgraphs):
-        raise buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
+        raise table.buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
 
     def names(slot: int) -> MappingProxyType[str, int]:
         found = {}
         for entry in table.tables(slot):
             name, tensor = entry.string(0) or "", entry.integer(1, "I")
             if tensor >= len(subgraphs[index].tensors):
-                raise buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
+                raise table.buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
             if name in found:
-                raise buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
+                raise table.buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
             found[name] = tensor
         return MappingProxyType(found)
 

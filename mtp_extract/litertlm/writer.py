@@ -14,9 +14,9 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError, UnsupportedError
-from mtp_extract.io.output import output_error, reserve, write_all
-from mtp_extract.io.source import LocalSource, Region, Source
-from mtp_extract.litertlm.container import Bundle, Section
+from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
+from mtp_extract.io.source import Advance, LocalSource, Region, Source
+from mtp_extract.litertlm.container import HEADER_START, Bundle
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
 
@@ -24,9 +24,7 @@ ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
 Produce = Callable[[], Iterator[bytes]]
-Progress = Callable[[int], None]
 
-_HEADER_START = 32
 _COPY = 1 << 24
 _READ = 1 << 20
 
@@ -69,6 +67,11 @@ class Added:
     content: Laid
 
 
+def copied(source: Source, offset: int, size: int) -> Laid:
+    """A range of ``source`` as it is."""
+    return Laid(size, (Piece(0, size, source=source, offset=offset),))
+
+
 def made(at: int, data: bytes) -> Piece:
     """A piece of bytes that are at hand."""
     return Piece(at, len(data), produce=lambda: iter([data]))
@@ -87,31 +90,18 @@ def bundle_with(
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
     """
-    places: dict[int, tuple[int, int]] = {}
+    kept = sorted((s for s in bundle.sections if s.index not in removed), key=lambda s: s.begin)
+    contents = [replaced.get(s.index) or copied(bundle.source, s.begin, s.size) for s in kept]
+    ranges: list[tuple[int, int]] = []
     pieces: list[Piece] = []
     at = ALIGNMENT
-    for section in sorted(bundle.sections, key=lambda s: s.begin):
-        if section.index in removed:
-            continue
-        content = replaced.get(section.index) or _as_it_is(bundle, section)
-        places[section.index] = at, at + content.size
+    for content in (*contents, *(entry.content for entry in added)):
+        ranges.append((at, at + content.size))
         pieces += (piece.moved(at) for piece in content.pieces)
-        at = _aligned(at + content.size)
-    new: list[tuple[int, int]] = []
-    for entry in added:
-        new.append((at, at + entry.content.size))
-        pieces += (piece.moved(at) for piece in entry.content.pieces)
-        at = _aligned(at + entry.content.size)
-    size = max((end for _, end in (*places.values(), *new)), default=ALIGNMENT)
-    return Laid(size, (*_header(bundle, places, added, new, removed), *pieces))
-
-
-def _as_it_is(bundle: Bundle, section: Section) -> Laid:
-    return Laid(section.size, (Piece(0, section.size, source=bundle.source, offset=section.begin),))
-
-
-def _aligned(at: int) -> int:
-    return -(-at // ALIGNMENT) * ALIGNMENT
+        at = aligned(at + content.size, ALIGNMENT)
+    places = dict(zip((s.index for s in kept), ranges[: len(kept)], strict=True))
+    size = max((end for _, end in ranges), default=ALIGNMENT)
+    return Laid(size, (*_header(bundle, places, added, ranges[len(kept) :], removed), *pieces))
 
 
 def _header(
@@ -122,21 +112,21 @@ def _header(
     removed: frozenset[int],
 ) -> Iterator[Piece]:
     """The header, with sections where they are now."""
-    region = Region(bundle.source, _HEADER_START, bundle.header_end - _HEADER_START, "the header")
+    region = Region(bundle.source, HEADER_START, bundle.header_end - HEADER_START, "the header")
     root = FlatBuffer(region).root()
     listing = root.table(1)
     tables = list(listing.tables(0)) if listing is not None else []
     front = b""
     if added or removed:
         front = _front(bundle, root, [t for i, t in enumerate(tables) if i not in removed], added, new)
-    shift = _HEADER_START + len(front)
+    shift = HEADER_START + len(front)
     end = shift + region.size
     if end > ALIGNMENT:
         raise UnsupportedError(f"{bundle.source.name}: its header leaves no room for another section.")
-    yield Piece(0, _HEADER_START, source=bundle.source)
+    yield Piece(0, HEADER_START, source=bundle.source)
     yield made(24, end.to_bytes(8, "little"))
-    yield made(_HEADER_START, front)
-    yield Piece(shift, region.size, source=bundle.source, offset=_HEADER_START)
+    yield made(HEADER_START, front)
+    yield Piece(shift, region.size, source=bundle.source, offset=HEADER_START)
     for index, place in places.items():
         for slot, value in zip((1, 2), place, strict=True):
             if not tables[index].at(slot) and place[0] < place[1]:
@@ -188,7 +178,7 @@ class LaidSource(Source):
         return self._made[index][start : start + count]
 
 
-def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> None:
+def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
     """Write the new file ``path``, read it back and compare.
 
     Raises:
@@ -199,7 +189,7 @@ def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> N
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(fd, laid.size)
-            sums = [_write(fd, piece, progress) for piece in laid.pieces]
+            sums = [_write(fd, piece, advance) for piece in laid.pieces]
             for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
                 source.confirm()
         finally:
@@ -208,26 +198,24 @@ def write_laid(path: Path, laid: Laid, progress: Progress = lambda _: None) -> N
     except OSError as error:
         raise output_error(path, error) from error
     if not same:
-        raise OutputError(
-            f"{path}: what was written reads back differently. The disk may be failing; nothing was kept."
-        )
+        raise read_back_error(path)
 
 
-def _write(fd: int, piece: Piece, progress: Progress) -> str:
+def _write(fd: int, piece: Piece, advance: Advance) -> str:
     """Write ``piece``; the XXH3-128 of what was made for it."""
     digest = xxh3_128()
     if piece.source is not None:
         for done in range(0, piece.length, _COPY):
             count = min(_COPY, piece.length - done)
             piece.source.copy(piece.offset + done, count, fd, piece.at + done)
-            progress(count)
+            advance(count)
         return ""
     at = piece.at
     for chunk in piece.produce() if piece.produce is not None else _zeros(piece.length):
         digest.update(chunk)
         write_all(fd, chunk, at)
         at += len(chunk)
-        progress(len(chunk))
+        advance(len(chunk))
     if at - piece.at != piece.length:
         raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from mtp_extract.formats import EVERY, format_named
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.output import output_error
 from mtp_extract.io.place import listing
+from mtp_extract.io.source import Advance
 
 RECORD = "extraction.json"
 """The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
@@ -50,13 +51,13 @@ def recorded(place: Path) -> frozenset[str]:
 def write_file(
     stage: Path,
     file: OutputFile,
-    tick: Callable[[int], None] = lambda done: None,
+    advance: Advance = lambda done: None,
     jobs: Iterable[Callable[[], object]] = (),
 ) -> dict[str, Any]:
     """Write ``file`` into the directory ``stage`` and read it back; what a record says of it.
 
     Args:
-        tick: called with the number of bytes of tensors written since the last call.
+        advance: called with the number of bytes of tensors written since the last call.
         jobs: further ones for the threads that write its tensors.
 
     Raises:
@@ -64,7 +65,7 @@ def write_file(
     """
     path = stage / file.name
     if file.tensors:
-        sums = write_tensors(stage, file, tick, jobs)
+        sums = write_tensors(stage, file, advance, jobs)
         return {"size": path.stat().st_size, "header": header_sum(path, read_header(path)), "tensors": sums}
     # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
     data = file.text.encode("utf-8", "backslashreplace")

@@ -16,7 +16,7 @@ from helpers.raw_server import RawServer, Say, drip, raw_server
 
 from mtp_extract.bench.server import Server
 from mtp_extract.errors import MtpExtractError, SourceError
-from mtp_extract.io import http
+from mtp_extract.io import http, http_library
 from mtp_extract.io.remote import RemoteSource, open_remote
 
 DATA = random.Random(7).randbytes(1 << 18)
@@ -231,12 +231,12 @@ def test_a_retry_after_of_any_kind(soon: None, patience: Patient, status: str, w
 
 
 def test_dates_that_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http._asked_wait("30") == 30.0
-    assert http._asked_wait("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
-    far = http._asked_wait("Fri, 31 Dec 9998 23:59:59 GMT")
+    assert http_library._asked_wait("30") == 30.0
+    assert http_library._asked_wait("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
+    far = http_library._asked_wait("Fri, 31 Dec 9998 23:59:59 GMT")
     assert far is not None
     assert far > 1e11
-    told = {text: http._asked_wait(text) for text in ABSURD}
+    told = {text: http_library._asked_wait(text) for text in ABSURD}
     assert {text for text, wait in told.items() if wait is not None} == {*ABSURD[6:8], ABSURD[-1]}
 
 

@@ -10,7 +10,7 @@ HEAD = 512
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """What a file is, ``a zip archive``, and what to do who meant a LiteRT file."""
 
     name: str
@@ -55,15 +55,15 @@ _KINDS: tuple[tuple[bytes, str, str], ...] = (
 )
 
 
-def kind_of(head: bytes) -> Kind:
+def kind_of(head: bytes) -> FileKind:
     """What the file is that begins with ``head``, its first :data:`HEAD` bytes or all it has."""
     for pattern, name, advice in _KINDS:
         if re.match(pattern, head, re.DOTALL):
-            return Kind(name, advice)
+            return FileKind(name, advice)
     if not head:
-        return Kind("an empty file", _AGAIN)
+        return FileKind("an empty file", _AGAIN)
     # A character of UTF-8 may be cut in two at the end.
     text = head.decode("utf-8", "replace").rstrip("\ufffd" if len(head) == HEAD else "")
     if all(c.isprintable() or c.isspace() for c in text) and "\ufffd" not in text:
-        return Kind("a text", _WRONG_FILE)
-    return Kind(f"another kind of file (first bytes {head[:8].hex(' ')})", _WRONG_FILE)
+        return FileKind("a text", _WRONG_FILE)
+    return FileKind(f"another kind of file (first bytes {head[:8].hex(' ')})", _WRONG_FILE)

@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import NoDrafterError, SourceError
-from mtp_extract.io.kinds import HEAD, kind_of
+from mtp_extract.io.file_kinds import HEAD, kind_of
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 3655827456\n" % (b"0" * 64)
 

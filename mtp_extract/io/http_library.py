@@ -1,0 +1,155 @@
+"""The HTTP library under huggingface_hub's session: which it is, what its errors mean, what it may log."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from mtp_extract.errors import SourceError, escape
+from mtp_extract.io.watchdog import LateError
+
+_LOGIN = "log in (hf auth login) or set HF_TOKEN"
+HUB_STATUSES: Mapping[int, str] = MappingProxyType(
+    {
+        401: f"the Hub does not accept the token: {_LOGIN}",
+        403: "the token does not give access to the repository",
+        404: "there is no such file: check the address",
+    }
+)
+"""What the Hub means by a status, where its answer does not say more."""
+
+BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that may go away by themselves."""
+
+_OFFLINE = "Unset it, or give the path of a local copy"
+_SECONDS = re.compile(r"[0-9]{1,9}")
+_URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+
+
+def http_library() -> ModuleType:
+    """The HTTP library under huggingface_hub's session: httpx, httpx2 or what comes after them."""
+    from huggingface_hub import get_session
+
+    client = next(kind for kind in type(get_session()).__mro__ if kind.__name__ == "Client")
+    return importlib.import_module(client.__module__.partition(".")[0])
+
+
+class FaultError(Exception):
+    """Something that may go away. ``str()`` says what.
+
+    Attributes:
+        wait: seconds the server asked to be left alone; None if it did not say.
+        kind: "slow", "unreachable", "expired" (another address may do) or "".
+    """
+
+    def __init__(self, what: str, wait: float | None = None, kind: str = "") -> None:
+        super().__init__(what)
+        self.wait, self.kind = wait, kind
+
+
+@contextmanager
+def faults(name: str) -> Iterator[None]:
+    """Turn what the HTTP library and huggingface_hub raise inside into a FaultError or a SourceError.
+
+    What a server wrote is never repeated in a message: it may quote the request, and with it a token.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = _known_error(name, error)
+        if known is None:
+            raise
+        raise known from None
+
+
+def _known_error(name: str, error: Exception) -> Exception | None:
+    from huggingface_hub import errors
+
+    http = http_library()
+    status = 0
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in BUSY:
+            return busy_fault(error.response)
+    # Most derived first.
+    final: tuple[tuple[type[Exception], str], ...] = (
+        (errors.OfflineModeIsEnabled, f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}"),
+        (errors.HFValidationError, "this is not a repository's name"),
+        (errors.GatedRepoError, f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"),
+        (errors.RevisionNotFoundError, "the repository has no such revision: check what follows the @"),
+        (errors.RemoteEntryNotFoundError, "the repository has no such file: check the path"),
+        (errors.DisabledRepoError, "the Hub has disabled access to the repository"),
+        (errors.RepositoryNotFoundError, f"there is no such repository, or it is private: check the name, or {_LOGIN}"),
+        (errors.HfHubHTTPError, HUB_STATUSES.get(status, f"the Hub answered {status}")),
+        (http.InvalidURL, "this is not an address that can be requested"),
+        (http.UnsupportedProtocol, "the address, or where the server redirects to, is none of http:// or https://"),
+        (http.TooManyRedirects, "the server redirects in circles"),
+    )
+    for kind, text in final:
+        if isinstance(error, kind):
+            return SourceError(f"{name}: {text}.")
+    if isinstance(error, UnicodeError):
+        return SourceError(f"{name}: the address, or where the server redirects to, names no host.")
+    if isinstance(error, LateError):
+        return FaultError(f"the server is too slow: {error}", kind="slow")
+    if isinstance(error, http.TimeoutException):
+        return FaultError("the server does not answer in time", kind="unreachable")
+    if isinstance(error, (http.ConnectError, http.ProxyError)):
+        return FaultError(f"the server cannot be reached: {escape(error)}", kind="unreachable")
+    if isinstance(error, http.RemoteProtocolError):
+        return FaultError("the connection was lost, or what came over it is not HTTP")
+    # Another thread's request may have ended the client: see `watched`.
+    closed = isinstance(error, RuntimeError) and "client has been closed" in str(error)
+    return FaultError("the connection was lost") if closed or isinstance(error, http.TransportError) else None
+
+
+def busy_fault(response: Any) -> FaultError:
+    status = int(response.status_code)
+    what = "limits the rate of requests" if status == 429 else "is not available"
+    return FaultError(f"the server {what} ({status})", _asked_wait(response.headers.get("retry-after", "").strip()))
+
+
+def _asked_wait(text: str) -> float | None:
+    """Seconds that a Retry-After asks for; None for what is neither a number nor a date that there can be."""
+    if _SECONDS.fullmatch(text):
+        return float(text)
+    date = date_of(text)
+    return None if date is None else max(0.0, date.timestamp() - datetime.now(timezone.utc).timestamp())
+
+
+def date_of(text: str) -> datetime | None:
+    """The time that a header names, if it does."""
+    try:
+        date = parsedate_to_datetime(text)
+        date = date.replace(tzinfo=date.tzinfo or timezone.utc)
+        date.timestamp()
+    except (ArithmeticError, IndexError, TypeError, ValueError):  # years, days and zones that there are none of
+        return None
+    return date
+
+
+class _HideSecrets(logging.Filter):
+    """Cuts queries, where signatures and tokens live, and logins from the URLs that an HTTP library logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = _URL.sub(r"\1\2", record.getMessage()), ()
+        return True
+
+
+_HIDE = _HideSecrets()
+
+
+def hide_queries() -> None:
+    """Keep signed URLs out of the logs of the HTTP library, whatever level the application logs at."""
+    library = http_library().__name__
+    core = library.replace("httpx", "httpcore")
+    parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
+    for name in (library, *parts, "huggingface_hub.utils._http"):
+        logging.getLogger(name).addFilter(_HIDE)  # adding it twice adds it once
