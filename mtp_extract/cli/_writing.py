@@ -71,9 +71,6 @@ class Writing:
             raise typer.BadParameter(f"the {format_} format is written in {' or '.join(listed.dtypes)}.")
 
 
-Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
-
-
 def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:
     """All of ``result`` as JSON, or for people: ``head``, geometry, what was written, its proof, files and notes."""
     if print_json:

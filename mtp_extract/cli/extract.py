@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in
-from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, Overwrite, Writing, show_written, tensors_of
+from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, Writing, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson, Download, Overwrite, Signature, SlidingWindow
 from mtp_extract.report.card import CardWords
 
 # \b: typer leaves the lines as they are.
@@ -52,9 +52,7 @@ def command(
     section: Annotated[
         int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
     ] = None,
-    signature: Annotated[
-        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-    ] = None,
+    signature: Signature = None,
     download: Download = False,
     sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,

@@ -11,10 +11,10 @@ import typer
 
 from mtp_extract.cli._drafter import say_proof
 from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import AsJson, new_app, run_lean
+from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson, ChatTemplate, Signature
 
 if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan, InsertionResult
@@ -62,14 +62,12 @@ def command(
         Path | None,
         About("What the base continues for that; by default the prompts that are shipped.", metavar="FILE"),
     ] = None,
-    chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True,
+    chat_template: ChatTemplate = True,
     section: Annotated[
         int | None,
         About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
     ] = None,
-    signature: Annotated[
-        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-    ] = None,
+    signature: Signature = None,
     dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
