@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 from msgspec import convert
 
-from mtp_extract.bench.fields import Figures, Side
+from mtp_extract.bench.fields import Figures, Settings, Side
 from mtp_extract.bench.kinds import Counters, impossible
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.bench.server import Answer, Server
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
@@ -38,7 +39,6 @@ Say = Callable[[str], None]
 
 _SETTLING_TIME = 2.0  # seconds that counters may trail behind answers
 _POLL_INTERVAL = 0.05  # seconds between looks at them
-_SETTINGS = ("max_tokens", "temperature", "concurrency", "repeat", "warm_up", "chat_template")
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,7 @@ def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitSt
     pairs = _pairs(groups) if plan.temperature == 0 else []
     return Benchmark(
         servers=servers,
-        settings={
-            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-            **{name: getattr(plan, name) for name in _SETTINGS},
-        },
+        settings=fill(Settings, plan, prompts=dict(Counter(prompt.workload for prompt in prompts))),
         groups=groups,
         workloads={name: _figures(groups, pairs, {name}) for name in names},
         total=_figures(groups, pairs, set(names)),
