@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 from mtp_extract.errors import MtpExtractError, escape
 
@@ -32,6 +33,27 @@ class About:
     choices: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
+
+
+# What more than one plan or command asks for.
+Workloads = Annotated[
+    Path | None,
+    About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
+]
+Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")]
+"""See :func:`~mtp_extract.evaluate.base_model.load_base`."""
+BASE = About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL")
+ChatTemplate = Annotated[bool, About("Apply the base's chat template, if it has one.")]
+Signature = Annotated[
+    str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
+]
+SlidingWindow = Annotated[
+    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
+]
+Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
+Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
+OverwriteReport = Annotated[bool, About("Replace an older report.")]
+AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
 
 
 def about(hint: Any) -> About | None:

@@ -83,6 +83,7 @@ def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, check
         _source=opened.source,
         _inputs=inputs,
         _verify=verify,
+        of_base=True,
     )
 
 

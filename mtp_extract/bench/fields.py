@@ -44,7 +44,7 @@ class Settings(Record, forbid_unknown_fields=True):
     chat_template: bool  #: whether prompts were sent as chats, or to be continued
 
 
-class Figures(Record):
+class Figures(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
     texts: Positive  #: prompts
     server: Side  #: what it did
     baseline: Side | None  #: what it did; null for none
@@ -56,7 +56,7 @@ class Figures(Record):
     compared: Count  #: of so many
 
 
-class Side(Record):
+class Side(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
     tokens: Count | None  #: of all answers, as the server counts
     seconds: NotNegative  #: from the first text to the last event, over all answers
     #: tokens after those of the first text, over `seconds`; of answers with more than one

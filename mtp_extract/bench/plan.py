@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.options import About
+from mtp_extract.options import About, Workloads
 
 
 def key_from(variable: str) -> str:
@@ -36,10 +35,7 @@ class BenchPlan:
         str | None,
         About("The same server started without a drafter; asked in turn with the first.", metavar="URL"),
     ] = None
-    prompts: Annotated[
-        Path | None,
-        About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
-    ] = None
+    prompts: Workloads = None
     model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
         None
     )

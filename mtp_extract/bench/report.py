@@ -10,7 +10,8 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.bench import fields
-from mtp_extract.bench.run import Benchmark, Figures, Side
+from mtp_extract.bench.fields import Figures, Side
+from mtp_extract.bench.run import Benchmark
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.columns import Column, Row, Table, decimal, item, number, percent, share

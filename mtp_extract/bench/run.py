@@ -23,10 +23,14 @@ from functools import reduce
 from operator import add
 from typing import Any, TypeVar
 
+from msgspec import convert
+
+from mtp_extract.bench.fields import Figures, Settings, Side
 from mtp_extract.bench.kinds import Counters, impossible
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.bench.server import Answer, Server
 from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
 
@@ -35,7 +39,6 @@ Say = Callable[[str], None]
 
 _SETTLING_TIME = 2.0  # seconds that counters may trail behind answers
 _POLL_INTERVAL = 0.05  # seconds between looks at them
-_SETTINGS = ("max_tokens", "temperature", "concurrency", "repeat", "warm_up", "chat_template")
 
 
 @dataclass(frozen=True)
@@ -66,44 +69,6 @@ class Group:
             return []
         accepted = whole.accepted if page.accepted is None else page.accepted
         return [(self.prompts[0], Counters(rounds=page.rounds, drafted=page.drafted, accepted=accepted))]
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one server did with some prompts. None is what it does not tell. What its fields mean stands at
-    :class:`mtp_extract.bench.fields.Side`, how speed is computed above.
-    """
-
-    tokens: int | None
-    seconds: float
-    tokens_per_s: float | None
-    tokens_per_s_ci95: Interval | None
-    throughput: float | None
-    first_token_ms: float | None
-    first_token_ms_ci95: Interval | None
-    inter_token_ms: float | None
-    server_tokens_per_s: float | None
-    counted: int
-    drafted: int | None
-    accepted: int | None
-    acceptance: float | None
-    acceptance_ci95: Interval | None
-    rounds: int | None
-    mean_accepted_length: float | None
-    mean_accepted_length_ci95: Interval | None
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Both servers on some prompts. What its fields mean stands at :class:`mtp_extract.bench.fields.Figures`."""
-
-    texts: int
-    server: Side
-    baseline: Side | None
-    speedup: float | None
-    speedup_ci95: Interval | None
-    identical: int | None
-    compared: int
 
 
 @dataclass(frozen=True)
@@ -163,10 +128,7 @@ def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitSt
     pairs = _pairs(groups) if plan.temperature == 0 else []
     return Benchmark(
         servers=servers,
-        settings={
-            "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-            **{name: getattr(plan, name) for name in _SETTINGS},
-        },
+        settings=fill(Settings, plan, prompts=dict(Counter(prompt.workload for prompt in prompts))),
         groups=groups,
         workloads={name: _figures(groups, pairs, {name}) for name in names},
         total=_figures(groups, pairs, set(names)),
@@ -264,15 +226,16 @@ def _figures(
     fast, slow = speeds["server"], speeds.get("baseline", {})
     would_take = [slow[index][1] / slow[index][0] * fast[index][0] for index in both]
     takes = [fast[index][1] for index in both]
-    return Figures(
-        texts=len({index for group in chosen["server"] for index in group.prompts}),
-        server=_side(chosen["server"]),
-        baseline=_side(chosen["baseline"]) if "baseline" in chosen else None,
-        speedup=sum(would_take) / sum(takes) if both else None,
-        speedup_ci95=ratio_interval(would_take, takes),
-        identical=sum(compared) if compared else None,
-        compared=len(compared),
-    )
+    figures = {
+        "texts": len({index for group in chosen["server"] for index in group.prompts}),
+        "server": _side(chosen["server"]),
+        "baseline": _side(chosen["baseline"]) if "baseline" in chosen else None,
+        "speedup": sum(would_take) / sum(takes) if both else None,
+        "speedup_ci95": ratio_interval(would_take, takes),
+        "identical": sum(compared) if compared else None,
+        "compared": len(compared),
+    }
+    return convert(figures, Figures)
 
 
 def _speeds(groups: Iterable[Group]) -> dict[int, tuple[int, float]]:
@@ -306,25 +269,26 @@ def _side(groups: Sequence[Group]) -> Side:
     rounds = sum(lengths[0]) if lengths[0] else None
     emitted = [a + b for a, b in zip(*lengths, strict=True)]
     counted = sum(len(group.answers) for group in groups if group.by_text("drafted"))
-    return Side(
-        tokens=tokens,
-        seconds=sum(answer.seconds for answer in answers),
-        tokens_per_s=rate,
-        tokens_per_s_ci95=ratio_interval(after, seconds),
-        throughput=tokens / sum(group.wall for group in groups) if tokens is not None else None,
-        first_token_ms=sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
-        first_token_ms_ci95=ratio_interval(*firsts),
-        inter_token_ms=1e3 / rate if rate else None,
-        server_tokens_per_s=1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
-        counted=counted,
-        drafted=drafted,
-        accepted=accepted,
-        acceptance=accepted / drafted if drafted and accepted is not None else None,
-        acceptance_ci95=_share(drafts[1], drafts[0], groups),
-        rounds=rounds,
-        mean_accepted_length=sum(emitted) / rounds if rounds else None,
-        mean_accepted_length_ci95=_length_interval(groups),
-    )
+    figures = {
+        "tokens": tokens,
+        "seconds": sum(answer.seconds for answer in answers),
+        "tokens_per_s": rate,
+        "tokens_per_s_ci95": ratio_interval(after, seconds),
+        "throughput": tokens / sum(group.wall for group in groups) if tokens is not None else None,
+        "first_token_ms": sum(firsts[0]) / sum(firsts[1]) if firsts[0] else None,
+        "first_token_ms_ci95": ratio_interval(*firsts),
+        "inter_token_ms": 1e3 / rate if rate else None,
+        "server_tokens_per_s": 1e3 * sum((c.tokens or 1) - 1 for c in told) / own if own else None,
+        "counted": counted,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": accepted / drafted if drafted and accepted is not None else None,
+        "acceptance_ci95": _share(drafts[1], drafts[0], groups),
+        "rounds": rounds,
+        "mean_accepted_length": sum(emitted) / rounds if rounds else None,
+        "mean_accepted_length_ci95": _length_interval(groups),
+    }
+    return convert(figures, Side)
 
 
 def _length_interval(groups: Sequence[Group]) -> Interval | None:

@@ -1,4 +1,4 @@
-"""What the commands share: how one is made and run, and the options that more than one has.
+"""How a command is made and run.
 
 Errors become one line on stderr and an exit status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
 """
@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.main import get_command
@@ -22,14 +22,6 @@ from typer.main import get_command
 from mtp_extract.cli import terminal
 from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.options import About
-
-SlidingWindow = Annotated[
-    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
-]
-Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
-OverwriteReport = Annotated[bool, About("Replace an older report.")]
-AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000

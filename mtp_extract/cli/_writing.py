@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,64 +12,22 @@ from mtp_extract.cli._drafter import say_geometry, say_proof
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY, FORMATS, HEADS
-from mtp_extract.options import About
+from mtp_extract.pipeline.plan import WritingPlan
 
 if TYPE_CHECKING:
     from mtp_extract.pipeline.directory import ExtractionResult
 
-# What an option may be is what the registry lists.
 CHOICES = {name: listed for name, listed in FORMATS.items() if not listed.variant}
 FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in CHOICES.items())
 HEADS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in HEADS.items())
-_RULES_ABOUT = "; ".join(f"{name}: {', '.join(listed.rules)}" for name, listed in CHOICES.items() if listed.rules)
 
 
-def _every(field: str) -> tuple[str, ...]:
-    """What the formats list under ``field``, each once."""
-    return tuple(dict.fromkeys(name for listed in FORMATS.values() for name in getattr(listed, field)))
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How a checkpoint is to be written, by the names that ``extract`` and ``convert`` have for it."""
-
-    engine: Annotated[
-        str | None,
-        About("An engine that wants the format otherwise.", names=("--for",), choices=_every("otherwise")),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        About("Type of the numbers; f32 is exact. By default the first that the format has.", choices=_every("dtypes")),
-    ] = None
-    codes: Annotated[bool, About("Also write the stored integers, scales and zero points.")] = False
-    exact: Annotated[bool, About("Write nothing that is rounded; say what would be.")] = False
-    quantize: Annotated[
-        str | None,
-        About(
-            f"Round matrices that have no integers to such, by a rule the format holds ({_RULES_ABOUT}; its usual one "
-            "first).",
-            choices=_every("rules"),
-        ),
-    ] = None
-    tokenizer: Annotated[
-        Path | None,
-        About("The base's tokenizer, to put into a gguf; llama.cpp drafts without.", metavar="DIR"),
-    ] = None
-
-    def check(self, format_: str) -> None:
-        """Refuse, as wrong usage, a type in which the format is not written, an engine that loads it as it is, and a
-        tokenizer for which it has no room.
-        """
-        listed = EVERY[format_]
-        if self.tokenizer is not None and not listed.tokenizer_inside:
-            raise typer.BadParameter(f"--tokenizer: the {format_} format has no room for one.")
-        if self.engine is not None and self.engine not in listed.otherwise:
-            raise typer.BadParameter(f"the {format_} format is not written otherwise for {self.engine}.")
-        if self.dtype is not None and self.dtype not in listed.dtypes:
-            raise typer.BadParameter(f"the {format_} format is written in {' or '.join(listed.dtypes)}.")
-
-
-Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
+def check_usage(plan: WritingPlan, format_: str) -> None:
+    """Refuse, as wrong usage, a plan that the format has no room for."""
+    try:
+        plan.check(format_)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mtp_extract.architecture.roles import EAGLE3
-from mtp_extract.cli._run import AsJson, Download, new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, Overwrite, Writing, show_written
+from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, check_usage, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY, HEADS
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson, Download, Overwrite
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
 
 
@@ -31,7 +32,7 @@ def command(
         Path | None,
         About("Where to write; by default DIR's name + -FORMAT.", names=("-o", "--out"), metavar="OUT"),
     ] = None,
-    writing: Writing,
+    plan: WritingPlan,
     source: Annotated[
         str | None,
         About(
@@ -49,7 +50,7 @@ def command(
     What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
     the new format has room for them; what is written is read back and compared.
     """
-    writing.check(format)
+    check_usage(plan, format)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.pipeline.conversion import convert
@@ -63,7 +64,7 @@ def command(
             directory,
             out,
             format=format,
-            **vars(writing),
+            **vars(plan),
             source=opened,
             overwrite=overwrite,
             card=card,

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in
-from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, Overwrite, Writing, show_written, tensors_of
+from mtp_extract.cli._run import new_app, run_lean
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, check_usage, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson, Download, Overwrite, Signature, SlidingWindow
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
 
 # \b: typer leaves the lines as they are.
@@ -45,16 +46,14 @@ def command(
         About("Where to write; by default SOURCE's name + -mtp-drafter.", names=("-o", "--out"), metavar="DIR"),
     ] = None,
     format: Annotated[str, About(FORMATS_ABOUT, choices=tuple(CHOICES))] = next(iter(CHOICES)),  # noqa: A002 - the option's name
-    writing: Writing,
+    plan: WritingPlan,
     overwrite: Overwrite = False,
     card: CardWords,
     sliding_window: SlidingWindow = None,
     section: Annotated[
         int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
     ] = None,
-    signature: Annotated[
-        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-    ] = None,
+    signature: Signature = None,
     download: Download = False,
     sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
@@ -62,7 +61,7 @@ def command(
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    writing.check(format)
+    check_usage(plan, format)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
@@ -77,7 +76,7 @@ def command(
             opened,
             out or default_directory(path),
             format=format,
-            **vars(writing),
+            **vars(plan),
             overwrite=overwrite,
             sliding_window=sliding_window,
             card=card,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtp_extract.cli._drafter import say_proof
 from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import AsJson, new_app, run_lean
+from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.io.place import check_place, files_of
+from mtp_extract.options import About, AsJson, ChatTemplate, Signature
 
 if TYPE_CHECKING:
-    from mtp_extract.insert.plan import InsertionPlan, InsertionResult
+    from mtp_extract.insert.plan import InsertionPlan
 
 _TYPES = ("int8", "int4", "int2", "float32")
 _OF_DRAFTER = ("types", "each", "graph_from", "section", "signature", "base", "prompts")
@@ -62,14 +64,12 @@ def command(
         Path | None,
         About("What the base continues for that; by default the prompts that are shipped.", metavar="FILE"),
     ] = None,
-    chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True,
+    chat_template: ChatTemplate = True,
     section: Annotated[
         int | None,
         About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
     ] = None,
-    signature: Annotated[
-        str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-    ] = None,
+    signature: Signature = None,
     dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,
@@ -83,7 +83,11 @@ def command(
             raise typer.BadParameter(
                 f"{', '.join(wrong)}: for a drafter, and --base-weights puts in a base. Leave it out."
             )
-        _insert_base(base_weights, source, out, overwrite, print_json)
+        from mtp_extract.base.insertion import planned_base_insertion
+
+        if out is not None:
+            check_place(out, overwrite=overwrite, inputs=(source, *files_of(base_weights)))
+        _carry_out(planned_base_insertion(base_weights, source), out, overwrite, print_json)
         return
     if bundle is None:
         raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
@@ -94,7 +98,6 @@ def command(
     wanted = {**({"*": types} if types else {}), **dict(map(_role_and_type, each))}
 
     from mtp_extract.insert.drafter import planned_insertion
-    from mtp_extract.io.place import check_place, files_of
 
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
@@ -103,41 +106,10 @@ def command(
         from mtp_extract.validate.calibration import measure_ranges
 
         ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=doing)
-    with planned_insertion(
+    planned = planned_insertion(
         source, bundle, types=wanted, ranges=ranges, graph_from=graph_from, section=section, signature=signature
-    ) as plan:
-        if not print_json:
-            where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
-            what = "A drafter added to" if plan.added else "The drafter of"
-            _show_plan(plan, f"{what} {escape(plan.name)}: {where}, {size(plan.size)}")
-        result = _write(plan, out, overwrite, print_json)
-    if print_json:
-        write_json(_document(plan, result))
-    elif result is not None:
-        say(f"Wrote {escape(result.path)} ({size(result.size)}); its drafter was read back and compared")
-        assert result.proof is not None
-        say_proof("Proven, its graph and its weights", result.proof.as_json())
-        say_notes(result.notes[len(plan.notes) :])
-
-
-def _insert_base(directory: Path, bundle: str, out: Path | None, overwrite: bool, print_json: bool) -> None:
-    from mtp_extract.base.insertion import planned_base_insertion
-    from mtp_extract.io.place import check_place, files_of
-
-    if out is not None:
-        check_place(out, overwrite=overwrite, inputs=(bundle, *files_of(directory)))
-    with planned_base_insertion(directory, bundle) as plan:
-        if not print_json:
-            _show_plan(
-                plan,
-                f"The base of {escape(plan.name)}: {size(plan.changed)} in {plan.written} places of {size(plan.size)}",
-            )
-        result = _write(plan, out, overwrite, print_json)
-    if print_json:
-        write_json(_base_document(plan, result))
-    elif result is not None:
-        say(f"Wrote {escape(result.path)} ({size(result.size)}), walked again and compared, role by role")
-        say_notes(result.notes[len(plan.notes) :])
+    )
+    _carry_out(planned, out, overwrite, print_json)
 
 
 def _role_and_type(text: str) -> tuple[str, str]:
@@ -149,15 +121,28 @@ def _role_and_type(text: str) -> tuple[str, str]:
     return role, name
 
 
-def _write(plan: InsertionPlan, out: Path | None, overwrite: bool, quiet: bool) -> InsertionResult | None:
-    """What ``plan`` writes; None for a dry run."""
-    if out is None:
-        return None
-    with progress(quiet=quiet) as tick:
-        return plan.write(out, overwrite=overwrite, progress=tick)
+def _carry_out(
+    planned: AbstractContextManager[InsertionPlan], out: Path | None, overwrite: bool, print_json: bool
+) -> None:
+    """Show what is planned and write it to ``out``; None is a dry run."""
+    result = None
+    with planned as plan:
+        if not print_json:
+            _show_plan(plan)
+        if out is not None:
+            with progress(quiet=print_json) as tick:
+                result = plan.write(out, overwrite=overwrite, progress=tick)
+    if print_json:
+        write_json(plan.as_json(result))
+    elif result is not None:
+        base, drafter = ", walked again and compared, role by role", "; its drafter was read back and compared"
+        say(f"Wrote {escape(result.path)} ({size(result.size)}){base if plan.of_base else drafter}")
+        if result.proof is not None:
+            say_proof("Proven, its graph and its weights", result.proof.as_json())
+        say_notes(result.notes[len(plan.notes) :])
 
 
-def _show_plan(plan: InsertionPlan, summary: str) -> None:
+def _show_plan(plan: InsertionPlan) -> None:
     rows = []
     for role, decisions in plan.decisions.items():
         for decision in decisions:
@@ -165,44 +150,14 @@ def _show_plan(plan: InsertionPlan, summary: str) -> None:
             types = before if before == after else f"{before} → {after}"
             rows.append([role, types, decision.how, f"{decision.error:.2g}"])
     table(rows, ["role", "stored", "what", "error"])
-    say(summary)
+    if plan.of_base:
+        where = f"{size(plan.changed)} in {plan.written} places of {size(plan.size)}"
+        say(f"The base of {escape(plan.name)}: {where}")
+    else:
+        where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"
+        what = "A drafter added to" if plan.added else "The drafter of"
+        say(f"{what} {escape(plan.name)}: {where}, {size(plan.size)}")
     say_notes(plan.notes)
-
-
-def _base_document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, Any]:
-    return {
-        "bundle": plan.name,
-        "out": str(result.path) if result else None,
-        "size": plan.size,
-        "places_written": plan.written,
-        "bytes_written": plan.changed,
-        "roles": {
-            role: [{"what": d.how, "stored": d.storage.type.name, "relative_rms_error": d.error} for d in each]
-            for role, each in plan.decisions.items()
-        },
-        "notes": (result or plan).notes,
-    }
-
-
-def _document(plan: InsertionPlan, result: InsertionResult | None) -> dict[str, Any]:
-    return {
-        "bundle": plan.name,
-        "out": str(result.path) if result else None,
-        "size": plan.size,
-        "added": plan.added,
-        "rebuilt_roles": plan.rebuilt,
-        "roles": {
-            role: {
-                "what": d.how,
-                "stored_before": d.before.name,
-                "stored": d.storage.type.name,
-                "relative_rms_error": d.error,
-            }
-            for role, (d,) in plan.decisions.items()
-        },
-        "notes": (result or plan).notes,
-        "proof": result.proof.as_json() if result and result.proof else None,
-    }
 
 
 app = new_app(command)

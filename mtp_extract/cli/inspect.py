@@ -12,11 +12,11 @@ import typer
 
 from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
 from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import AsJson, Download, SlidingWindow, new_app, run_lean
+from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import is_rounded
 from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson, Download, SlidingWindow
 
 if TYPE_CHECKING:
     from mtp_extract.base.comparison import BaseComparison
@@ -107,18 +107,11 @@ def _hold_against(source: str, directory: str, download: bool, print_json: bool)
 
 def _show_comparison(found: BaseComparison) -> None:
     say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
-    rows = [
-        [
-            r.role,
-            r.verdict,
-            ",".join(r.stored) or "-",
-            list(r.shape),
-            "-" if r.steps is None else f"{r.steps:.3f}",
-            "-" if r.error is None else f"{r.error:.2g}",
-            r.why,
-        ]
-        for r in found.roles
-    ]
+    rows = []
+    for r in found.roles:
+        steps = "-" if r.steps is None else f"{r.steps:.3f}"
+        error = "-" if r.error is None else f"{r.error:.2g}"
+        rows.append([r.role, r.verdict, ",".join(r.stored) or "-", list(r.shape), steps, error, r.why])
     table(rows, ["role", "verdict", "stored", "shape", "steps", "error", ""])
     say(f"{found.tensors_found} of {found.tensors} tensors found; {len(found.roles)} roles: {_counts(found.counts)}")
     if found.unused:
@@ -146,6 +139,7 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     elif (place / RECORD).exists():
         result = verify(place, REPORT_FILES)
     found = inspect_checkpoint(place, tensors=tensors)
+    wrong = sum(finding["is_error"] for finding in found.get("findings", ()))
     if print_json:
         write_json(
             {
@@ -153,16 +147,16 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
                 "files": result.files if result else None,
                 "tensors": result.tensors if result else found["weights"],
                 "against": result.against if result else None,
-                "ok": not any(finding["is_error"] for finding in found.get("findings", ())),
+                "ok": not wrong,
                 "extraction": result.record if result else None,
                 "holds": found,
             }
         )
     else:
         _show_checkpoint(place, found, result)
-    if wrong := [finding for finding in found.get("findings", ()) if finding["is_error"]]:
+    if wrong:
         raise CheckpointError(
-            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {len(wrong)}. "
+            f"{escape(place)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
             "Convert it, or change its config as said."
         )
     if result is None:
@@ -273,8 +267,8 @@ def _show_model(model: Mapping[str, Any]) -> None:
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")
-        table([[n, t["type"], t["shape"]] for n, t in signature["inputs"].items()], indent="    in   ")
-        table([[n, t["type"], t["shape"]] for n, t in signature["outputs"].items()], indent="    out  ")
+        for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
+            table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
     if "tensors" in model:
         say("Tensors")
         rows = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._planned import given
-from mtp_extract.cli._run import AsJson, new_app, run
+from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, AsJson
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import Plan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
@@ -89,9 +89,9 @@ def command(
         with _progress(quiet=print_json) as tell:
             made = run_ordered_head(HeadPlan(where, target, **head_plan), doing_unless(print_json), tell)
         if print_json:
-            write_json({"directory": _name(made.directory), "ordered_head": made.record, "notes": made.notes})
+            write_json({"directory": made.directory, "ordered_head": made.record, "notes": made.notes})
         else:
-            _show_head(made)
+            _show(made, _head_made(made), ("dense", "ordered"))
         _require_written(made, target)
         return
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
@@ -100,14 +100,10 @@ def command(
         tuned = run_tuning(Plan(where, target, **plan), doing_unless(print_json), tell, stop)
     if first:
         if print_json:
-            write_json({"directory": _name(tuned.directory), "tuning": tuned.record, "notes": tuned.notes})
+            write_json({"directory": tuned.directory, "tuning": tuned.record, "notes": tuned.notes})
         else:
-            _show(tuned, where.work)
+            _show(tuned, [_trained(tuned)], ("before", "after"), where.work)
     _require_written(tuned, target, first)
-
-
-def _name(directory: Path | None) -> str | None:
-    return None if directory is None else str(directory)
 
 
 def _require_written(made: Outcome, target: Path, first: bool = True) -> None:
@@ -163,35 +159,29 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _show(tuned: Outcome, work: Path) -> None:
+def _trained(tuned: Outcome) -> str:
     record = tuned.record
-    say(
+    return (
         f"Trained {record['numbers']} numbers on {len(tuned.corpus.trained)} texts, {record['steps_done']} steps, best "
         f"after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
     )
-    _compare(tuned.comparisons, tuned.corpus.shared, "before", "after")
-    say_notes(tuned.notes)
-    say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
-    if tuned.directory is not None:
-        _wrote(tuned)
 
 
-def _show_head(made: Outcome) -> None:
+def _head_made(made: Outcome) -> list[str]:
     record, kept = made.record, made.record["kept"]
-    low, high = kept["interval"] or (None, None)
-    say(
+    bounds = " ({:.2%} to {:.2%})".format(*kept["interval"]) if kept["interval"] else ""
+    return [
         f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
-        f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
-    )
-    bounds = "" if low is None else f" ({low:.2%} to {high:.2%})"
-    say(f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}")
-    _compare(made.comparisons, made.corpus.shared, "dense", "ordered")
-    say_notes(made.notes)
-    if made.directory is not None:
-        _wrote(made)
+        f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}",
+        f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}",
+    ]
 
 
-def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -> None:
+def _show(made: Outcome, lines: Sequence[str], when: tuple[str, str], work: Path | None = None) -> None:
+    """``lines`` on what was made, the comparison of the drafts ``when`` before and after, and where all of it lies."""
+    for line in lines:
+        say(line)
+    comparisons = made.comparisons
     overall, other = comparisons.overall, comparisons.otherwise
     say(f"Mean accepted length with {len(overall.before.conditional)} drafts, 95 % intervals over held-out texts:")
     table(
@@ -200,14 +190,16 @@ def _compare(comparisons: Comparisons, shared: float, before: str, after: str) -
             _row("all that was trained on", overall),
             *([_row(f"the same prompts, {_served(comparisons)}", other)] if other is not None else []),
         ],
-        ("workload", "texts", before, "", after, "", "change", ""),
+        ("workload", "texts", when[0], "", when[1], "", "change", ""),
     )
-    say(f"  {100 * shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
-
-
-def _wrote(made: Outcome) -> None:
-    forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
-    say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
+    shared = 100 * made.corpus.shared
+    say(f"  {shared:.0f} % of the held-out texts' sequences of 8 tokens stand in training texts too")
+    say_notes(made.notes)
+    if work is not None:
+        say(f"Log and figure: {escape(work / 'log.jsonl')}, {escape(work / 'progress.png')}")
+    if made.directory is not None:
+        forced = f"; forced: {'; '.join(made.refused)}" if made.refused else ""
+        say(f"Wrote {escape(made.directory)}/, read back and compared{forced}")
 
 
 def _served(comparisons: Comparisons) -> str:

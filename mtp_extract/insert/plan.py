@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.tensor_file import run_all, workers
@@ -50,6 +51,8 @@ class InsertionPlan:
     _inputs: tuple[PathLike | None, ...] = field(repr=False)
     _verify: Callable[[Path], Proof | None] = field(repr=False)
     """Compare the new file with what was put in; raises OutputError where it reads back differently."""
+    of_base: bool = False
+    """Whether it is a base that is put in, and no drafter."""
     added: bool = False
     """Whether the bundle has no drafter yet."""
     rebuilt: int = 0
@@ -86,6 +89,35 @@ class InsertionPlan:
             proof = self._verify(stage)
             freshen(stage, target, self._source)
         return InsertionResult(target, self.size, (*self.notes, *stale_caches(target)), proof)
+
+    def as_json(self, result: InsertionResult | None) -> dict[str, Any]:
+        """What is to be done and, where it was, its ``result``."""
+        counts: dict[str, Any] = {"added": self.added, "rebuilt_roles": self.rebuilt}
+        if self.of_base:
+            counts = {"places_written": self.written, "bytes_written": self.changed}
+        roles: dict[str, list[dict[str, Any]]] = {
+            role: [
+                {
+                    "what": decision.how,
+                    **({} if self.of_base else {"stored_before": decision.before.name}),
+                    "stored": decision.storage.type.name,
+                    "relative_rms_error": decision.error,
+                }
+                for decision in each
+            ]
+            for role, each in self.decisions.items()
+        }
+        document = {
+            "bundle": self.name,
+            "out": str(result.path) if result else None,
+            "size": self.size,
+            **counts,
+            "roles": roles if self.of_base else {role: one for role, (one,) in roles.items()},
+            "notes": (result or self).notes,
+        }
+        if not self.of_base:
+            document["proof"] = result.proof.as_json() if result and result.proof else None
+        return document
 
 
 def check_written(path: Path, written: Iterable[tuple[LazyTensor, Decision]]) -> None:

@@ -31,6 +31,7 @@ from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.extraction import prove_converted
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.pipeline.verification import verify_against_source
@@ -78,16 +79,8 @@ def convert(
         UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
-    choice = Choice.of(
-        format,
-        engine,
-        dtype=dtype,
-        codes=codes,
-        exact=exact,
-        quantize=quantize,
-        overwrite=overwrite,
-        tokenizer=tokenizer,
-    )
+    plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
+    choice = Choice.of(format, plan, overwrite=overwrite)
     target = Path(out) if out is not None else default_directory(directory, format)
     place = with_record(Path(directory))
     inputs = place, None if source is None else source.source.path, *files_of(tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
-from mtp_extract.checkpoint.rounding import RULES, RoundedTensor, round_matrices
+from mtp_extract.checkpoint.rounding import RoundedTensor, round_matrices
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named, name_for
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import changed_card, files_in
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import CARD, RECORD, recorded, write_file
 from mtp_extract.report.card import UNSAID, CardWords, model_card
 
@@ -60,41 +60,28 @@ class Choice:
     card: CardWords = UNSAID
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        engine: str | None,
-        *,
-        dtype: str | None,
-        codes: bool,
-        exact: bool,
-        quantize: str | None,
-        overwrite: bool,
-        tokenizer: str | os.PathLike[str] | None = None,
-        card: CardWords = UNSAID,
-    ) -> Choice:
-        """The choice of the format called ``name``, as ``engine`` wants it; in its own type where ``dtype`` is None.
+    def of(cls, name: str, plan: WritingPlan, *, overwrite: bool, card: CardWords = UNSAID) -> Choice:
+        """What ``plan`` asks of the format called ``name``; in the format's own type where it names none.
 
         Raises:
-            ValueError: an unknown name, type or rule, an engine for which the format has no other way, or a tokenizer
-                for which it has no room.
+            ValueError: the format cannot be written so.
             UnsupportedError: rounding and exactness at once.
         """
-        format_ = format_named(name_for(name, engine))
-        dtypes = EVERY[name].dtypes
-        dtype = dtype or dtypes[0]
-        if dtype not in dtypes:
-            raise ValueError(f"dtype {dtype!r}: the {name} layout is written in {' or '.join(dtypes)}.")
-        if quantize is not None and quantize not in RULES:
-            raise ValueError(f"quantize {quantize!r}: expected {' or '.join(RULES)}.")
-        if exact and quantize:
+        plan.check(name)
+        if plan.exact and plan.quantize:
             raise UnsupportedError(
-                f"Rounding by {quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
+                f"Rounding by {plan.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
             )
-        if tokenizer is not None and not EVERY[name].tokenizer_inside:
-            raise ValueError(f"tokenizer: the {name} layout has no room for one.")
-        kept = None if tokenizer is None else Path(tokenizer)
-        return cls(format_, dtype, codes, exact, quantize, overwrite, kept, card)
+        return cls(
+            format_named(name_for(name, plan.engine)),
+            plan.dtype or EVERY[name].dtypes[0],
+            plan.codes,
+            plan.exact,
+            plan.quantize,
+            overwrite,
+            plan.tokenizer,
+            card,
+        )
 
     def prepare(self, checkpoint: Checkpoint) -> Prepared:
         """``checkpoint`` as it is to be written, and how every weight will be held.

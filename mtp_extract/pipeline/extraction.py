@@ -25,6 +25,7 @@ from mtp_extract.io.source import Progress, Source
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, Rounding, prove
 from mtp_extract.report.card import UNSAID, CardWords
@@ -97,17 +98,8 @@ def extract(
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``, a ``tokenizer`` for a format without room for one,
             or an ``engine`` for which the format has no other way.
     """
-    choice = Choice.of(
-        format,
-        engine,
-        dtype=dtype,
-        codes=codes,
-        exact=exact,
-        quantize=quantize,
-        overwrite=overwrite,
-        tokenizer=tokenizer,
-        card=card,
-    )
+    plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
+    choice = Choice.of(format, plan, overwrite=overwrite, card=card)
     with nullcontext(source) if isinstance(source, Opened) else open_bundle(source) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
         inputs = opened.source.path, *files_of(tokenizer)

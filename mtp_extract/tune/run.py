@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
-from mtp_extract.options import About, check_values
+from mtp_extract.options import About, Overwrite, check_values
 from mtp_extract.report.card import UNSAID, CardWords
-from mtp_extract.tune.setting import Force, Overwrite, Setting
+from mtp_extract.tune.setting import Force, Setting
 from mtp_extract.tune.status import Status
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import About, check_values
+from mtp_extract.options import BASE, About, Device, check_values
 
 Force = Annotated[bool, About("Write also what is not better.")]
-Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,7 @@ class Setting:
         About("A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head.", metavar="[DIR]"),
     ]
     """None where a new EAGLE-3 head is to be made."""
-    base: Annotated[
-        str,
-        About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL"),
-    ]
+    base: Annotated[str, BASE]
     work: Path  # where text, state and log are kept: a run that was stopped goes on from there
     prompts: Annotated[
         Path | None,
@@ -47,8 +43,7 @@ class Setting:
     draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
     batch: Annotated[int, About("Texts a step.", least=1)] = 16  # of all processes together
     seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
-    device: Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto"
-    """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
+    device: Device = "auto"
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
-from mtp_extract.options import About, check_values, whole_numbers
+from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.texts import repeats_note
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
@@ -44,9 +44,7 @@ class Plan:
         Path | None, About("A checkpoint that mtp-extract wrote, or an official assistant.", metavar="DIR")
     ]
     """None for the sample, which is then extracted first."""
-    base: Annotated[
-        str | None, About("The base model: a directory, or an id of the Hugging Face Hub.", metavar="MODEL")
-    ] = None
+    base: Annotated[str | None, BASE] = None
     beside: Annotated[
         Sequence[Path], About("Another drafter of that base, on the same texts; may be repeated.", metavar="DIR")
     ] = ()
@@ -55,13 +53,9 @@ class Plan:
         About("The .litertlm it was extracted from: proof that this is its drafter.", metavar="FILE"),
     ] = None
     """Or a ``.tflite``, or an address."""
-    prompts: Annotated[
-        Path | None,
-        About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
-    ] = None
+    prompts: Workloads = None
     draft_steps: Annotated[
-        Sequence[int],
-        About("Drafts a round.", metavar="K,…", least=1, most=MOST_STEPS, parse=whole_numbers),
+        Sequence[int], About("Drafts a round.", metavar="K,…", least=1, most=MOST_STEPS, parse=whole_numbers)
     ] = (1, 2, 4, 8)
     """Values of K to generate with; the largest is the number of steps of the agreement."""
     trees: Annotated[
@@ -75,14 +69,13 @@ class Plan:
     ] = ()
     """``best:14`` is the tree of at most 14 drafts that the measured ranks promise most of; ``paths:1,0.0`` as a report
     names that one."""
-    device: Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")] = "auto"
-    """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
+    device: Device = "auto"
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
     samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
     timed: int = 5  # prompts to time
     seed: Annotated[int, About("Of the random inputs.")] = 0
-    chat_template: Annotated[bool, About("Apply the base's chat template, if it has one.")] = True
+    chat_template: ChatTemplate = True
 
     @property
     def wanted(self) -> Mapping[str, Wanted]:
@@ -145,7 +138,7 @@ def _check(plan: Plan) -> None:
         require("transformers")
     check_values(plan)
     if not plan.draft_steps:
-        raise MtpExtractError("expected at least one number of draft steps, found none", remedies=("draft_steps",))
+        raise MtpExtractError("expected a number of draft steps, found none; give one", remedies=("draft_steps",))
     if not 0 <= plan.seed < 1 << 63 or plan.samples > _MOST_SAMPLES:
         raise MtpExtractError(f"expected a seed of 0 to 2^63 - 1 and at most {_MOST_SAMPLES} samples")
 

@@ -46,7 +46,7 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
         ([], 2, "--format"),
         (["--format", "litert", "--dtype", "bf16"], 2, "the litert format is written in f32"),
         (["--format", "litert", "--quantize", "q3_k"], 2, "--quantize"),
-        (["--format", "mlx", "--for", "sglang"], 2, "not written otherwise for sglang"),
+        (["--format", "mlx", "--for", "sglang"], 2, "engine 'sglang': the mlx format is written one way"),
         (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
         (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
         (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),

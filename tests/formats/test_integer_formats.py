@@ -142,6 +142,8 @@ def test_an_engine_that_wants_it_otherwise(sample: Path, tmp_path: Path) -> None
         extract(sample, tmp_path / "other", format="compressed-tensors", engine="vllm")
     with pytest.raises(ValueError, match="is written one way"):
         extract(sample, tmp_path / "other", format="mlx", engine="sglang")
+    with pytest.raises(ValueError, match="quantize 'q3_k': expected"):
+        extract(sample, tmp_path / "other", format="mlx", quantize="q3_k")
 
 
 def test_targets_find_what_engines_fuse(sample: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.commands import run, run_here
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 
 from mtp_extract.cli import validate
 from mtp_extract.data import sample_prompts
-from mtp_extract.errors import OutputError
+from mtp_extract.errors import MtpExtractError, OutputError
+from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 from mtp_extract.validate.result import Validation
+from mtp_extract.validate.run import Plan, run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -170,3 +173,20 @@ def test_a_process_of_its_own(checkpoint: Path) -> None:
     result = run("validate", checkpoint, "--source", "/absent.litertlm")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("error: /absent.litertlm")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"new_tokens": 1},
+        {"batch": 0},
+        {"samples": 0},
+        {"draft_steps": ()},
+        {"draft_steps": (2, 0)},
+        {"draft_steps": (MOST_STEPS + 1,)},
+    ],
+)
+def test_numbers_out_of_bounds(change: dict[str, Any]) -> None:
+    with pytest.raises(MtpExtractError) as caught:
+        run_validation(Plan(Path("d"), base="b", **change))
+    assert caught.value.remedies == tuple(change)

@@ -1,0 +1,62 @@
+"""How a checkpoint is to be written: what extracting and converting both ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from mtp_extract.formats import EVERY, FORMATS, name_for
+from mtp_extract.options import About, check_values
+
+_RULES = "; ".join(
+    f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.variant
+)
+
+
+def _every(field: str) -> tuple[str, ...]:
+    """What the formats list under ``field``, each once."""
+    return tuple(dict.fromkeys(name for listed in FORMATS.values() for name in getattr(listed, field)))
+
+
+@dataclass(frozen=True)
+class WritingPlan:
+    """As :func:`~mtp_extract.pipeline.extraction.extract` explains it."""
+
+    engine: Annotated[
+        str | None,
+        About("An engine that wants the format otherwise.", names=("--for",), choices=_every("otherwise")),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        About("Type of the numbers; f32 is exact. By default the first that the format has.", choices=_every("dtypes")),
+    ] = None
+    codes: Annotated[bool, About("Also write the stored integers, scales and zero points.")] = False
+    exact: Annotated[bool, About("Write nothing that is rounded; say what would be.")] = False
+    quantize: Annotated[
+        str | None,
+        About(
+            f"Round matrices that have no integers to such, by a rule the format holds ({_RULES}; its usual one "
+            "first).",
+            choices=_every("rules"),
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        About("The base's tokenizer, to put into a gguf; llama.cpp drafts without.", metavar="DIR"),
+    ] = None
+
+    def check(self, format_: str) -> None:
+        """Whether the format called ``format_`` can be written so.
+
+        Raises:
+            ValueError: an unknown name, type or rule, an engine for which the format has no other way, or a tokenizer
+                for which it has no room.
+        """
+        name_for(format_, self.engine)
+        listed = EVERY[format_]
+        if self.tokenizer is not None and not listed.tokenizer_inside:
+            raise ValueError(f"tokenizer: the {format_} format has no room for one.")
+        if self.dtype is not None and self.dtype not in listed.dtypes:
+            raise ValueError(f"dtype {self.dtype!r}: the {format_} format is written in {' or '.join(listed.dtypes)}.")
+        check_values(self)
