@@ -53,11 +53,11 @@ class CompressedTensorsFormat(PackedFormat):
     def fit(self, role: Role, codes: RowCodes) -> Packed:
         if role.name == HEAD and self._dense_head_for:
             raise NoCodesError(f"{self._dense_head_for} takes a head of floats only; without it the codes are kept")
-        whole = codes.block == codes.shape[1]
-        group = codes.block if whole else group_of(codes)
+        block = codes.steps.block
+        group = block if block == codes.shape[1] else group_of(codes)
         if group is None:
             raise NoCodesError(
-                f"its blocks of {codes.block} are none that engines have kernels for; the litert format has its floats"
+                f"its blocks of {block} are none that engines have kernels for; the litert format has its floats"
             )
         return Packed(codes.shape, codes.bits, group)
 

@@ -34,12 +34,12 @@ class GemmaFormat(PackedFormat):
     unties = True
 
     def fit(self, role: Role, codes: RowCodes) -> Packed:
-        if codes.block != codes.shape[1]:
+        if codes.steps.block != codes.shape[1]:
             raise NoCodesError(
-                f"its blocks of {codes.block} have scales of their own, where this format has one a row; the "
+                f"its blocks of {codes.steps.block} have scales of their own, where this format has one a row; the "
                 "compressed-tensors format keeps blocks of 32, 64 and 128"
             )
-        return Packed(codes.shape, codes.bits, codes.block)
+        return Packed(codes.shape, codes.bits, codes.steps.block)
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits)

@@ -72,7 +72,7 @@ class GgufFormat:
             codes = _codes(tensor)
         except NoCodesError as error:
             return hold_floats(tensor, "f32", str(error))
-        if (codes.steps == codes.steps.astype(np.float16)).all():
+        if (codes.steps.size == codes.steps.size.astype(np.float16)).all():
             return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
@@ -152,18 +152,19 @@ def _codes(tensor: LazyTensor) -> RowCodes:
             f"{error}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
             "can be kept beside the floats)"
         ) from error
-    if codes.shape[1] % BLOCK or codes.block % BLOCK:
-        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
+    if codes.shape[1] % BLOCK or codes.steps.block % BLOCK:
+        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.steps.block}"
         raise NoCodesError(
             f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
             "format keeps rows of any length)"
         )
+    sizes = codes.steps.size
     with np.errstate(over="ignore", under="ignore"):
-        rounded = codes.steps.astype(np.float16).astype(np.float32)
-    unlike = np.abs(rounded - codes.steps) > DTYPES["f16"].roundoff * np.abs(codes.steps)
+        rounded = sizes.astype(np.float16).astype(np.float32)
+    unlike = np.abs(rounded - sizes) > DTYPES["f16"].roundoff * np.abs(sizes)
     if unlike.any() or not np.isfinite(rounded).all():
         raise NoCodesError(
-            f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
+            f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
             "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
         )
     return codes

@@ -32,7 +32,7 @@ class MlxFormat(PackedFormat):
         group = group_of(codes)
         if group is None:
             raise NoCodesError(
-                f"its steps are shared by {codes.block} elements, where MLX has groups of 32, 64 or 128; "
+                f"its steps are shared by {codes.steps.block} elements, where MLX has groups of 32, 64 or 128; "
                 "the compressed-tensors format keeps whole rows of any length"
             )
         return Packed(codes.shape, codes.bits, group)

@@ -42,7 +42,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 def group_of(codes: RowCodes) -> int | None:
     """The longest of :data:`GROUPS` whose elements share a step; None where there is none."""
-    return next((group for group in GROUPS if codes.block % group == 0), None)
+    return next((group for group in GROUPS if codes.steps.block % group == 0), None)
 
 
 class PackedFormat(ABC):
@@ -97,9 +97,9 @@ class PackedFormat(ABC):
 
     def _packed(self, role: Role, tensor: LazyTensor) -> tuple[RowCodes, Packed]:
         codes = row_codes(tensor)
-        if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
+        if not codes.exact and bool((codes.steps.size[codes.steps.size > 0] < _SMALLEST_NORMAL).any()):
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
-        if (codes.steps < 0).any():
+        if (codes.steps.size < 0).any():
             raise NoCodesError("it has negative scales (gguf holds them)")
         return codes, self.fit(role, codes)
 

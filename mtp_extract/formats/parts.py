@@ -73,7 +73,7 @@ def plan_parts(
 
 
 def _packing(codes: RowCodes, packed: Packed, part: Part) -> Iterator[npt.NDArray[np.generic]]:
-    for _, rows in codes.blocks():
+    for _, rows in codes.row_blocks(0, codes.shape[0]):
         yield (rows if part.dtype == "I8" else pack(rows, packed.bits, DTYPE_SIZES[part.dtype])).reshape(-1)
 
 
@@ -82,7 +82,7 @@ def _values(kind: str, codes: RowCodes, packed: Packed, activations: Activations
         return np.array(packed.shape, np.int64)
     if kind in (INPUT, OUTPUT):
         return np.array(static_scale(activations[kind == OUTPUT]), np.float32)
-    scales = np.repeat(codes.steps, codes.block // packed.group, axis=1)
+    scales = np.repeat(codes.steps.size, codes.steps.block // packed.group, axis=1)
     return _biases(packed.bits, scales) if kind == "biases" else scales
 
 

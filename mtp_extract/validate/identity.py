@@ -230,8 +230,8 @@ def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...] 
         return f"holds codes that are not the file's: {error}"
     if not same_codes(mine, theirs):
         return "holds other codes than the file's"
-    common = math.gcd(mine.block, theirs.block)
-    one, other = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (mine, theirs))
+    common = math.gcd(mine.steps.block, theirs.steps.block)
+    one, other = (np.repeat(codes.steps.size, codes.steps.block // common, axis=1) for codes in (mine, theirs))
     if np.array_equal(one, other):
         return () if mine.exact else ("F32 scales",)
     with np.errstate(over="ignore"):
