@@ -58,26 +58,33 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
-def read_tensors(path: Path) -> Stored:
-    """The tensors of the safetensors file at ``path``.
+_ANEW = "extract the drafter anew"
+
+
+def read_tensors(path: Path, advice: str = _ANEW) -> Stored:
+    """The tensors of the safetensors file at ``path``; ``advice`` is for whoever lacks it.
 
     Raises:
         CheckpointError: it is not there, or is none.
     """
     if not path.is_file():
-        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; extract the drafter anew")
+        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
     return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
 
 
-def read_shards(directory: Path, name: str) -> Stored:
+def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Stored:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
+
+    Args:
+        advice: what to do where a file is missing.
+        listed_only: pass over tensors that the index does not list where they are, instead of refusing them.
 
     Raises:
         CheckpointError: it is not there, is none, or the index contradicts its files.
     """
     index = directory / f"{name}.index.json"
     if (directory / name).is_file() or not index.is_file():
-        return read_tensors(directory / name)
+        return read_tensors(directory / name, advice)
     document = read_object(index)
     with naming(index):
         places = table(document, "weight_map")
@@ -86,7 +93,9 @@ def read_shards(directory: Path, name: str) -> Stored:
             raise CheckpointError(f"expected files beside it, found {escape(wrong[0])}; check the index")
         found: dict[str, tuple[Path, StoredTensor]] = {}
         for file in files:
-            stored = read_tensors(directory / file)
+            stored = read_tensors(directory / file, advice)
+            if listed_only:
+                stored = {tensor: place for tensor, place in stored.items() if places.get(tensor) == file}
             if twice := sorted(stored.keys() & found.keys()):
                 raise CheckpointError(f"expected {escape(twice[0])} in one of its files, found it in two")
             found |= stored
