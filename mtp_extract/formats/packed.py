@@ -57,8 +57,8 @@ class PackedFormat(ABC):
     weights_file = "model.safetensors"
 
     @abstractmethod
-    def fit(self, role: Role, codes: RowCodes) -> Packed:
-        """How a matrix will be packed.
+    def fit(self, role: Role, codes: RowCodes) -> int:
+        """How many neighbouring elements of a row will share a scale.
 
         Raises:
             NoCodesError: it will not be: why, and what keeps its codes.
@@ -101,7 +101,7 @@ class PackedFormat(ABC):
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
         if (codes.steps.size < 0).any():
             raise NoCodesError("it has negative scales (gguf holds them)")
-        return codes, self.fit(role, codes)
+        return codes, Packed(codes.shape, codes.bits, self.fit(role, codes))
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         shapes = shapes_of(checkpoint.mtp)
@@ -139,8 +139,7 @@ class PackedFormat(ABC):
             (codes, how), module = packed[role.name], _module(name)
             modules[module] = how
             activations = checkpoint.activations.get(role.name, (None, None))
-            tensor = checkpoint.tensors[role.name]
-            tensors += plan_parts(module, role.name, tensor, codes, how, self.parts(how), activations)
+            tensors += plan_parts(module, role.name, codes, how, self.parts(how), activations)
         floats = [module for module in _modules(shapes, tied) if module not in modules]
         document = config_document(checkpoint.mtp, "float32", tied=tied)
         document[self.key] = self.document(modules, floats)

@@ -16,7 +16,7 @@ from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
+from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_array, read_rows
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.graph.ledger import Activation
 
@@ -55,7 +55,6 @@ class Part:
 def plan_parts(
     module: str,
     role: str,
-    tensor: LazyTensor,
     codes: RowCodes,
     packed: Packed,
     parts: Sequence[Part],
@@ -66,7 +65,7 @@ def plan_parts(
         name = f"{module}{part.suffix}"
         if part.kind == "codes":
             producer = partial(_packing, codes, packed, part)
-            yield PlannedTensor(name, part.dtype, part.shape, producer, role, tensor)
+            yield PlannedTensor(name, part.dtype, part.shape, producer, role, codes.tensor)
         else:
             made = plan_array(name, _values(part.kind, codes, packed, activations))
             yield replace(made, role=role, part=part.kind)
@@ -162,8 +161,7 @@ class Matrix:
         part = next((part for part in self.parts if part.kind == kind), None)
         if part is None:
             return np.empty(0)
-        flat = replace(self.stored[self.module + part.suffix], shape=(1,))
-        return read_rows(self.path, flat, 0, 1).reshape(-1).view(_TYPES[part.dtype]).reshape(part.shape)
+        return read_array(self.path, self.stored[self.module + part.suffix], _TYPES[part.dtype]).reshape(part.shape)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{escape(self.path)}: {escape(self.module)}: {what}. Extract the drafter anew.")
