@@ -154,7 +154,7 @@ class Matrix:
             raise self._damaged("expected scales that are finite and not negative, found others")
         if biases.size and not np.array_equal(biases, _biases(bits, scales)):
             raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
-        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64)).by_row()
+        return Steps.around_zero(self.packed.group, scales).by_row()
 
     def _array(self, kind: str) -> npt.NDArray[Any]:
         """The part of that kind; empty where the format has none."""
