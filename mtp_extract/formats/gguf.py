@@ -6,7 +6,8 @@ FP16, the only type that steps have there. Norms, scalars and what cannot be hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, bl
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps, read_floats
-from mtp_extract.checkpoint.manifest import Manifest, Said
+from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
@@ -126,10 +127,10 @@ class GgufFormat:
         }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         path = _file_in(directory)
         made = config_metadata(_config(path)[1])
-        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), TOLERATED, needed_of(made)),))
+        return [Said(path, as_stored(made), TOLERATED, needed_of(made))]
 
 
 FORMAT = GgufFormat()
@@ -215,22 +216,23 @@ def _stored(path: Path, stored: StoredTensor, name: str) -> LazyTensor:
     if kind is None:
         return StoredWeight(path, stored, name)
 
-    def rows(first: int, last: int) -> Any:
-        return unpacked(kind, read_rows(path, stored, first, last))
+    return StoredCodes(
+        shape=stored.shape,
+        bits=kind.bits,
+        signed=True,
+        grid=partial(_read_steps, path, stored, kind),
+        rows=lambda first, last: unpacked(kind, read_rows(path, stored, first, last)),
+        origin=(path, stored.offset),
+    )
 
-    return StoredCodes(stored.shape, kind.bits, True, _grid(path, stored, kind), rows, (path, stored.offset))
 
-
-def _grid(path: Path, stored: StoredTensor, kind: BlockType) -> Callable[[], Steps]:
-    def grid() -> Steps:
-        count, columns = stored.shape
-        size = np.empty((count, columns // BLOCK), np.float32)
-        each = max(1, _READ * count // max(stored.length, 1))
-        for first in range(0, count, each):
-            last = min(first + each, count)
-            size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
-        if not np.isfinite(size).all():
-            raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape)).by_row()
-
-    return grid
+def _read_steps(path: Path, stored: StoredTensor, kind: BlockType) -> Steps:
+    count, columns = stored.shape
+    size = np.empty((count, columns // BLOCK), np.float32)
+    each = max(1, _READ * count // max(stored.length, 1))
+    for first in range(0, count, each):
+        last = min(first + each, count)
+        size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
+    if not np.isfinite(size).all():
+        raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
+    return Steps.around_zero(BLOCK, size).by_row()

@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
-from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_whole, off, some
+from mtp_extract.checkpoint.manifest import Keys, Said, anything, at, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype, read_array
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
@@ -163,11 +163,10 @@ class HeadFormat:
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config, stored = self._opened(directory)
-        weights = reading.shards_of(directory, self.weights_file, stored)
         said = Said(directory / self.marker, self.document(config, ""), self.tolerated)
-        return Manifest(weights.files | {self.marker}, (*weights.said, said))
+        return *reading.said_by_shards(directory, self.weights_file, stored), said
 
     def _opened(self, directory: Path) -> tuple[Eagle3Config, reading.Stored]:
         path = directory / self.marker

@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.manifest import Keys, Manifest, at, said_by_header
+from mtp_extract.checkpoint.manifest import Keys, Said, at, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
@@ -180,7 +180,7 @@ class PackedFormat(ABC):
                 )
         return config, packed, tied[0]
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config, packed, tied = self._read_config(directory)
         modules = _modules(shapes_of(config), tied)
         made = config_document(config, "", tied=tied)
@@ -188,11 +188,8 @@ class PackedFormat(ABC):
             {module: packed[module] for module in modules if module in packed},
             [module for module in modules if module not in packed],
         )
-        said = [
-            said_by_header(directory / self.weights_file),
-            *said_of(directory, config, made, at([f"{self.key}."], self.tolerated)),
-        ]
-        return Manifest(frozenset(one.path.name for one in said), tuple(said))
+        said = said_of(directory, config, made, at([f"{self.key}."], self.tolerated))
+        return said_by_header(directory / self.weights_file), *said
 
     def read(self, directory: Path) -> Checkpoint:
         config, packed, tied = self._read_config(directory)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.manifest import Manifest, said_by_header, said_by_index
+from mtp_extract.checkpoint.manifest import Said, said_by_header, said_by_index
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
@@ -107,15 +107,13 @@ def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only:
     return found
 
 
-def shards_of(directory: Path, name: str, places: Stored) -> Manifest:
-    """What belongs to the tensors that :func:`read_shards` has found at ``places``."""
-    files = {path.name: path for path, _ in places.values()}
-    said = [said_by_header(path) for path in files.values()]
-    index = directory / f"{name}.index.json"
-    if name in files or not index.is_file():
-        return Manifest(frozenset({*files, name}), tuple(said))
-    said.append(said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()}))
-    return Manifest(frozenset({*files, index.name}), tuple(said))
+def said_by_shards(directory: Path, name: str, places: Stored) -> list[Said]:
+    """The files of the tensors that :func:`read_shards` has found at ``places``, and what they may say."""
+    whole, index = directory / name, directory / f"{name}.index.json"
+    if whole.is_file() or not index.is_file():
+        return [said_by_header(whole)]
+    headers = [said_by_header(path) for path in dict.fromkeys(path for path, _ in places.values())]
+    return [*headers, said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()})]
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:
