@@ -7,7 +7,7 @@ here: whoever compares knows what they are to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,14 +15,13 @@ from typing import Any
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
-from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
+from mtp_extract.formats import reading
 from mtp_extract.pipeline.staging import RECORD
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -80,7 +79,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
     """
     text = _text_config(directory)
     layers = text["num_hidden_layers"]
-    stored = dict(_stored(directory))
+    stored = reading.read_shards(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
         expected = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)
@@ -144,28 +143,3 @@ def _require_floats(weight: StoredWeight, name: str) -> None:
         _ = weight.dtype
     except CheckpointError as error:
         raise UnsupportedError(f"{escape(name)}: {error} Give the checkpoint in BF16, F16 or F32.") from error
-
-
-def _stored(directory: Path) -> Iterator[tuple[str, tuple[Path, StoredTensor]]]:
-    """Every tensor of the directory, with the file it is in."""
-    if (directory / _WEIGHTS).is_file():
-        path = directory / _WEIGHTS
-        yield from ((name, (path, tensor)) for name, tensor in read_header(path).items())
-        return
-    if not (directory / _INDEX).is_file():
-        raise CheckpointError(f"{escape(directory)}: expected {_WEIGHTS} or {_INDEX}, found neither.")
-    placed = read_object(directory / _INDEX).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-        raise CheckpointError(f"{escape(directory / _INDEX)}: expected a weight_map from tensors to files.")
-    for file in sorted(set(placed.values())):
-        path = directory / file
-        if Path(file).name != file or not path.is_file():
-            raise CheckpointError(
-                f"{escape(directory / _INDEX)}: it names {escape(file)}, which is not there. Fetch the checkpoint "
-                "again."
-            )
-        there = read_header(path)
-        for name in (name for name, where in placed.items() if where == file):
-            if name not in there:
-                raise CheckpointError(f"{escape(path)}: expected {escape(name)}, as the index says, found none.")
-            yield name, (path, there[name])

@@ -11,7 +11,7 @@ from typing import Protocol
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Config, Role, shapes_of
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
-from mtp_extract.checkpoint.manifest import Manifest
+from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.ledger import Activation
@@ -118,8 +118,8 @@ class Format(Protocol):
             UnsupportedError: something of ``checkpoint`` that the format cannot express.
         """
 
-    def manifest(self, directory: Path) -> Manifest:
-        """What belongs to the checkpoint in ``directory``, and what each file that says something may say.
+    def manifest(self, directory: Path) -> Sequence[Said]:
+        """Every file that belongs to the checkpoint in ``directory``, and what it may say.
 
         Raises:
             CheckpointError: as :meth:`read`.

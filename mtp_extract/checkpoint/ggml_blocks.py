@@ -69,10 +69,11 @@ BLOCK_TYPES = MappingProxyType(
 def blocks_of(codes: RowCodes) -> Iterator[Bytes]:
     """``codes``, of rows and blocks that divide by 32, as blocks of the type for their width, a little at a time."""
     kind = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))]
-    steps = codes.steps.astype("<f2").view(np.uint8).reshape(*codes.steps.shape, _STEP)
-    for first, rows in codes.blocks():
+    sizes = codes.steps.size
+    steps = sizes.astype("<f2").view(np.uint8).reshape(*sizes.shape, _STEP)
+    for first, rows in codes.row_blocks(0, codes.shape[0]):
         made = np.empty((len(rows), rows.shape[1] // BLOCK, kind.size), np.uint8)
-        made[..., :_STEP] = np.repeat(steps[first : first + len(rows)], codes.block // BLOCK, axis=1)
+        made[..., :_STEP] = np.repeat(steps[first : first + len(rows)], codes.steps.block // BLOCK, axis=1)
         made[..., _STEP:] = kind.pack(rows.reshape(*made.shape[:2], BLOCK))
         yield made.reshape(-1)
 

@@ -84,8 +84,8 @@ def check_codes(written: Checkpoint, original: Checkpoint, holdings: Mapping[str
             raise CheckpointError(f"{role}: expected its codes, found that {error}.") from error
         if not same_codes(expected, found):
             raise CheckpointError(f"{role}: what was written holds other codes than the file.")
-        block = math.gcd(expected.block, found.block)
-        old, new = (np.repeat(codes.steps, codes.block // block, axis=1) for codes in (expected, found))
+        block = math.gcd(expected.steps.block, found.steps.block)
+        old, new = (np.repeat(codes.steps.size, codes.steps.block // block, axis=1) for codes in (expected, found))
         if (np.abs(new - old) > holding.bound * np.abs(old)).any():
             raise CheckpointError(f"{role}: what was written holds other scales than the file.")
 

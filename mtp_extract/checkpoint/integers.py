@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import NoCodesError
-from mtp_extract.litertlm.storage import Floats, rechunked
+from mtp_extract.litertlm.storage import rechunked
 
 Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
@@ -20,31 +21,35 @@ _WIDTHS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class RowCodes:
-    """``value = code · step``, every code less its zero point.
-
-    Attributes:
-        shape: ``[out, in]``.
-        bits: the least width, of 2, 4 and 8, that holds every code the stored type can have.
-        block: neighbouring elements of a row that share a step.
-        steps: float32 ``[out, in / block]``; what was folded into the stored scales is divided out.
-        exact: whether the steps are the stored scales, to the bit.
-    """
+class RowCodes(CodesOfRows):
+    """The codes of ``tensor`` less their zero points, so that ``value = code · step``."""
 
     shape: tuple[int, ...]
     bits: int
-    block: int
-    steps: Floats
+    """The least width, of 2, 4 and 8, that holds every code the stored type can have."""
+    grid: Steps
+    """Around zero; what was folded into the stored scales is divided out."""
     exact: bool
-    tensor: LazyTensor = field(repr=False)
-    stored: Steps = field(repr=False)
+    """Whether the steps are the stored scales, to the bit."""
+    tensor: LazyTensor
+    signed = True
 
-    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Codes]]:
-        """(first row, codes ``[rows, in]``) of rows ``[first, last)``, in pieces; the same for equal shapes."""
+    @property
+    def steps(self) -> Steps:
+        return self.grid
+
+    @property
+    def origin(self) -> object:
+        return self.tensor.origin
+
+    def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Codes]]:
+        """As there; of as many rows for equal shapes."""
+        stored = self.tensor.steps
+        assert stored is not None
         for codes in in_rows(self.tensor.integers(first, last), self.shape[1]):
-            zeros = self.stored.zero_point[first : first + len(codes), :, None]
+            zeros = stored.zero_point[first : first + len(codes), :, None]
             if zeros.any():
-                shaped = codes.reshape(len(codes), -1, self.block).astype(np.int16) - zeros
+                shaped = codes.reshape(len(codes), -1, stored.block).astype(np.int16) - zeros
                 yield first, shaped.reshape(codes.shape).astype(np.int8)
             else:
                 yield first, codes.astype(np.int8, copy=False)
@@ -74,19 +79,11 @@ def row_codes(tensor: LazyTensor) -> RowCodes:
     sizes = steps.size
     if steps.factor != 1.0:
         sizes = (sizes.astype(np.float64) / steps.factor).astype(np.float32)
-    return RowCodes(
-        shape=tensor.shape,
-        bits=bits,
-        block=steps.block,
-        steps=sizes,
-        exact=steps.factor == 1.0,
-        tensor=tensor,
-        stored=steps,
-    )
+    return RowCodes(tensor.shape, bits, Steps.around_zero(steps.block, sizes), steps.factor == 1.0, tensor)
 
 
 def same_codes(one: RowCodes, other: RowCodes) -> bool:
     """Whether both hold the same codes, whatever the steps."""
     return one.shape == other.shape and all(
-        np.array_equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
+        np.array_equal(a, b) for a, b in zip(one.integers(), other.integers(), strict=True)
     )

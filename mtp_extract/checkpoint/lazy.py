@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -216,7 +216,11 @@ class ConstantTensor:
             chunks = iter([self._turned(self.source.dequantize(), first, last)])
         else:
             chunks = self.source.chunks(*self._stored_rows(first, last))
-        for chunk in chunks:
+        yield from self.weights(chunks)
+
+    def weights(self, stored: Iterable[Floats]) -> Iterator[Floats]:
+        """The numbers of the weight that the graph makes of ``stored`` ones."""
+        for chunk in stored:
             values = divided(chunk, self.factor)
             # A sum in float32, as the graph has it.
             yield values + np.float32(self.offset) if self.offset else values

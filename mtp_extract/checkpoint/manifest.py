@@ -56,20 +56,12 @@ def at(places: Iterable[str], keys: Keys) -> Keys:
 
 @dataclass(frozen=True)
 class Said:
-    """A file that says something of the drafter, beside its tensors if it has any."""
+    """A file of a checkpoint, and what it may say beside its tensors, if it has any; it may not be there."""
 
     path: Path
     made: Mapping[str, Any]  # what the format's writer would say there of what was read
     tolerated: Keys  # what may be there as well, or differ
     needed: Sequence[str] = ()  # keys without which engines take something else than is read here
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What belongs to a checkpoint."""
-
-    files: frozenset[str]  # names of all its files
-    said: tuple[Said, ...]  # those that say something, which may not be there
 
 
 def said_by_header(path: Path) -> Said:

@@ -132,14 +132,7 @@ def plan_floats(name: str, role: str, tensor: LazyTensor, dtype: str) -> Planned
                 )
             yield stored.narrow(chunk, name)
 
-    return PlannedTensor(
-        name=name,
-        dtype=stored.safetensors,
-        shape=tensor.shape,
-        produce=rounded,
-        role=role,
-        tensor=tensor,
-    )
+    return PlannedTensor(name, stored.safetensors, tensor.shape, rounded, role, tensor)
 
 
 def plan_array(name: str, array: npt.NDArray[np.generic], part: str = "") -> PlannedTensor:

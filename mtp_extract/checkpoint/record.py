@@ -24,7 +24,6 @@ from mtp_extract.graph.ledger import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.io.typed import fill
 from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.tflite import BufferLocation
 
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
@@ -49,17 +48,8 @@ _EVIDENCE = ("why", "rounded_before", "factor", "name_confirms", "source", "quan
 _READ = 1 << 18
 
 
-def sha256_of_region(region: Region) -> str:
-    """SHA-256 of all of ``region``."""
-    return _sha256(region, 0, region.size)
-
-
-def sha256_of_location(location: BufferLocation) -> str:
-    """SHA-256 of the bytes at ``location``."""
-    return _sha256(location.region, location.offset, location.length)
-
-
-def _sha256(region: Region, offset: int, length: int) -> str:
+def sha256_of(region: Region, offset: int, length: int) -> str:
+    """SHA-256 of ``length`` bytes of ``region`` from ``offset``."""
     digest = hashlib.sha256()
     for at in range(offset, offset + length, _READ):
         digest.update(region.read(at, min(_READ, offset + length - at)))

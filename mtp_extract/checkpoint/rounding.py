@@ -14,7 +14,7 @@ import numpy as np
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.integers import Codes, RowCodes, in_rows, row_codes
+from mtp_extract.checkpoint.integers import Codes, in_rows, row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
 from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
@@ -210,25 +210,6 @@ def round_matrices(checkpoint: Checkpoint, rule: str, leave: Container[str] = ()
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-@dataclass(frozen=True)
-class _NarrowedSteps(CodesOfRows):
-    """The codes of a matrix, with their steps rounded, to FP16 or, after a folded factor was divided out, to F32."""
-
-    shape: tuple[int, ...]
-    bits: int
-    signed: bool
-    codes: RowCodes
-    kind: type[np.floating[Any]]
-    origin: object
-
-    @cached_property
-    def steps(self) -> Steps:
-        return Steps.around_zero(self.codes.block, self.codes.steps.astype(self.kind).astype(np.float32))
-
-    def row_blocks(self, first: int, last: int) -> Iterator[tuple[int, Integers]]:
-        return self.codes.blocks(first, last)
-
-
 _STEP_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
     {f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.float32}
 )
@@ -252,13 +233,15 @@ def rounded_again(tensor: LazyTensor, steps: Sequence[str]) -> LazyTensor:
 
 
 def _with_rounded_steps(tensor: LazyTensor, step: str) -> LazyTensor:
+    """The codes of ``tensor``, with their steps rounded, to FP16 or, after a folded factor was divided out, to F32."""
     try:
         kind, codes = _STEP_TYPES[step], row_codes(tensor)
     except (KeyError, NoCodesError) as error:
         raise CheckpointError(
             f"The record says that {escape(step)} was done to it, which cannot be done again."
         ) from error
-    return _NarrowedSteps(tensor.shape, codes.bits, True, codes, kind, tensor.origin)
+    sizes = codes.steps.size.astype(kind).astype(np.float32)
+    return replace(codes, grid=Steps.around_zero(codes.steps.block, sizes))
 
 
 _ONE_STEP = ((), ("BF16",), ("FP16",), (f"FP16{SCALES}",), (f"F32{SCALES}",))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -112,17 +113,14 @@ def write_tensors(
             reserve(fd, layout.size)
             write_all(fd, memoryview(layout.header), 0)
 
-            def writing(tensor: PlannedTensor) -> Callable[[], None]:
-                def job() -> None:
-                    offset = layout.offsets[tensor.name]
-                    sums[tensor.name] = _write_tensor(fd, tensor, offset, advance)
-                    if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
-                        raise read_back_error(path)
-
-                return job
+            def write(tensor: PlannedTensor) -> None:
+                offset = layout.offsets[tensor.name]
+                sums[tensor.name] = _write_tensor(fd, tensor, offset, advance)
+                if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
+                    raise read_back_error(path)
 
             # The longest first: it decides when the last thread ends.
-            run_all(pool, [*map(writing, sorted(tensors, key=lambda t: -t.length)), *beside])
+            run_all(pool, [*(partial(write, t) for t in sorted(tensors, key=lambda t: -t.length)), *beside])
     except OSError as error:
         raise output_error(path, error) from error
     described = {name: (t.dtype, t.shape, t.length) for name, t in container.read_header(path).items()}
@@ -170,13 +168,10 @@ def sums_of(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
     sums: dict[str, str] = {}
     with open_regular(path) as file, ThreadPoolExecutor(workers()) as pool:
 
-        def summing(name: str, tensor: StoredTensor) -> Callable[[], None]:
-            def job() -> None:
-                sums[name] = _sum_of_range(path, file.fileno(), tensor.offset, tensor.length)
+        def add(name: str, tensor: StoredTensor) -> None:
+            sums[name] = _sum_of_range(path, file.fileno(), tensor.offset, tensor.length)
 
-            return job
-
-        run_all(pool, [summing(name, tensor) for name, tensor in stored.items()])
+        run_all(pool, [partial(add, name, tensor) for name, tensor in stored.items()])
     return {name: sums[name] for name in stored}
 
 
@@ -185,17 +180,14 @@ def differing(path: Path, stored: Mapping[str, StoredTensor], planned: Sequence[
     different: list[str] = []
     with open_regular(path) as file, ThreadPoolExecutor(workers()) as pool:
 
-        def comparing(tensor: PlannedTensor) -> Callable[[], None]:
-            def job() -> None:
-                at = stored[tensor.name].offset
-                for chunk in tensor.produce():
-                    data = chunk.tobytes()
-                    if os.pread(file.fileno(), len(data), at) != data:
-                        different.append(tensor.name)
-                        return
-                    at += len(data)
+        def compare(tensor: PlannedTensor) -> None:
+            at = stored[tensor.name].offset
+            for chunk in tensor.produce():
+                data = chunk.tobytes()
+                if os.pread(file.fileno(), len(data), at) != data:
+                    different.append(tensor.name)
+                    return
+                at += len(data)
 
-            return job
-
-        run_all(pool, map(comparing, planned))
+        run_all(pool, [partial(compare, tensor) for tensor in planned])
     return different

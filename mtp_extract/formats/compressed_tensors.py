@@ -50,16 +50,16 @@ class CompressedTensorsFormat(PackedFormat):
         self.name = name
         self._dense_head_for = dense_head_for
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed:
+    def fit(self, role: Role, codes: RowCodes) -> int:
         if role.name == HEAD and self._dense_head_for:
             raise NoCodesError(f"{self._dense_head_for} takes a head of floats only; without it the codes are kept")
-        whole = codes.block == codes.shape[1]
-        group = codes.block if whole else group_of(codes)
+        block = codes.steps.block
+        group = block if block == codes.shape[1] else group_of(codes)
         if group is None:
             raise NoCodesError(
-                f"its blocks of {codes.block} are none that engines have kernels for; the litert format has its floats"
+                f"its blocks of {block} are none that engines have kernels for; the litert format has its floats"
             )
-        return Packed(codes.shape, codes.bits, group)
+        return group
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits, 4) // 4
@@ -72,7 +72,8 @@ class CompressedTensorsFormat(PackedFormat):
     def document(self, packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
         groups: dict[tuple[int, int | None], list[str]] = {}
         for module, how in packed.items():
-            groups.setdefault((how.bits, _group_size(how)), []).append(
+            size = None if how.group == how.shape[1] else how.group
+            groups.setdefault((how.bits, size), []).append(
                 _target(module, fused=packed.get(_fused_with(module)) == how)
             )
         return {
@@ -138,10 +139,6 @@ class CompressedTensorsFormat(PackedFormat):
 
 FORMAT = CompressedTensorsFormat("compressed-tensors")
 SGLANG = CompressedTensorsFormat("compressed-tensors-sglang", "SGLang")
-
-
-def _group_size(packed: Packed) -> int | None:
-    return None if packed.group == packed.shape[1] else packed.group
 
 
 def _strategy(size: int | None) -> dict[str, Any]:

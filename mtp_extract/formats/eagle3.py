@@ -20,7 +20,7 @@ _BASE = "base_model_name_or_path"
 
 
 def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """``config.json`` of a head whose weights have the transformers dtype ``dtype``."""
+    """As :attr:`HeadFormat.document <mtp_extract.formats.llama.HeadFormat.document>`."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **({_BASE: config.base} if config.base else {}),
@@ -33,12 +33,7 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The head of a parsed ``config.json``; ``own_embedding`` where a table of embeddings lies beside it.
-
-    Raises:
-        CheckpointError: a key is missing, of the wrong type or range, or says what no such head has.
-        DrafterError: a shape that no head has.
-    """
+    """As :attr:`HeadFormat.parse <mtp_extract.formats.llama.HeadFormat.parse>`."""
     eagle = reading.table(config, "eagle_config") if config.get("eagle_config") is not None else {}
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise CheckpointError(

@@ -33,13 +33,13 @@ class GemmaFormat(PackedFormat):
     key = "quantization_config"
     unties = True
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed:
-        if codes.block != codes.shape[1]:
+    def fit(self, role: Role, codes: RowCodes) -> int:
+        if codes.steps.block != codes.shape[1]:
             raise NoCodesError(
-                f"its blocks of {codes.block} have scales of their own, where this format has one a row; the "
+                f"its blocks of {codes.steps.block} have scales of their own, where this format has one a row; the "
                 "compressed-tensors format keeps blocks of 32, 64 and 128"
             )
-        return Packed(codes.shape, codes.bits, codes.block)
+        return codes.steps.block
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits)
@@ -93,8 +93,7 @@ class GemmaFormat(PackedFormat):
                     f"expected a pattern for each matrix of the drafter under module_quant_configs, found "
                     f"{escape(pattern)}: {escape(how)}; extract the drafter anew"
                 )
-        others = [module for module in modules if module not in found]
-        others = _skipped(others)
+        others = _skipped([module for module in modules if module not in found])
         if sorted(others) != sorted(map(str, skipped)):
             raise CheckpointError(
                 f"expected {', '.join(others) or 'nothing'} under modules_to_not_convert, found "

@@ -6,7 +6,8 @@ FP16, the only type that steps have there. Norms, scalars and what cannot be hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, bl
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps, read_floats
-from mtp_extract.checkpoint.manifest import Manifest, Said
+from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
@@ -72,7 +73,7 @@ class GgufFormat:
             codes = _codes(tensor)
         except NoCodesError as error:
             return hold_floats(tensor, "f32", str(error))
-        if (codes.steps == codes.steps.astype(np.float16)).all():
+        if (codes.steps.size == codes.steps.size.astype(np.float16)).all():
             return Holding(CODES) if codes.exact else Holding(CODES, "F32", DTYPES["f32"].roundoff)
         return Holding(CODES, "FP16", DTYPES["f16"].roundoff)
 
@@ -126,10 +127,10 @@ class GgufFormat:
         }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         path = _file_in(directory)
         made = config_metadata(_config(path)[1])
-        return Manifest(frozenset({path.name}), (Said(path, as_stored(made), TOLERATED, needed_of(made)),))
+        return [Said(path, as_stored(made), TOLERATED, needed_of(made))]
 
 
 FORMAT = GgufFormat()
@@ -152,18 +153,19 @@ def _codes(tensor: LazyTensor) -> RowCodes:
             f"{error}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row and no zero point (its codes "
             "can be kept beside the floats)"
         ) from error
-    if codes.shape[1] % BLOCK or codes.block % BLOCK:
-        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.block}"
+    if codes.shape[1] % BLOCK or codes.steps.block % BLOCK:
+        what = f"rows of {codes.shape[1]}" if codes.shape[1] % BLOCK else f"blocks of {codes.steps.block}"
         raise NoCodesError(
             f"it has {what}, and Q4_0 and Q8_0 have a scale for each {BLOCK} numbers of a row (the compressed-tensors "
             "format keeps rows of any length)"
         )
+    sizes = codes.steps.size
     with np.errstate(over="ignore", under="ignore"):
-        rounded = codes.steps.astype(np.float16).astype(np.float32)
-    unlike = np.abs(rounded - codes.steps) > DTYPES["f16"].roundoff * np.abs(codes.steps)
+        rounded = sizes.astype(np.float16).astype(np.float32)
+    unlike = np.abs(rounded - sizes) > DTYPES["f16"].roundoff * np.abs(sizes)
     if unlike.any() or not np.isfinite(rounded).all():
         raise NoCodesError(
-            f"a scale of {float(codes.steps[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
+            f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, the only type of scale there is "
             "in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
         )
     return codes
@@ -214,22 +216,23 @@ def _stored(path: Path, stored: StoredTensor, name: str) -> LazyTensor:
     if kind is None:
         return StoredWeight(path, stored, name)
 
-    def rows(first: int, last: int) -> Any:
-        return unpacked(kind, read_rows(path, stored, first, last))
+    return StoredCodes(
+        shape=stored.shape,
+        bits=kind.bits,
+        signed=True,
+        grid=partial(_read_steps, path, stored, kind),
+        rows=lambda first, last: unpacked(kind, read_rows(path, stored, first, last)),
+        origin=(path, stored.offset),
+    )
 
-    return StoredCodes(stored.shape, kind.bits, True, _grid(path, stored, kind), rows, (path, stored.offset))
 
-
-def _grid(path: Path, stored: StoredTensor, kind: BlockType) -> Callable[[], Steps]:
-    def grid() -> Steps:
-        count, columns = stored.shape
-        size = np.empty((count, columns // BLOCK), np.float32)
-        each = max(1, _READ * count // max(stored.length, 1))
-        for first in range(0, count, each):
-            last = min(first + each, count)
-            size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
-        if not np.isfinite(size).all():
-            raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-        return Steps(BLOCK, size, np.broadcast_to(np.int64(0), size.shape)).by_row()
-
-    return grid
+def _read_steps(path: Path, stored: StoredTensor, kind: BlockType) -> Steps:
+    count, columns = stored.shape
+    size = np.empty((count, columns // BLOCK), np.float32)
+    each = max(1, _READ * count // max(stored.length, 1))
+    for first in range(0, count, each):
+        last = min(first + each, count)
+        size[first:last] = steps_of(kind, read_rows(path, stored, first, last))
+    if not np.isfinite(size).all():
+        raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
+    return Steps.around_zero(BLOCK, size).by_row()

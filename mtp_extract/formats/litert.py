@@ -16,7 +16,7 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
-from mtp_extract.checkpoint.manifest import Manifest, Said, said_by_header
+from mtp_extract.checkpoint.manifest import Said, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
@@ -83,8 +83,8 @@ class LitertFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         config, document = self._read_config(directory)
-        names = _read_names(document, shapes_of(config))
         shapes = shapes_of(config)
+        names = _read_names(document, shapes)
         held = {role: shape for role, shape in shapes.items() if role.name in names}
         stored = reading.read_tensors(directory / self.weights_file)
         weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored)
@@ -95,11 +95,10 @@ class LitertFormat:
         tensors = {role.name: weights.get(role.name, FilledTensor(shape)) for role, shape in shapes.items()}
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config, document = self._read_config(directory)
         said = Said(directory / self.marker, _document(config, _read_names(document, shapes_of(config))), {})
-        header = said_by_header(directory / self.weights_file)
-        return Manifest(frozenset({self.marker, self.weights_file}), (said, header))
+        return said, said_by_header(directory / self.weights_file)
 
 
 FORMAT = LitertFormat()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
-from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_whole, off, some
+from mtp_extract.checkpoint.manifest import Keys, Said, anything, at, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight, common_dtype, read_rows
+from mtp_extract.checkpoint.stored import StoredWeight, common_dtype, read_array
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.eagle3_lint import LLAMA, Finding, lint
@@ -107,7 +106,11 @@ class HeadFormat:
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]
     """``config.json`` of a head whose weights have this transformers dtype."""
     parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
-    """The head of a parsed ``config.json``; the second argument is whether a table of embeddings lies beside it."""
+    """The head of a parsed ``config.json``; the second argument is whether a table of embeddings lies beside it.
+
+    Raises CheckpointError where a key is missing, of the wrong type or range, or says what no such head has, and
+    DrafterError for a shape that no head has.
+    """
     tolerated: Keys  # what ``config.json`` may say otherwise than it is written here
     marker: str = MARKER
     weights_file: str = WEIGHTS_FILE
@@ -160,11 +163,10 @@ class HeadFormat:
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config, stored = self._opened(directory)
-        weights = reading.shards_of(directory, self.weights_file, stored)
         said = Said(directory / self.marker, self.document(config, ""), self.tolerated)
-        return Manifest(weights.files | {self.marker}, (*weights.said, said))
+        return *reading.said_by_shards(directory, self.weights_file, stored), said
 
     def _opened(self, directory: Path) -> tuple[Eagle3Config, reading.Stored]:
         path = directory / self.marker
@@ -184,14 +186,10 @@ def shape_flags(config: Eagle3Config) -> dict[str, Any]:
 
 
 def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **fields: Any) -> Eagle3Config:
-    """The head that a Llama configuration and the keys beside it describe.
+    """The head that a Llama configuration and the keys beside it describe; raises as :attr:`HeadFormat.parse`.
 
     Args:
         fields: those of the shape that a layout has elsewhere.
-
-    Raises:
-        CheckpointError: a key is missing, of the wrong type or range, or says what no such head has.
-        DrafterError: a shape that no head has.
     """
     if (kind := llama.get("model_type")) != "llama":
         why = "; in one of qwen3, which vLLM alone serves, queries and keys are normed" if kind == "qwen3" else ""
@@ -233,7 +231,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)
 def _vocabulary_problems(config: Eagle3Config, stored: reading.Stored) -> Iterator[str]:
     """What is wrong with the two maps between the base's tokens and the head's."""
     mapping = StoredWeight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
-    marks = _marks(*stored[_T2D]) if _T2D in stored else None
+    marks = read_array(*stored[_T2D], np.dtype(np.bool_)) if _T2D in stored else None
     if not config.reduced:
         if mapping.shape != (config.draft_vocab_size,) or mapping.any():
             yield f"{_D2T}: expected none, or zeros, in a head with the base's whole vocabulary, found other numbers"
@@ -252,14 +250,12 @@ def _vocabulary_problems(config: Eagle3Config, stored: reading.Stored) -> Iterat
         yield f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"
 
 
-def _marks(path: Path, stored: StoredTensor) -> npt.NDArray[np.bool_]:
-    """Which of the base's tokens the head can propose: what trainers ask for, and engines skip."""
-    marks: npt.NDArray[np.bool_] = read_rows(path, dataclasses.replace(stored, shape=(1,)), 0, 1).view(np.bool_)[0]
-    return marks
-
-
 def _plan_marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> PlannedTensor:
-    """The same, of ``mapping``: of each row of the head its token less its number."""
+    """Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
+
+    Args:
+        mapping: of each row of the head its token less its number.
+    """
 
     def produce() -> Iterator[npt.NDArray[np.generic]]:
         marks = np.zeros(config.vocab_size, np.uint8)

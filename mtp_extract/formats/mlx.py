@@ -28,14 +28,14 @@ class MlxFormat(PackedFormat):
     unties = False
     metadata = MappingProxyType({"format": "mlx", "mtp_extract": __version__})
 
-    def fit(self, role: Role, codes: RowCodes) -> Packed:
+    def fit(self, role: Role, codes: RowCodes) -> int:
         group = group_of(codes)
         if group is None:
             raise NoCodesError(
-                f"its steps are shared by {codes.block} elements, where MLX has groups of 32, 64 or 128; "
+                f"its steps are shared by {codes.steps.block} elements, where MLX has groups of 32, 64 or 128; "
                 "the compressed-tensors format keeps whole rows of any length"
             )
-        return Packed(codes.shape, codes.bits, group)
+        return group
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits, 4) // 4

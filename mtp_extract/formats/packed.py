@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.manifest import Keys, Manifest, at, said_by_header
+from mtp_extract.checkpoint.manifest import Keys, Said, at, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
@@ -42,7 +42,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 def group_of(codes: RowCodes) -> int | None:
     """The longest of :data:`GROUPS` whose elements share a step; None where there is none."""
-    return next((group for group in GROUPS if codes.block % group == 0), None)
+    return next((group for group in GROUPS if codes.steps.block % group == 0), None)
 
 
 class PackedFormat(ABC):
@@ -57,8 +57,8 @@ class PackedFormat(ABC):
     weights_file = "model.safetensors"
 
     @abstractmethod
-    def fit(self, role: Role, codes: RowCodes) -> Packed:
-        """How a matrix will be packed.
+    def fit(self, role: Role, codes: RowCodes) -> int:
+        """How many neighbouring elements of a row will share a scale.
 
         Raises:
             NoCodesError: it will not be: why, and what keeps its codes.
@@ -97,11 +97,11 @@ class PackedFormat(ABC):
 
     def _packed(self, role: Role, tensor: LazyTensor) -> tuple[RowCodes, Packed]:
         codes = row_codes(tensor)
-        if not codes.exact and bool((codes.steps[codes.steps > 0] < _SMALLEST_NORMAL).any()):
+        if not codes.exact and bool((codes.steps.size[codes.steps.size > 0] < _SMALLEST_NORMAL).any()):
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
-        if (codes.steps < 0).any():
+        if (codes.steps.size < 0).any():
             raise NoCodesError("it has negative scales (gguf holds them)")
-        return codes, self.fit(role, codes)
+        return codes, Packed(codes.shape, codes.bits, self.fit(role, codes))
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Sequence[OutputFile]:
         shapes = shapes_of(checkpoint.mtp)
@@ -139,8 +139,7 @@ class PackedFormat(ABC):
             (codes, how), module = packed[role.name], _module(name)
             modules[module] = how
             activations = checkpoint.activations.get(role.name, (None, None))
-            tensor = checkpoint.tensors[role.name]
-            tensors += plan_parts(module, role.name, tensor, codes, how, self.parts(how), activations)
+            tensors += plan_parts(module, role.name, codes, how, self.parts(how), activations)
         floats = [module for module in _modules(shapes, tied) if module not in modules]
         document = config_document(checkpoint.mtp, "float32", tied=tied)
         document[self.key] = self.document(modules, floats)
@@ -181,7 +180,7 @@ class PackedFormat(ABC):
                 )
         return config, packed, tied[0]
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config, packed, tied = self._read_config(directory)
         modules = _modules(shapes_of(config), tied)
         made = config_document(config, "", tied=tied)
@@ -189,11 +188,8 @@ class PackedFormat(ABC):
             {module: packed[module] for module in modules if module in packed},
             [module for module in modules if module not in packed],
         )
-        said = [
-            said_by_header(directory / self.weights_file),
-            *said_of(directory, config, made, at([f"{self.key}."], self.tolerated)),
-        ]
-        return Manifest(frozenset(one.path.name for one in said), tuple(said))
+        said = said_of(directory, config, made, at([f"{self.key}."], self.tolerated))
+        return said_by_header(directory / self.weights_file), *said
 
     def read(self, directory: Path) -> Checkpoint:
         config, packed, tied = self._read_config(directory)

@@ -16,7 +16,7 @@ from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
 from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
-from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_rows
+from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_array, read_rows
 from mtp_extract.errors import CheckpointError, escape
 from mtp_extract.graph.ledger import Activation
 
@@ -55,7 +55,6 @@ class Part:
 def plan_parts(
     module: str,
     role: str,
-    tensor: LazyTensor,
     codes: RowCodes,
     packed: Packed,
     parts: Sequence[Part],
@@ -66,14 +65,14 @@ def plan_parts(
         name = f"{module}{part.suffix}"
         if part.kind == "codes":
             producer = partial(_packing, codes, packed, part)
-            yield PlannedTensor(name, part.dtype, part.shape, producer, role, tensor)
+            yield PlannedTensor(name, part.dtype, part.shape, producer, role, codes.tensor)
         else:
             made = plan_array(name, _values(part.kind, codes, packed, activations))
             yield replace(made, role=role, part=part.kind)
 
 
 def _packing(codes: RowCodes, packed: Packed, part: Part) -> Iterator[npt.NDArray[np.generic]]:
-    for _, rows in codes.blocks():
+    for _, rows in codes.row_blocks(0, codes.shape[0]):
         yield (rows if part.dtype == "I8" else pack(rows, packed.bits, DTYPE_SIZES[part.dtype])).reshape(-1)
 
 
@@ -82,7 +81,7 @@ def _values(kind: str, codes: RowCodes, packed: Packed, activations: Activations
         return np.array(packed.shape, np.int64)
     if kind in (INPUT, OUTPUT):
         return np.array(static_scale(activations[kind == OUTPUT]), np.float32)
-    scales = np.repeat(codes.steps, codes.block // packed.group, axis=1)
+    scales = np.repeat(codes.steps.size, codes.steps.block // packed.group, axis=1)
     return _biases(packed.bits, scales) if kind == "biases" else scales
 
 
@@ -155,15 +154,14 @@ class Matrix:
             raise self._damaged("expected scales that are finite and not negative, found others")
         if biases.size and not np.array_equal(biases, _biases(bits, scales)):
             raise self._damaged(f"expected biases of −{1 << bits - 1} scales, as codes around zero have, found others")
-        return Steps(self.packed.group, scales, np.zeros(scales.shape, np.int64)).by_row()
+        return Steps.around_zero(self.packed.group, scales).by_row()
 
     def _array(self, kind: str) -> npt.NDArray[Any]:
         """The part of that kind; empty where the format has none."""
         part = next((part for part in self.parts if part.kind == kind), None)
         if part is None:
             return np.empty(0)
-        flat = replace(self.stored[self.module + part.suffix], shape=(1,))
-        return read_rows(self.path, flat, 0, 1).reshape(-1).view(_TYPES[part.dtype]).reshape(part.shape)
+        return read_array(self.path, self.stored[self.module + part.suffix], _TYPES[part.dtype]).reshape(part.shape)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{escape(self.path)}: {escape(self.module)}: {what}. Extract the drafter anew.")

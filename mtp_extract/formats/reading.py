@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.manifest import Manifest, said_by_header, said_by_index
+from mtp_extract.checkpoint.manifest import Said, said_by_header, said_by_index
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import CheckpointError, DrafterError, escape, few
@@ -58,26 +58,33 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
-def read_tensors(path: Path) -> Stored:
-    """The tensors of the safetensors file at ``path``.
+_ANEW = "extract the drafter anew"
+
+
+def read_tensors(path: Path, advice: str = _ANEW) -> Stored:
+    """The tensors of the safetensors file at ``path``; ``advice`` is for whoever lacks it.
 
     Raises:
         CheckpointError: it is not there, or is none.
     """
     if not path.is_file():
-        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; extract the drafter anew")
+        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
     return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
 
 
-def read_shards(directory: Path, name: str) -> Stored:
+def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Stored:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
+
+    Args:
+        advice: what to do where a file is missing.
+        listed_only: pass over tensors that the index does not list where they are, instead of refusing them.
 
     Raises:
         CheckpointError: it is not there, is none, or the index contradicts its files.
     """
     index = directory / f"{name}.index.json"
     if (directory / name).is_file() or not index.is_file():
-        return read_tensors(directory / name)
+        return read_tensors(directory / name, advice)
     document = read_object(index)
     with naming(index):
         places = table(document, "weight_map")
@@ -86,7 +93,9 @@ def read_shards(directory: Path, name: str) -> Stored:
             raise CheckpointError(f"expected files beside it, found {escape(wrong[0])}; check the index")
         found: dict[str, tuple[Path, StoredTensor]] = {}
         for file in files:
-            stored = read_tensors(directory / file)
+            stored = read_tensors(directory / file, advice)
+            if listed_only:
+                stored = {tensor: place for tensor, place in stored.items() if places.get(tensor) == file}
             if twice := sorted(stored.keys() & found.keys()):
                 raise CheckpointError(f"expected {escape(twice[0])} in one of its files, found it in two")
             found |= stored
@@ -98,15 +107,13 @@ def read_shards(directory: Path, name: str) -> Stored:
     return found
 
 
-def shards_of(directory: Path, name: str, places: Stored) -> Manifest:
-    """What belongs to the tensors that :func:`read_shards` has found at ``places``."""
-    files = {path.name: path for path, _ in places.values()}
-    said = [said_by_header(path) for path in files.values()]
-    index = directory / f"{name}.index.json"
-    if name in files or not index.is_file():
-        return Manifest(frozenset({*files, name}), tuple(said))
-    said.append(said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()}))
-    return Manifest(frozenset({*files, index.name}), tuple(said))
+def said_by_shards(directory: Path, name: str, places: Stored) -> list[Said]:
+    """The files of the tensors that :func:`read_shards` has found at ``places``, and what they may say."""
+    whole, index = directory / name, directory / f"{name}.index.json"
+    if whole.is_file() or not index.is_file():
+        return [said_by_header(whole)]
+    headers = [said_by_header(path) for path in dict.fromkeys(path for path, _ in places.values())]
+    return [*headers, said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()})]
 
 
 def require(config: Mapping[str, Any], key: str) -> Any:

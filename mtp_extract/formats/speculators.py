@@ -22,7 +22,7 @@ _TYPE = "speculators_model_type"
 
 
 def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """``config.json`` of a head whose weights have the transformers dtype ``dtype``."""
+    """As :attr:`HeadFormat.document <mtp_extract.formats.llama.HeadFormat.document>`."""
     return {
         "architectures": ["Eagle3Speculator"],
         _TYPE: "eagle3",
@@ -41,12 +41,7 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The head of a parsed ``config.json``; ``own_embedding`` where a table of embeddings lies beside it.
-
-    Raises:
-        CheckpointError: a key is missing, of the wrong type or range, or says what no such head has.
-        DrafterError: a shape that no head has.
-    """
+    """As :attr:`HeadFormat.parse <mtp_extract.formats.llama.HeadFormat.parse>`."""
     if config.get(_TYPE) != "eagle3":
         raise CheckpointError(f"expected {_TYPE} eagle3, found {escape(config.get(_TYPE))}; it is not supported")
     layers = llama.read_ids(config, IDS)

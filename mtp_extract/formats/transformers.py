@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.manifest import Keys, Manifest, Said, anything, at, is_number, is_text, is_whole, off, some
+from mtp_extract.checkpoint.manifest import Keys, Said, anything, at, is_number, is_text, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
 from mtp_extract.data import load_mapping
@@ -157,11 +157,11 @@ class TransformersFormat:
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         config = self.read_config(directory)
-        weights = reading.shards_of(directory, self.weights_file, reading.read_shards(directory, self.weights_file))
-        said = said_of(directory, config, config_document(config, ""))
-        return Manifest(weights.files | {one.path.name for one in said}, (*weights.said, *said))
+        stored = reading.read_shards(directory, self.weights_file)
+        weights = reading.said_by_shards(directory, self.weights_file, stored)
+        return *weights, *said_of(directory, config, config_document(config, ""))
 
 
 FORMAT = TransformersFormat()

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, divided, read_floats
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.litertlm.quantized import LARGEST_SCALE, QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked, widened
 from mtp_extract.litertlm.tflite import TensorType
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
@@ -28,8 +28,6 @@ _CHUNK = 1 << 16
 _ERRORS_ALIKE = 1e-6
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
-
-_FLOAT_NAMES = {TensorType.FLOAT32: "f32", TensorType.FLOAT16: "f16", TensorType.BFLOAT16: "bf16"}
 
 Integers64 = npt.NDArray[np.int64]
 
@@ -249,13 +247,6 @@ class _AsStored:
             plain = factor == 1.0 and not offset
             yield chunk if plain else ((chunk.astype(np.float64) - offset) * factor).astype(np.float32)
 
-    def read(self, stored: Iterable[Floats]) -> Iterator[Floats]:
-        """The numbers of the weight that the graph makes of ``stored`` ones."""
-        offset = self.constant.offset
-        for chunk in stored:
-            values = divided(chunk, self.constant.factor)
-            yield values + np.float32(offset) if offset else values
-
     def integers(self) -> Iterator[npt.NDArray[Any]]:
         """The codes of the weight, in stored order."""
         return self._in_order(self.weight.integers())
@@ -267,8 +258,8 @@ def _floats(weight: _AsStored, target: Storage) -> tuple[float, Content]:
             yield float_bytes(np.ascontiguousarray(chunk), target.type, weight.role)
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
-    widen = DTYPES[_FLOAT_NAMES[target.type]].widen
-    error = _relative_error(weight.read(map(widen, produce())), weight.weights())
+    stored = (widened(chunk, target.type) for chunk in produce())
+    error = _relative_error(weight.constant.weights(stored), weight.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
@@ -299,12 +290,11 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
         return None
     size = _by_group(steps.size, steps.block, target, constant.transposed)
     zero_point = _by_group(steps.zero_point, steps.block, target, constant.transposed)
-    lowest, highest = int(packing.codes.min()), int(packing.codes.max())
     if size is None or zero_point is None or (target.symmetric and zero_point.any()):
         return None
-    if zero_point.min() < lowest or zero_point.max() > highest:
+    if zero_point.min() < packing.lowest or zero_point.max() > packing.highest:
         return None
-    if any(chunk.min() < lowest or chunk.max() > highest for chunk in weight.integers() if chunk.size):
+    if any(chunk.min() < packing.lowest or chunk.max() > packing.highest for chunk in weight.integers() if chunk.size):
         return None
     # The same factor is folded in already, where the codes are this file's; another is not.
     factor = 1.0 if steps.factor == constant.factor else constant.factor / steps.factor
@@ -312,7 +302,7 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    if not _same(weight.read(target.decode(weight.integers(), scale, zero_point)), weight.weights(), dtype):
+    if not _same(weight.constant.weights(target.decode(weight.integers(), scale, zero_point)), weight.weights(), dtype):
         return None
     return Content(scale, zero_point, lambda: target.stored_codes(weight.integers()))
 

@@ -214,10 +214,12 @@ class Hashes:
         """Compute that of the section now."""
         # A model found by scanning has no end of its own to hash up to.
         if self._drafter.found_by != "scan":
-            self.section = record.sha256_of_region(self._drafter.model.region)
+            region = self._drafter.model.region
+            self.section = record.sha256_of(region, 0, region.size)
 
     def _hash_role(self, role: str, source: QuantizedTensor) -> None:
-        self.roles[role] = record.sha256_of_location(source.location)
+        location = source.location
+        self.roles[role] = record.sha256_of(location.region, location.offset, location.length)
 
     def source(self) -> dict[str, Any]:
         """What a record says of the file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.manifest import Manifest, Said, beyond
+from mtp_extract.checkpoint.manifest import Said, beyond
 from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import format_of
@@ -64,9 +64,10 @@ def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
     Raises:
         CheckpointError: it holds no drafter, or a damaged one.
     """
-    manifest = format_of(place).manifest(place)
-    files = [] if place.is_file() else sorted(_unexpected_files(place, manifest, allowed))
-    expected = [*manifest.said, said_of_codes(place / CODES_FILE)]
+    own = format_of(place).manifest(place)
+    names = {one.path.name for one in own}
+    files = [] if place.is_file() else sorted(_unexpected_files(place, names, allowed))
+    expected = [*own, said_of_codes(place / CODES_FILE)]
     there = [one for one in expected if one.path.is_file()]
     keys = [f"{escape(one.path.name)} {what}" for one in there for what in _unexpected_keys(one)]
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
@@ -78,7 +79,7 @@ def _unexpected_keys(expected: Said) -> Iterator[str]:
     return beyond(read(expected.path), expected)
 
 
-def _unexpected_files(folder: Path, manifest: Manifest, allowed: Container[str]) -> Iterator[str]:
+def _unexpected_files(folder: Path, own: Container[str], allowed: Container[str]) -> Iterator[str]:
     for root, folders, names in os.walk(folder):
         # No engine looks into hidden directories: they are git's, the Hub's and editors'.
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -86,7 +87,7 @@ def _unexpected_files(folder: Path, manifest: Manifest, allowed: Container[str])
         links = [name for name in folders if Path(root, name).is_symlink()]
         for name in (*links, *names):
             path = Path(root, name).relative_to(folder).as_posix()
-            if path in (*manifest.files, RECORD, CODES_FILE) or path in allowed or is_harmless(path):
+            if path in (RECORD, CODES_FILE) or path in own or path in allowed or is_harmless(path):
                 if not Path(root, name).is_file():
                     yield f"{escape(path)} is no file"
             else:

@@ -242,8 +242,8 @@ def _codes_compared(there: LazyTensor, expected: LazyTensor) -> tuple[str, ...]:
         raise _OtherTensorError(f"holds codes that are not the file's: {error}") from error
     if not same_codes(original, found):
         raise _OtherTensorError("holds other codes than the file's")
-    common = math.gcd(original.block, found.block)
-    stored, here = (np.repeat(codes.steps, codes.block // common, axis=1) for codes in (original, found))
+    common = math.gcd(original.steps.block, found.steps.block)
+    stored, here = (np.repeat(codes.steps.size, codes.steps.block // common, axis=1) for codes in (original, found))
     if np.array_equal(stored, here):
         return () if original.exact else ("F32 scales",)
     with np.errstate(over="ignore"):

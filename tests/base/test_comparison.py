@@ -240,11 +240,11 @@ def _no_json(base: Path) -> None:
     ("damage", "words"),
     [
         (_truncated, "its header describes"),
-        (_nowhere, "which is not there"),
-        (_outside, "which is not there"),
-        (_elsewhere, "as the index says, found none"),
-        (_no_map, "expected a weight_map"),
-        (_no_weights, "found neither"),
+        (_nowhere, "expected model-00002-of-00003.safetensors in .*, found none; fetch the checkpoint again"),
+        (_outside, "expected files beside it, found .*/base/model-00001"),
+        (_elsewhere, "where the index says it is, found it elsewhere or nowhere"),
+        (_no_map, "expected weight_map to be an object"),
+        (_no_weights, "expected model.safetensors in .*, found none; fetch the checkpoint again"),
         (_no_json, "not valid JSON"),
     ],
 )

@@ -37,9 +37,9 @@ def test_rows_of_codes_are_the_numbers(name: str) -> None:
                 assert tensor.scheme is None or len(tensor.shape) != 2 or not symmetric, f"{role}: {error}"
                 continue
             seen += 1
-            codes = np.concatenate([codes for _, codes in found.blocks()])
+            codes = np.concatenate([*found.integers()])
             assert np.abs(codes.astype(int) + 0.5).max() < 1 << found.bits - 1
-            made = codes.reshape(*found.steps.shape, -1).astype(np.float32) * found.steps[..., None]
+            made = codes.reshape(*found.steps.size.shape, -1).astype(np.float32) * found.steps.size[..., None]
             values = read_floats(tensor).reshape(made.shape)
             if found.exact:
                 np.testing.assert_array_equal(made, values, err_msg=role)
@@ -64,7 +64,7 @@ def test_codes_beside_are_the_files(tmp_path: Path, name: str, dtype: str) -> No
                 continue
             theirs = row_codes(found.tensors[role])
             assert mine.bits == theirs.bits
-            for (_, one), (_, other) in zip(mine.blocks(), theirs.blocks(), strict=True):
+            for one, other in zip(mine.integers(), theirs.integers(), strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=role)
             np.testing.assert_array_equal(read_floats(tensor), read_floats(found.tensors[role]), err_msg=role)
 

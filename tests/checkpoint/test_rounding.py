@@ -87,8 +87,8 @@ def test_any_rows_are_those_of_the_whole(rule: str) -> None:
     np.testing.assert_array_equal(np.concatenate(list(rounded.floats(8, 24))).reshape(16, -1), whole[8:24])
     found = row_codes(rounded)
     assert found.bits == RULES[rule].bits
-    made = np.concatenate([codes for _, codes in found.blocks()]).reshape(*found.steps.shape, -1)
-    np.testing.assert_array_equal((made * found.steps[..., None]).reshape(whole.shape), whole)
+    made = np.concatenate([*found.integers()]).reshape(*found.steps.size.shape, -1)
+    np.testing.assert_array_equal((made * found.steps.size[..., None]).reshape(whole.shape), whole)
 
 
 @pytest.mark.parametrize("rule", RULES)

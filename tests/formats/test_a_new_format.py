@@ -18,7 +18,7 @@ from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.manifest import Manifest, Said, is_text, said_by_header
+from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
@@ -47,12 +47,10 @@ class ToyFormat:
             OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
         ]
 
-    def manifest(self, directory: Path) -> Manifest:
+    def manifest(self, directory: Path) -> Sequence[Said]:
         path = directory / self.marker
         said = Said(path, json.loads(json.dumps(asdict(self.read_config(directory)))), {"dtype": is_text})
-        return Manifest(
-            frozenset({self.marker, self.weights_file}), (said, said_by_header(directory / self.weights_file))
-        )
+        return said, said_by_header(directory / self.weights_file)
 
     def read_config(self, directory: Path) -> DrafterConfig:
         fields = {key: value for key, value in read_object(directory / self.marker).items() if key != "dtype"}

@@ -146,10 +146,9 @@ def test_codes_are_the_files_for_every_variant(tmp_path: Path, name: str) -> Non
             if entries[role.name]["kept"] == CODES:
                 mine, back = row_codes(tensor), row_codes(written.tensors[role.name])
                 assert same_codes(mine, back), role.name
-                scales = mine.steps.astype(np.float16).astype(np.float32)
+                scales = mine.steps.size.astype(np.float16).astype(np.float32)
                 np.testing.assert_array_equal(
-                    np.concatenate([codes for _, codes in mine.blocks()]).reshape(*scales.shape, -1)
-                    * scales[..., None],
+                    np.concatenate([*mine.integers()]).reshape(*scales.shape, -1) * scales[..., None],
                     found.reshape(*scales.shape, -1),
                     err_msg=role.name,
                 )
@@ -163,7 +162,7 @@ def test_codes_are_the_truth(made: Path, truth: dict[str, dict[str, np.ndarray]]
     for role in roles_of(4):
         if role.kind == "matrix":
             matrices += 1
-            codes = np.concatenate([codes for _, codes in row_codes(written.tensors[role.name]).blocks()])
+            codes = np.concatenate([*row_codes(written.tensors[role.name]).integers()])
             np.testing.assert_array_equal(codes, truth[role.names["transformers"]]["q"].reshape(codes.shape))
     assert matrices == 23
 
@@ -406,8 +405,8 @@ def rounding(source: Path, folder: Path, spoiled: str = "", share: float = 0.0) 
             size, grid = tensors[spoiled].shape, row_codes(tensors[spoiled])
             # Half of the rows too large, half too small: a norm behind them takes nothing of that away.
             signs = np.where(np.arange(size[0]) % 2, 1 + share, 1 - share).astype(np.float32)
-            codes = np.concatenate([codes for _, codes in grid.blocks()])
-            tensors[spoiled] = stored_codes(codes, grid.steps * signs[:, None], grid.block, 8)
+            codes = np.concatenate([*grid.integers()]).reshape(size)
+            tensors[spoiled] = stored_codes(codes, grid.steps.size * signs[:, None], grid.steps.block, 8)
         exact = replace(original, config=written.config)
         return prove_checkpoint(drafter, exact, replace(written, tensors=tensors), bounds)
 
