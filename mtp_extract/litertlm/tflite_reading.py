@@ -141,7 +141,7 @@ def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
         if size < 0 or product > _LARGEST_DIMENSION_PRODUCT:
             raise table.buffer.error(f"tensor {index} of subgraph {subgraph} has shape {list(shape[:8])}")
     buffer = table.integer(2, "I")
-    if buffer >= buffers and buffer:
+    if buffer >= buffers:
         raise table.buffer.error(f"tensor {index} of subgraph {subgraph} names buffer {buffer} of {buffers}")
     quantization = table.table(4)
     return Tensor(

@@ -40,7 +40,7 @@ GROUPS = (32, 64, 128)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def extracted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A variant, and all that it holds: what is converted of it is what is extracted (``test_conversion``)."""
     directory = tmp_path_factory.mktemp("extracted") / request.param
     extract(variant(request.param), directory, dtype="f32", codes=True)
@@ -48,8 +48,8 @@ def extracted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("format_", PACKED)
-def test_codes_and_scales_are_the_files(extracted: tuple[Path, Path], tmp_path: Path, format_: str) -> None:
-    source, directory = extracted
+def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path, format_: str) -> None:
+    source, directory = coded
     result = convert(directory, tmp_path / "out", format=format_)
     found = read_checkpoint(tmp_path / "out")
     kept = {entry["role"]: entry["kept"] for entry in result.record["tensors"].values() if "part" not in entry}
