@@ -593,7 +593,7 @@ def test_a_composite_without_an_output_tensor(tmp_path: Path) -> None:
     refuse(pack(model), tmp_path, RoleError, "output without a tensor")
 
 
-def _shared_tables(subgraphs: int, tensors: int, name: int) -> bytes:
+def _shared_tables(subgraphs: int, tensors: int, name: int, buffers: int = 1) -> bytes:
     """A model of ``subgraphs`` × ``tensors`` tensors that are all one, with a name of ``name`` bytes."""
     builder = flatbuffers.Builder(1 << 16)
     text = builder.CreateString("x" * name)
@@ -611,8 +611,11 @@ def _shared_tables(subgraphs: int, tensors: int, name: int) -> bytes:
     builder.StartObject(1)
     builder.PrependUOffsetTRelativeSlot(0, listed, 0)
     graphs = repeated(builder.EndObject(), subgraphs)
-    builder.StartObject(3)
+    builder.StartObject(1)
+    empty = repeated(builder.EndObject(), buffers)
+    builder.StartObject(5)
     builder.PrependUOffsetTRelativeSlot(2, graphs, 0)
+    builder.PrependUOffsetTRelativeSlot(4, empty, 0)
     builder.Finish(builder.EndObject(), b"TFL3")
     return bytes(builder.Output())
 
@@ -622,6 +625,13 @@ def test_a_small_file_that_describes_gigabytes(shape: tuple[int, int, int], budg
     bomb = _shared_tables(*shape)
     with pytest.raises(FormatError, match="more elements"):
         read_model(Region(Memory(bomb), 0, len(bomb), "it"), budget=None if budget is None else Budget(budget))
+
+
+def test_a_model_without_buffers() -> None:
+    """Of which every tensor names one all the same: 0, where others have nothing."""
+    data = _shared_tables(1, 1, 1, buffers=0)
+    with pytest.raises(FormatError, match="names buffer 0 of 0"):
+        read_model(Region(Memory(data), 0, len(data), "it"))
 
 
 def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
