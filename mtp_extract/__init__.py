@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
-    from mtp_extract.bundle import Drafter, Opened
+    from mtp_extract.bundle import Opened, Shard
     from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.pipeline.conversion import convert
     from mtp_extract.pipeline.directory import ExtractionResult
     from mtp_extract.pipeline.extraction import extract
 
-__all__ = ["Drafter", "ExtractionResult", "MtpExtractError", "Opened", "__version__", "convert", "extract", "open"]
+__all__ = ["ExtractionResult", "MtpExtractError", "Opened", "Shard", "__version__", "convert", "extract", "open"]
 
 # Public name -> module and the name there.
 _HOMES = {
-    "Drafter": ("mtp_extract.bundle", "Drafter"),
+    "Shard": ("mtp_extract.bundle", "Shard"),
     "ExtractionResult": ("mtp_extract.pipeline.directory", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
     "Opened": ("mtp_extract.bundle", "Opened"),

@@ -39,7 +39,7 @@ _SEARCH_BUDGET = 3_000_000
 
 
 @dataclass(frozen=True)
-class Drafter:
+class Shard:
     """The drafter of a file: where it lies, and everything its graph says."""
 
     opened: Opened
@@ -88,7 +88,7 @@ class Opened:
             )
         return same[0] if same else None
 
-    def drafter(self, sliding_window: int | None = None) -> Drafter:
+    def drafter(self, sliding_window: int | None = None) -> Shard:
         """Find and read the drafter.
 
         ``sliding_window`` is used only where the file leaves the window to the runtime.
@@ -105,7 +105,7 @@ class Opened:
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
         positions = known["max_position_embeddings"] if known else None
-        return Drafter(
+        return Shard(
             opened=self,
             section=section,
             found_by=found_by,

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from mtp_extract.bundle import Drafter
+from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint import record_fields
 from mtp_extract.checkpoint.checkpoint import Holding
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
@@ -56,7 +56,7 @@ def sha256_of(region: Region, offset: int, length: int) -> str:
     return digest.hexdigest()
 
 
-def source_record(drafter: Drafter, name: str, section_sha256: str | None) -> dict[str, Any]:
+def source_record(drafter: Shard, name: str, section_sha256: str | None) -> dict[str, Any]:
     """The file and the section."""
     opened, section, region = drafter.opened, drafter.section, drafter.model.region
     bundle = opened.bundle
@@ -177,7 +177,7 @@ def _activation(activation: Activation | None) -> dict[str, Any] | None:
     return None if activation is None else fill(record_fields.Activation, activation, dtype=activation.type)
 
 
-def set_aside(drafter: Drafter) -> list[dict[str, Any]]:
+def set_aside(drafter: Shard) -> list[dict[str, Any]]:
     """Every constant of the graph that is not a weight, with its reader and the reason."""
     return [
         fill(
@@ -192,7 +192,7 @@ def set_aside(drafter: Drafter) -> list[dict[str, Any]]:
     ]
 
 
-def caches(drafter: Drafter) -> dict[str, Any]:
+def caches(drafter: Shard) -> dict[str, Any]:
     """The base model's caches that the drafter reads: shape and static quantization."""
     users: dict[str, list[int]] = {}
     for index, layer in enumerate(drafter.walk.layers):

@@ -20,7 +20,7 @@ from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines,
 from mtp_extract.errors import escape
 from mtp_extract.options import About, AsJson
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
-from mtp_extract.tune.run import Plan, default_directory, run_tuning
+from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def command(
         Path | None,
         About("Text, state and log, to go on from; by default the result's name + .work.", metavar="DIR"),
     ] = None,
-    plan: Annotated[dict[str, Any], Plan],
+    plan: Annotated[dict[str, Any], TuningPlan],
     head: Annotated[
         str | None,
         About(
@@ -97,7 +97,7 @@ def command(
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     with _progress(quiet=print_json or not first) as tell, _asked_to_stop(tell_so=first) as stop:
-        tuned = run_tuning(Plan(where, target, **plan), doing_unless(print_json), tell, stop)
+        tuned = run_tuning(TuningPlan(where, target, **plan), doing_unless(print_json), tell, stop)
     if first:
         if print_json:
             write_json({"directory": tuned.directory, "tuning": tuned.record, "notes": tuned.notes})

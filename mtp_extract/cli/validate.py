@@ -13,14 +13,14 @@ from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing_unless, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.options import About, AsJson, OverwriteReport
-from mtp_extract.validate.run import Plan, run_validation, sample_plan
+from mtp_extract.validate.run import ValidationPlan, run_validation, sample_plan
 
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
 
 
 def command(
-    plan: Plan,
+    plan: ValidationPlan,
     out: Annotated[
         Path | None,
         About("Write report.html, .md and .json, pair.json and figures there.", names=("--report",), metavar="DIR"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_extract.bundle import Drafter
+from mtp_extract.bundle import Shard
 from mtp_extract.graph.flat import Value
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 from mtp_extract.litertlm.writer import Piece, made
@@ -29,7 +29,7 @@ Ranges = Mapping[str, tuple[Range, Range]]
 """Role of a matrix → what went into it and what came out."""
 
 
-def recalibrated(drafter: Drafter, ranges: Ranges) -> tuple[list[Piece], list[str]]:
+def recalibrated(drafter: Shard, ranges: Ranges) -> tuple[list[Piece], list[str]]:
     """New scales over those of ``drafter``, and the roles that keep an old one because other operators share it."""
     pieces: dict[int, Piece] = {}
     kept: list[str] = []
@@ -57,7 +57,7 @@ def _own(value: Value) -> bool:
     return entering or (maker.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") and readers <= {_LEAVES})
 
 
-def _pieces(drafter: Drafter, tensor: Tensor, bounds: Range) -> Iterator[Piece]:
+def _pieces(drafter: Shard, tensor: Tensor, bounds: Range) -> Iterator[Piece]:
     quantization, type_ = tensor.quantization, tensor.type
     assert quantization is not None
     assert type_ is not None

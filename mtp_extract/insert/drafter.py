@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
-from mtp_extract.bundle import MODEL_TYPE, Drafter, Opened, open_bundle
+from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor
@@ -146,7 +146,7 @@ def _with_drafter(opened: Opened, template: Opened) -> Opened:
 def _plan(
     checkpoint: Checkpoint,
     opened: Opened,
-    drafter: Drafter,
+    drafter: Shard,
     inputs: tuple[PathLike | None, ...],
     types: Mapping[str, str],
     ranges: Ranges | None,
@@ -189,13 +189,13 @@ def _plan(
     )
 
 
-def _sites(drafter: Drafter, decisions: Mapping[str, Decision]) -> list[Site]:
+def _sites(drafter: Shard, decisions: Mapping[str, Decision]) -> list[Site]:
     roles = (found for found in drafter.walk.roles if found.role in decisions)
     return [Site(drafter.model, found, decisions[found.role]) for found in roles]
 
 
 def _activations(
-    drafter: Drafter, decisions: Mapping[str, Decision], ranges: Ranges | None
+    drafter: Shard, decisions: Mapping[str, Decision], ranges: Ranges | None
 ) -> tuple[list[Piece], list[str]]:
     """New scales of static activations, and notes on them."""
     static = [role.role for role in drafter.walk.roles if role.input is not None]
@@ -213,7 +213,7 @@ def _activations(
     return pieces, [done, *([f"Shared with other operators, so left: {', '.join(kept)}."] if kept else [])]
 
 
-def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) -> dict[str, Decision]:
+def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) -> dict[str, Decision]:
     wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
     jobs: dict[str, Callable[[], Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
@@ -228,7 +228,7 @@ def _decide(checkpoint: Checkpoint, drafter: Drafter, types: Mapping[str, str]) 
         return dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
 
 
-def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]:
+def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:
     """Role → the type it is to be stored in; later patterns over earlier ones."""
     matrices = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == MATRIX]
     found: dict[str, TensorType] = {}
@@ -247,7 +247,7 @@ def _wanted(drafter: Drafter, types: Mapping[str, str]) -> dict[str, TensorType]
     return found
 
 
-def _layout(opened: Opened, drafter: Drafter, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
+def _layout(opened: Opened, drafter: Shard, sites: Sequence[Site]) -> tuple[Laid, frozenset[str]]:
     """The file that is written over, and the roles that have a new and empty place in it."""
     changes = [change for change, _ in new_tensors(drafter.model, sites)]
     source = opened.source

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.bundle import Opened, Shard
 from mtp_extract.errors import PairError, escape
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.litertlm.container import TFLITE_MODEL
@@ -81,7 +81,7 @@ def _is_close(expected: object, found: object, close: float) -> bool:
     return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
-def base_misfits(opened: Opened, drafter: Drafter) -> list[str]:
+def base_misfits(opened: Opened, drafter: Shard) -> list[str]:
     """Why the base in the bundle could not run ``drafter``; empty where it can, or there is none to ask.
 
     LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
@@ -107,7 +107,7 @@ def base_misfits(opened: Opened, drafter: Drafter) -> list[str]:
     return problems
 
 
-def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> Iterator[str]:
+def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Shard) -> Iterator[str]:
     for name, cache in drafter.walk.caches.items():
         if name not in decode.outputs:
             yield f"the base has no cache {escape(name)}"
@@ -120,7 +120,7 @@ def _cache_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> I
             )
 
 
-def _width_misfits(model: TfliteModel, decode: Signature, drafter: Drafter) -> Iterator[str]:
+def _width_misfits(model: TfliteModel, decode: Signature, drafter: Shard) -> Iterator[str]:
     def last(tensor: Tensor) -> int:
         return tensor.shape[-1] if tensor.shape else 0
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4_MTP, SCALAR, roles_of
-from mtp_extract.bundle import Drafter, Opened, open_bundle
+from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.holdings import check_codes, check_floats
@@ -39,7 +39,7 @@ def default_directory(source: str | os.PathLike[str]) -> Path:
     return Path(f"{name or 'model'}-mtp-drafter")
 
 
-def checkpoint_of(drafter: Drafter) -> Checkpoint:
+def checkpoint_of(drafter: Shard) -> Checkpoint:
     """The drafter of a bundle as a checkpoint; no weight is read yet.
 
     Raises:
@@ -119,7 +119,7 @@ def extract(
             return finish(prepared, staged, made, target, _notes(drafter, checkpoint, choice.format))
 
 
-def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
+def prove_written(drafter: Shard, checkpoint: Checkpoint, prepared: Prepared, written: Checkpoint) -> Proof:
     """Execute the graph and what was written side by side.
 
     What is not rounded is executed as it was read back. Of what is, the values before rounding are: that the file
@@ -149,7 +149,7 @@ def prove_written(drafter: Drafter, checkpoint: Checkpoint, prepared: Prepared, 
     return prove_checkpoint(drafter, exact, written, {role: holding.bound for role, holding in rounded.items()})
 
 
-def prove_converted(drafter: Drafter, prepared: Prepared, written: Checkpoint, *, rounded: bool) -> Proof:
+def prove_converted(drafter: Shard, prepared: Prepared, written: Checkpoint, *, rounded: bool) -> Proof:
     """The same of a directory that was converted, and not extracted.
 
     Args:
@@ -166,7 +166,7 @@ def prove_converted(drafter: Drafter, prepared: Prepared, written: Checkpoint, *
 
 
 def prove_checkpoint(
-    drafter: Drafter,
+    drafter: Shard,
     checkpoint: Checkpoint,
     rounded: Checkpoint | None = None,
     bounds: Mapping[str, float] | None = None,
@@ -195,7 +195,7 @@ def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
 class Hashes:
     """SHA-256 of the section and of every role's stored bytes, computed while weights are written."""
 
-    def __init__(self, drafter: Drafter, checkpoint: Checkpoint) -> None:
+    def __init__(self, drafter: Shard, checkpoint: Checkpoint) -> None:
         self._drafter, self._checkpoint = drafter, checkpoint
         self._tensors = {
             role: tensor.source for role, tensor in checkpoint.tensors.items() if isinstance(tensor, ConstantTensor)
@@ -234,7 +234,7 @@ class Hashes:
 
 
 def record_of_drafter(
-    drafter: Drafter, prepared: Prepared, staged: Staged, hashes: Hashes, proof: Proof
+    drafter: Shard, prepared: Prepared, staged: Staged, hashes: Hashes, proof: Proof
 ) -> dict[str, Any]:
     """The record of what was extracted.
 
@@ -255,7 +255,7 @@ def record_of_drafter(
     )
 
 
-def _notes(drafter: Drafter, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
+def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str, ...]:
     notes = list(drafter.opened.source.notes)
     scalars = [role.name for role in roles_of(drafter.config.num_layers) if role.kind == SCALAR]
     absent = [name for name in scalars if name not in checkpoint.tensors]

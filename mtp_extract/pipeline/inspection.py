@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import EAGLE3, shapes_of
-from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.checkpoint.stored import StoredWeight
@@ -104,7 +104,7 @@ def _chosen(opened: Opened, index: int) -> TfliteModel:
     raise UnsupportedError(f"{opened.source.name} has no section {index}; it has {len(opened.sections)}.")
 
 
-def _drafter(drafter: Drafter, tensors: bool, graph: bool) -> dict[str, Any]:
+def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:
     section = drafter.section
     confirmed = set(drafter.names.confirmed)
     found: dict[str, Any] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.architecture.config import known_drafter
-from mtp_extract.bundle import Drafter, Opened
+from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint import record as records
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
@@ -66,7 +66,7 @@ def verify_against_source(
 
 
 def verify_against_drafter(
-    directory: str | os.PathLike[str], drafter: Drafter, beside: Container[str] = ()
+    directory: str | os.PathLike[str], drafter: Shard, beside: Container[str] = ()
 ) -> Verification:
     """As :func:`verify_against_source`, of a drafter that was found.
 
@@ -96,7 +96,7 @@ def _apart(recorded: Any, made: Any, left: Sequence[str], place: str = "") -> It
         yield f"{escape(place)} is {escape(made)}, not {escape(recorded)}"
 
 
-def _made_anew(drafter: Drafter, original: Checkpoint, own: Verification) -> dict[str, Any]:
+def _made_anew(drafter: Shard, original: Checkpoint, own: Verification) -> dict[str, Any]:
     """The record of the directory that was verified, as writing it would make it."""
     record = own.record
     hashes = Hashes(drafter, original)
@@ -139,7 +139,7 @@ def _rounded(choice: Choice, original: Checkpoint, record: Mapping[str, Any]) ->
     return Prepared(choice, checkpoint, holdings_of(choice.format, checkpoint, choice.dtype))
 
 
-def _proof(drafter: Drafter, prepared: Prepared, staged: Staged, record: Mapping[str, Any]) -> dict[str, Any] | None:
+def _proof(drafter: Shard, prepared: Prepared, staged: Staged, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The proof that ``record`` can have: where it claims none, none."""
     if record["proof"] is None:
         return None

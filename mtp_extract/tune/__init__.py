@@ -2,10 +2,10 @@
 
 ::
 
-    from mtp_extract.tune.run import Plan, run_tuning
+    from mtp_extract.tune.run import TuningPlan, run_tuning
     from mtp_extract.tune.setting import Setting
 
-    tuned = run_tuning(Plan(Setting(Path("DIR"), "google/gemma-4-E4B-it", Path("work")), Path("DIR-tuned")))
+    tuned = run_tuning(TuningPlan(Setting(Path("DIR"), "google/gemma-4-E4B-it", Path("work")), Path("DIR-tuned")))
     overall = tuned.comparisons.overall
     print(overall.before.mean_accepted_length, overall.after.mean_accepted_length)
 """

@@ -32,7 +32,7 @@ _STEPS, _STEPS_OF_NEW = 200, 300
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     setting: Setting
     out: Path
     mode: Annotated[
@@ -103,7 +103,7 @@ def default_directory(directory: Path) -> Path:
 
 
 def run_tuning(
-    plan: Plan,
+    plan: TuningPlan,
     say: Callable[[str], None] = lambda line: None,
     tell: Callable[[Status], None] = lambda status: None,
     stop: Callable[[], bool] = lambda: False,
@@ -157,7 +157,7 @@ def run_tuning(
     return conclude(plan, pair, corpus, comparisons, comparisons.refused(), tuned, about, describe)
 
 
-def _untrained_head(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
+def _untrained_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> Path:
     """An untrained head for the base, written into the folder of the work."""
     from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, state_sizes, write_head
 
@@ -172,7 +172,7 @@ def _untrained_head(plan: Plan, pair: Pair, corpus: Corpus) -> Path:
     return directory
 
 
-def _latents(plan: Plan, pair: Pair) -> Latents:
+def _latents(plan: TuningPlan, pair: Pair) -> Latents:
     """What is trained; refused here where its like cannot be written."""
     from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
     from mtp_extract.tune.writing import check_writable
@@ -192,7 +192,7 @@ def _latents(plan: Plan, pair: Pair) -> Latents:
 
 
 def _train(
-    plan: Plan,
+    plan: TuningPlan,
     pair: Pair,
     corpus: Corpus,
     latents: Latents,

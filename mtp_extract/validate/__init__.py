@@ -3,9 +3,9 @@
 ::
 
     from mtp_extract.validate.report.pages import write_report
-    from mtp_extract.validate.run import Plan, run_validation
+    from mtp_extract.validate.run import ValidationPlan, run_validation
 
-    found = run_validation(Plan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
+    found = run_validation(ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
     write_report(found, Path("report"))
 
 ``identity`` answers the first question: config, tensors and what both compute, derived from the file anew; ``parity``

@@ -17,8 +17,7 @@ import numpy as np
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.bundle import Opened
+from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, require_mtp
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.integers import in_rows, row_codes, same_codes
@@ -68,7 +67,7 @@ _WHAT = {
 }
 
 
-def drafter_for(opened: Opened, config: DrafterConfig) -> SourceDrafter:
+def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
     """The drafter of ``opened``; where its graph leaves the window to the runtime, with that of ``config``.
 
     Raises:
@@ -82,7 +81,7 @@ def drafter_for(opened: Opened, config: DrafterConfig) -> SourceDrafter:
         return opened.drafter(config.sliding_window)
 
 
-def check_identity(directory: Path, source: SourceDrafter) -> tuple[tuple[Check, ...], bool]:
+def check_identity(directory: Path, source: Shard) -> tuple[tuple[Check, ...], bool]:
     """Hold the checkpoint in ``directory`` against the file's drafter.
 
     Returns:
@@ -292,7 +291,7 @@ def _summary(types: Mapping[str, int], steps: Iterable[Sequence[str]]) -> str:
     return ", ".join([*parts, *told, "every bit"])
 
 
-def _execution(source: SourceDrafter, written: Checkpoint, original: Checkpoint, compared: _Compared) -> Check:
+def _execution(source: Shard, written: Checkpoint, original: Checkpoint, compared: _Compared) -> Check:
     """Run both. A tensor that is a rounding of the file's, to the bit, counts as the file's; any other as it is."""
 
     def read(role: str) -> Iterator[Any]:
@@ -355,7 +354,7 @@ def _check_codes(there: LazyTensor, expected: LazyTensor) -> None:
         _codes_compared(there, expected)
 
 
-def _record(directory: Path, source: SourceDrafter, sound: bool) -> Check:
+def _record(directory: Path, source: Shard, sound: bool) -> Check:
     """Of what is ``sound``, made anew; of anything else, held against what lies here."""
     if not (directory / RECORD).exists():
         return _check("record", None, f"there is no {RECORD}")

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ValidationPlan:
     """What to measure."""
 
     directory: Annotated[
@@ -87,7 +87,7 @@ class Plan:
         return dict(map(parse_wanted, self.trees))
 
 
-def sample_plan(plan: Plan) -> Plan:
+def sample_plan(plan: ValidationPlan) -> ValidationPlan:
     """``plan`` for the sample that is shipped, with the base it was trained for and, unless given, prompts for that."""
     from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
@@ -102,7 +102,7 @@ def sample_plan(plan: Plan) -> Plan:
     )
 
 
-def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
+def run_validation(plan: ValidationPlan, say: Say = lambda line: None) -> Validation:
     """Measure what ``plan`` asks for.
 
     Args:
@@ -120,7 +120,7 @@ def run_validation(plan: Plan, say: Say = lambda line: None) -> Validation:
         return _measure(plan, directory, say, stack)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: ValidationPlan) -> None:
     """Refuse what cannot be measured, before anything is loaded."""
     if plan.base is None and plan.source is None:
         raise MtpExtractError(
@@ -162,7 +162,7 @@ def _sample() -> Iterator[Path]:
             torch.set_num_threads(threads)
 
 
-def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validation:
+def _measure(plan: ValidationPlan, directory: Path, say: Say, stack: ExitStack) -> Validation:
     """Against the file, beside the base, and in other programs."""
     import torch
 
@@ -212,7 +212,7 @@ def _measure(plan: Plan, directory: Path, say: Say, stack: ExitStack) -> Validat
 
 
 def _beside_base(
-    plan: Plan, base: str, directory: Path, result: Validation, say: Say
+    plan: ValidationPlan, base: str, directory: Path, result: Validation, say: Say
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.checkpoint.checkpoint import require_mtp

@@ -23,7 +23,7 @@ from mtp_extract.insert.drafter import TYPES, planned_insertion
 from mtp_extract.options import About, AsJson, about, check_values, whole_numbers
 from mtp_extract.pipeline.conversion import convert as convert_function
 from mtp_extract.pipeline.extraction import extract as extract_function
-from mtp_extract.tune.run import Plan as TunePlan
+from mtp_extract.tune.run import TuningPlan
 
 MODES = ("fast", "good")
 
@@ -192,7 +192,7 @@ def test_choices_are_those_of_the_library() -> None:
     from mtp_extract.tune.loss import OBJECTIVES
     from mtp_extract.tune.modes import MODES
 
-    hints = get_type_hints(TunePlan, include_extras=True)
+    hints = get_type_hints(TuningPlan, include_extras=True)
     assert about(hints["mode"]).choices == tuple(MODES)
     assert set(about(hints["objective"]).choices) == set(OBJECTIVES)
     assert set(insert._TYPES) == set(TYPES)

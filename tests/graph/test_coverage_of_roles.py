@@ -16,7 +16,7 @@ from helpers.first_pair import first_bundle
 from helpers.make_bundle import Memory, drafter_of, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 
-from mtp_extract import Drafter, extract
+from mtp_extract import Shard, extract
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError, RoleError
@@ -40,7 +40,7 @@ def data_of(origin: str) -> bytes:
 
 
 @cache
-def sound(origin: str) -> Drafter:
+def sound(origin: str) -> Shard:
     return open_bundle(Memory(data_of(origin))).drafter()
 
 

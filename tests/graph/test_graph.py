@@ -16,7 +16,7 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from mtp_extract.architecture.config import FULL, SLIDING
 from mtp_extract.architecture.config import RopeConfig as Rope
 from mtp_extract.architecture.roles import role_table, roles_of
-from mtp_extract.bundle import Drafter, open_bundle
+from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.formats import FORMATS
 from mtp_extract.graph.names import check_names
@@ -55,7 +55,7 @@ OTHERWISE = {
 }
 
 
-def read(name: str) -> Drafter:
+def read(name: str) -> Shard:
     with open_bundle(variant(name)) as opened:
         return opened.drafter()
 

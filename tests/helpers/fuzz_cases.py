@@ -25,7 +25,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
-from mtp_extract import Drafter, extract
+from mtp_extract import Shard, extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.lazy import read_floats
 from mtp_extract.checkpoint.planned import OutputFile
@@ -207,7 +207,7 @@ class Planned:
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, drafter: Drafter) -> Planned:
+    def of(cls, drafter: Shard) -> Planned:
         weights, config, _ = format_named("transformers").plan(checkpoint_of(drafter), "f32")
         return cls(_values(weights), json.loads(config.text)["text_config"])
 
@@ -232,7 +232,7 @@ def sound(layers: int) -> Sound:
     return Sound(planned.values, _tensors(drafter), planned.config)
 
 
-def _tensors(drafter: Drafter) -> dict[str, int]:
+def _tensors(drafter: Shard) -> dict[str, int]:
     return {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
 
 
@@ -258,7 +258,7 @@ def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
     return real
 
 
-def wrong(drafter: Drafter, planned: Planned, data: bytes) -> str | None:
+def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
     """What of a result is not what the damaged bytes say; None when all of it is."""
     expected = sound(drafter.config.num_layers)
     changed = {key for key, value in expected.config.items() if planned.config[key] != value}

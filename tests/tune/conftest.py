@@ -33,7 +33,7 @@ from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import States
-from mtp_extract.tune.run import Plan
+from mtp_extract.tune.run import TuningPlan
 from mtp_extract.tune.setting import Setting
 
 
@@ -155,15 +155,17 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Plan]:
+def plan(
+    extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., TuningPlan]:
     """Plans share what the base wrote."""
     work = tmp_path_factory.mktemp("work")
 
-    def make(out: Path, **changes: Any) -> Plan:
+    def make(out: Path, **changes: Any) -> TuningPlan:
         setting: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
         setting |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
         setting |= {name: changes.pop(name) for name in list(changes) if name in OF_SETTING}
         settings: dict[str, Any] = {"mode": "norms", "steps": 4, "anchors": 6, "force": True}
-        return Plan(Setting(**setting), out, **(settings | changes))
+        return TuningPlan(Setting(**setting), out, **(settings | changes))
 
     return make

@@ -18,13 +18,13 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import ReadDirectory, convert
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.tune.run import Plan, run_tuning
+from mtp_extract.tune.run import TuningPlan, run_tuning
 
 INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
 
 
 @pytest.fixture(scope="module")
-def tuned(plan: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By codes, so far that some of them change."""
     out = tmp_path_factory.mktemp("qat") / "tuned"
     found = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
@@ -73,7 +73,7 @@ def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("format_", [*INTEGERS, "litert"])
-def test_from_every_format(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, format_: str) -> None:
+def test_from_every_format(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, format_: str) -> None:
     """What is written is of the format it came in; floats where there is room for integers alone are refused early."""
     convert(extracted, tmp_path / "origin", format=format_)
     mode = "norms" if format_ == "litert" else "qat"
@@ -92,7 +92,7 @@ def test_from_every_format(plan: Callable[..., Plan], extracted: Path, tmp_path:
         assert not work.exists()
 
 
-def test_floats_have_no_grid(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
+def test_floats_have_no_grid(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
     convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
     with pytest.raises(MtpExtractError, match="origin: pre_projection: expected the stored integers") as found:
         run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"))

@@ -18,7 +18,7 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.options import about
 from mtp_extract.tune.loss import OBJECTIVES
 from mtp_extract.tune.modes import MODES, Latents
-from mtp_extract.tune.run import Plan
+from mtp_extract.tune.run import TuningPlan
 
 from .conftest import Tiny, coded
 
@@ -37,7 +37,7 @@ def codes(tensor: object) -> np.ndarray:
 
 @pytest.mark.parametrize(("field", "known"), [("mode", MODES), ("objective", OBJECTIVES)])
 def test_a_plan_knows_every_name(field: str, known: dict[str, object]) -> None:
-    told = about(get_type_hints(Plan, include_extras=True)[field])
+    told = about(get_type_hints(TuningPlan, include_extras=True)[field])
     assert told is not None
     assert told.choices and set(told.choices) == set(known)
 

@@ -34,7 +34,7 @@ from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import Rounds, States, collate
-from mtp_extract.tune.run import Plan, run_tuning
+from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.status import Status
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
@@ -198,12 +198,12 @@ def test_the_shape_is_the_bases_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(plan: Callable[..., Plan], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def whole(plan: Callable[..., TuningPlan], tmp_path_factory: pytest.TempPathFactory) -> TuningPlan:
     """A small training of a head for the sample's base."""
     return plan(tmp_path_factory.mktemp("head") / "head", directory=None, steps=20, anchors=4, draft_vocab=128)
 
 
-def test_a_whole_training(whole: Plan, tmp_path: Path) -> None:
+def test_a_whole_training(whole: TuningPlan, tmp_path: Path) -> None:
     """From a base alone to a directory that engines load, with its record and its card."""
     tuned = run_tuning(whole)
     assert tuned.directory == whole.out and not findings_of(tuned.directory)
@@ -224,7 +224,7 @@ def test_a_whole_training(whole: Plan, tmp_path: Path) -> None:
         assert not any(finding.forbids for finding in findings_of(directory))
 
 
-def test_it_goes_on_where_it_was_cut_off(whole: Plan, tmp_path: Path) -> None:
+def test_it_goes_on_where_it_was_cut_off(whole: TuningPlan, tmp_path: Path) -> None:
     """Between two measurements, without a word: what comes out is the same to the byte."""
 
     class CutOff(BaseException):

@@ -28,7 +28,7 @@ from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.head import HeadPlan, _chosen, _refused, run_ordered_head
 from mtp_extract.tune.ordered import Kept, Used, build_head, dense, vectors_of
 from mtp_extract.tune.outcome import Outcome
-from mtp_extract.tune.run import Plan
+from mtp_extract.tune.run import TuningPlan
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.parity.transformers import check_transformers
 
@@ -37,7 +37,7 @@ ORDERING = "masked_embedding.token_ordering"
 
 
 @pytest.fixture(scope="module")
-def make(plan: Callable[..., Plan]) -> Callable[..., Outcome]:
+def make(plan: Callable[..., TuningPlan]) -> Callable[..., Outcome]:
     def made(out: Path, directory: Path | None = None, **changes: Any) -> Outcome:
         setting = plan(out, **({} if directory is None else {"directory": directory})).setting
         settings: dict[str, Any] = {"centroids": 32, "steps": 30, "force": True}

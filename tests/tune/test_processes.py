@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tune import corpus
-from mtp_extract.tune.run import Plan, run_tuning
+from mtp_extract.tune.run import TuningPlan, run_tuning
 
 FEW = 5
 
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
 }
 
 
-def test_two_are_as_one(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_are_as_one(plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, the same loss at every step, one result: of a drafter that is tuned, and of a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = shipped_prompts()[::FEW]

@@ -20,14 +20,16 @@ from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.pair import Pair
-from mtp_extract.tune.run import Plan, run_tuning
+from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import locked
 
 from .conftest import draw_progress
 
 
-def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms(
+    plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
     monkeypatch.setattr(figures, "draw_progress", draw_progress)
     made = plan(tmp_path / "tuned", learning_rate=0.05)
@@ -61,7 +63,7 @@ def test_norms(plan: Callable[..., Plan], extracted: Path, tmp_path: Path, monke
         assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
 
 
-def test_qat(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None:
+def test_qat(plan: Callable[..., TuningPlan], extracted: Path, tmp_path: Path) -> None:
     """Codes move, scales do not, floats are the codes'; what was measured is what was written."""
     found = run_tuning(plan(tmp_path / "tuned", mode="qat", steps=8, learning_rate=0.004))
     assert found.directory is not None
@@ -83,14 +85,14 @@ def test_qat(plan: Callable[..., Plan], extracted: Path, tmp_path: Path) -> None
     load_drafter(found.directory)
 
 
-def test_what_is_not_better_is_not_written(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_what_is_not_better_is_not_written(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     found = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
     assert found.directory is None
     assert "not shown to be better on held-out text (mean accepted length +0.000, -" in found.refused[0]
     assert not (tmp_path / "tuned").exists()
 
 
-def test_a_stop_leaves_the_best_so_far(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     steps = iter(range(100))
     found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
     assert found.record["interrupted"]
@@ -102,7 +104,7 @@ def test_a_stop_leaves_the_best_so_far(plan: Callable[..., Plan], tmp_path: Path
     assert not whole.record["interrupted"]
 
 
-def test_a_second_stop_leaves_nothing(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_second_stop_leaves_nothing(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     class Stopped(BaseException):
         pass
 
@@ -140,7 +142,7 @@ def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None
         signal.signal(signal.SIGINT, before)
 
 
-def test_refused_before_any_work(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
     with pytest.raises(OutputError, match="is not replaced"):
@@ -163,7 +165,7 @@ def test_sides_are_of_sources() -> None:
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 
 
-def test_too_few_prompts(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("import os\nclass Foo\n")
     with pytest.raises(MtpExtractError, match="found 2 prompts from 2 sources"):
@@ -178,7 +180,7 @@ def test_prompts_of_another_form(tmp_path: Path, line: str) -> None:
         texts.read_items(path)
 
 
-def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_how_far_the_text_is(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """While the base writes, and not a second time for what is there."""
     for first in (True, False):
         told: list[Status] = []
@@ -191,7 +193,7 @@ def test_how_far_the_text_is(plan: Callable[..., Plan], tmp_path: Path) -> None:
         assert all(0 < status.done <= status.total for status in written)
 
 
-def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
     # Text is written in several batches, which differ in length, and asked for side by side.
     monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 5)
@@ -217,7 +219,7 @@ def test_sampled_serving(plan: Callable[..., Plan], tmp_path: Path, monkeypatch:
     assert "the same prompts, served at temperature 1" in (tmp_path / "greedy/README.md").read_text(encoding="utf-8")
 
 
-def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_damaged_text_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work").setting)
     written = Corpus.of(pair)
     path = max((tmp_path / "work/text").iterdir(), key=lambda path: path.stat().st_size)
@@ -232,14 +234,14 @@ def test_damaged_text_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None
     assert {*path.read_bytes().splitlines()} == {*whole.splitlines()}
 
 
-def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_work_folder_that_cannot_be_is_said(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     (tmp_path / "work").write_text("a file")
     with pytest.raises(OutputError, match=r"work.*: expected a place to keep text and state") as found:
         run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work"))
     assert found.value.remedies == ("work",)
 
 
-def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     work = tmp_path / "work"
     with locked(work), pytest.raises(OutputError, match=r"work.*: .* another run at work there") as found:
         run_tuning(plan(tmp_path / "tuned", work=work))
@@ -249,7 +251,7 @@ def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., Plan], tmp_path:
         pass
 
 
-def test_a_held_out_text_counts_once(plan: Callable[..., Plan], prompts: Path, tmp_path: Path) -> None:
+def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path) -> None:
     """Of other sources, but the same: it is measured once, and said to be a repeat."""
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
     held = [row for row in rows if texts.side_of(row["source"]) == texts.HELD_OUT]
@@ -266,7 +268,7 @@ def test_a_held_out_text_counts_once(plan: Callable[..., Plan], prompts: Path, t
     assert any(f"{len(held)} of them repeats" in note for note in twice.notes)
 
 
-def test_text_by_people(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_text_by_people(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """It is trained on in windows; intervals count texts, since windows of one are alike."""
     every = [f"file {number}" for number in range(1000)]
     sides = {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5}

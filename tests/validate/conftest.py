@@ -11,7 +11,7 @@ import torch
 from helpers.first_pair import first_base, first_bundle
 
 import mtp_extract
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.agreement import Continuations, continue_greedily
@@ -19,7 +19,7 @@ from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 FEW = {
     "code": ["class Foo(object):", "def read(path):\n", "import os\n", "for line in lines:\n    if not line:\n"],
@@ -50,7 +50,7 @@ def drafter(checkpoint: Path) -> MtpDrafter:
 
 
 @pytest.fixture
-def source() -> Iterator[SourceDrafter]:
+def source() -> Iterator[Shard]:
     with mtp_extract.open(first_bundle()) as opened:
         yield opened.drafter()
 
@@ -80,8 +80,8 @@ def continuations(generator: SpeculativeGenerator, prompts: list[Prompt]) -> Con
 
 
 @pytest.fixture(scope="session")
-def plan(checkpoint: Path, prompts_file: Path) -> Plan:
-    return Plan(
+def plan(checkpoint: Path, prompts_file: Path) -> ValidationPlan:
+    return ValidationPlan(
         checkpoint,
         base=str(first_base()),
         source=str(first_bundle()),
@@ -96,6 +96,6 @@ def plan(checkpoint: Path, prompts_file: Path) -> Plan:
 
 
 @pytest.fixture(scope="session")
-def validation(plan: Plan) -> Validation:
+def validation(plan: ValidationPlan) -> Validation:
     """A whole run over a few prompts."""
     return run_validation(plan)

@@ -29,7 +29,7 @@ from mtp_extract.validate.acceptance.drafters import facts_of
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -113,7 +113,7 @@ def places(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def found(plan: Plan, places: dict[str, Path]) -> Validation:
+def found(plan: ValidationPlan, places: dict[str, Path]) -> Validation:
     directory, *beside = places.values()
     return run_validation(
         dataclasses.replace(plan, directory=directory, beside=beside, source=None, draft_steps=(3,), timed=1)
@@ -270,7 +270,7 @@ def test_types_may_be_mixed(checkpoint: Path, tmp_path: Path) -> None:
     assert reads.stored == sum(lengths_in(mixed / "model.safetensors").values())
 
 
-def test_one_that_does_not_fit_is_named(plan: Plan, checkpoint: Path, tmp_path: Path) -> None:
+def test_one_that_does_not_fit_is_named(plan: ValidationPlan, checkpoint: Path, tmp_path: Path) -> None:
     """Before the base writes a word."""
     other, said = tmp_path / "other", list[str]()
     random_assistant(GEOMETRIES["dense"]).save_pretrained(other)

@@ -13,8 +13,7 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 
 import mtp_extract
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.bundle import open_bundle
+from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.tensor_file import read_header
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_of
@@ -26,7 +25,7 @@ KINDS = ("one bit", "scaled by 0.4 %", "infinite", "not a number", "zeroed", "re
 
 
 @pytest.fixture(scope="module")
-def source(sample: Path) -> Iterator[SourceDrafter]:
+def source(sample: Path) -> Iterator[Shard]:
     with open_bundle(sample) as opened:
         yield opened.drafter()
 
@@ -43,11 +42,11 @@ def copy(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 
-def checked(directory: Path, source: SourceDrafter) -> dict[str, Check]:
+def checked(directory: Path, source: Shard) -> dict[str, Check]:
     return {check.name: check for check in check_identity(directory, source)[0]}
 
 
-def refuted(directory: Path, source: SourceDrafter) -> str:
+def refuted(directory: Path, source: Shard) -> str:
     """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
     try:
         return next(c.evidence for c in check_identity(directory, source)[0] if c.passed is False)
@@ -56,7 +55,7 @@ def refuted(directory: Path, source: SourceDrafter) -> str:
         return str(error)
 
 
-def test_a_sound_directory(stored: Path, source: SourceDrafter, tmp_path: Path) -> None:
+def test_a_sound_directory(stored: Path, source: Shard, tmp_path: Path) -> None:
     found = checked(stored, source)
     assert {name: check.passed for name, check in found.items()} == dict.fromkeys((*NEEDED, "record"), True)
     bare = tmp_path / "bare"
@@ -74,7 +73,7 @@ def test_every_variant(name: str, tmp_path: Path) -> None:
         assert all(check.passed for check in checked(tmp_path / "d", drafter).values())
 
 
-def test_the_litert_layout(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+def test_the_litert_layout(sample: Path, source: Shard, tmp_path: Path) -> None:
     mtp_extract.extract(sample, tmp_path / "d", format="litert")
     assert all(check.passed for check in checked(tmp_path / "d", source).values())
     # The table of roles decides which tensor plays which.
@@ -93,7 +92,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stored", "role", "fault"), sorted(CASES), indirect=["stored"])
-def test_a_tensor(copy: Path, source: SourceDrafter, role: str, fault: str) -> None:
+def test_a_tensor(copy: Path, source: Shard, role: str, fault: str) -> None:
     if (role.endswith("layer_scalar") or "norm" in role) and fault == "reversed":
         fault = "one bit"
     TENSOR_FAULTS[fault](copy, ROLES[role])
@@ -109,7 +108,7 @@ def test_a_tensor(copy: Path, source: SourceDrafter, role: str, fault: str) -> N
 
 @pytest.mark.parametrize("role", ["layers.1.q_norm", "layers.0.gate_proj", "layers.2.layer_scalar", "lm_head"])
 @pytest.mark.parametrize("stored", ["f32", "bf16"], indirect=True)
-def test_execution_names_the_first_role(copy: Path, source: SourceDrafter, role: str) -> None:
+def test_execution_names_the_first_role(copy: Path, source: Shard, role: str) -> None:
     TENSOR_FAULTS["scaled by 0.4 %"](copy, ROLES[role])
     found = checked(copy, source)["execution"]
     assert found.passed is False
@@ -118,7 +117,7 @@ def test_execution_names_the_first_role(copy: Path, source: SourceDrafter, role:
 
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
 @pytest.mark.parametrize("value", [3e38, 1e-40])
-def test_numbers_that_cannot_be_computed_with(copy: Path, source: SourceDrafter, value: float) -> None:
+def test_numbers_that_cannot_be_computed_with(copy: Path, source: Shard, value: float) -> None:
     for role in ("layers.1.q_norm", "pre_projection", "layers.3.q_norm"):
         fill(copy, ROLES[role], value)
     assert refuted(copy, source).startswith("pre_projection (pre_projection.weight) has other values")
@@ -126,7 +125,7 @@ def test_numbers_that_cannot_be_computed_with(copy: Path, source: SourceDrafter,
 
 @pytest.mark.parametrize("fault", CONFIG_FAULTS.values(), ids=CONFIG_FAULTS.keys())
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_a_number_of_the_config(copy: Path, source: SourceDrafter, fault: ConfigFault) -> None:
+def test_a_number_of_the_config(copy: Path, source: Shard, fault: ConfigFault) -> None:
     edit_config(copy, **fault.changes)
     forge(copy)
     assert fault.named in refuted(copy, source)
@@ -134,7 +133,7 @@ def test_a_number_of_the_config(copy: Path, source: SourceDrafter, fault: Config
 
 @pytest.mark.parametrize("fault", FILE_FAULTS.values(), ids=FILE_FAULTS.keys())
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_a_file(copy: Path, source: SourceDrafter, fault: tuple[object, str]) -> None:
+def test_a_file(copy: Path, source: Shard, fault: tuple[object, str]) -> None:
     plant, named = fault
     assert callable(plant)
     plant(copy)
@@ -142,7 +141,7 @@ def test_a_file(copy: Path, source: SourceDrafter, fault: tuple[object, str]) ->
 
 
 @pytest.mark.parametrize("stored", ["bf16"], indirect=True)
-def test_rounded_twice(copy: Path, source: SourceDrafter, sample: Path, tmp_path: Path) -> None:
+def test_rounded_twice(copy: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
     """A table that is nearest but for one step, as a converter leaves that cuts the bits off, is refuted."""
     import json
 
@@ -177,7 +176,7 @@ def test_another_file(stored: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(name: str, sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+def test_every_format(name: str, sample: Path, source: Shard, tmp_path: Path) -> None:
     """Codes are told to be the file's, and scales to be rounded where they are."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
     found = checked(tmp_path / "d", source)
@@ -190,7 +189,7 @@ def test_every_format(name: str, sample: Path, source: SourceDrafter, tmp_path: 
 
 @pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
 @pytest.mark.parametrize("part", ["codes", "scales"])
-def test_a_fault_in_codes(name: str, part: str, sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+def test_a_fault_in_codes(name: str, part: str, sample: Path, source: Shard, tmp_path: Path) -> None:
     """One bit of a code, or of a scale, with the record forged to match."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
     record = json.loads((tmp_path / "d" / "extraction.json").read_text())
@@ -236,7 +235,7 @@ def test_a_static_scale_of_activations(name: str, tmp_path: Path) -> None:
         assert checked(tmp_path / "d", drafter)["tensors"].passed
 
 
-def test_numbers_rounded_on_the_way(sample: Path, source: SourceDrafter, tmp_path: Path) -> None:
+def test_numbers_rounded_on_the_way(sample: Path, source: Shard, tmp_path: Path) -> None:
     """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
     mtp_extract.extract(sample, tmp_path / "bf16")
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")

@@ -14,7 +14,7 @@ from helpers import intruders
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
 
 from mtp_extract import extract
-from mtp_extract.bundle import Drafter, open_bundle
+from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.tensor_file import write_tensors
 from mtp_extract.errors import MtpExtractError
@@ -34,13 +34,13 @@ TRANSFORMERS = ("transformers", "mlx", "compressed-tensors", "compressed-tensors
 
 
 @pytest.fixture(scope="module")
-def source(sample: Path) -> Iterator[Drafter]:
+def source(sample: Path) -> Iterator[Shard]:
     with open_bundle(sample) as opened:
         yield opened.drafter()
 
 
 @pytest.fixture(scope="module")
-def original(source: Drafter) -> Checkpoint:
+def original(source: Shard) -> Checkpoint:
     return checkpoint_of(source)
 
 
@@ -57,7 +57,7 @@ def copied(directory: Path, place: Path) -> Path:
     return Path(shutil.copytree(directory, place))
 
 
-def proven(directory: Path, source: Drafter) -> bool:
+def proven(directory: Path, source: Shard) -> bool:
     """Whether validation would say so. What reading refuses, or what is no part of the drafter, needs no execution."""
     try:
         if unexpected_in(directory, REPORT_FILES):
@@ -80,7 +80,7 @@ def refused(directory: Path) -> bool:
     return False
 
 
-def test_sound_ones_are_proven(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_sound_ones_are_proven(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     """What the faults are planted into is proven, with what is harmless beside it, with its record and without."""
     for name, directory in written.items():
         bare = copied(directory, tmp_path / name)
@@ -101,7 +101,7 @@ BESIDE = [(name, RECORDS[index % 2]) for index, name in enumerate(FORMATS)]
 
 
 @pytest.mark.parametrize(("name", "record"), sorted({*BESIDE, *(("transformers", record) for record in RECORDS)}))
-def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str, record: str) -> None:
+def test_a_file_beside(written: dict[str, Path], source: Shard, tmp_path: Path, name: str, record: str) -> None:
     directory = copied(written[name], tmp_path / "d")
     weights = directory / format_named(name).weights_file
     if record == "none":
@@ -122,7 +122,7 @@ def test_a_file_beside(written: dict[str, Path], source: Drafter, tmp_path: Path
     assert not unexpected_in(directory, REPORT_FILES)
 
 
-def test_what_is_no_file(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_what_is_no_file(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     """Links to directories, which engines look through; and what engines would wait for."""
     directory = copied(written["transformers"], tmp_path / "d")
     (directory / "extraction.json").unlink()
@@ -138,7 +138,7 @@ def test_what_is_no_file(written: dict[str, Path], source: Drafter, tmp_path: Pa
     assert proven(directory, source)
 
 
-def test_a_tensor_that_the_header_names_twice(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_a_tensor_that_the_header_names_twice(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     directory = copied(written["transformers"], tmp_path / "d")
     (directory / "extraction.json").unlink()
     path = directory / "model.safetensors"
@@ -153,7 +153,7 @@ def test_a_tensor_that_the_header_names_twice(written: dict[str, Path], source: 
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_key_of_the_configuration(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str) -> None:
+def test_a_key_of_the_configuration(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
     directory = copied(written[name], tmp_path / "d")
     (directory / "extraction.json").unlink()
     for file, keys in (
@@ -172,7 +172,7 @@ def test_a_key_of_the_configuration(written: dict[str, Path], source: Drafter, t
     assert proven(directory, source)
 
 
-def test_a_key_of_the_litert_layout(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_a_key_of_the_litert_layout(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     directory = copied(written["litert"], tmp_path / "d")
     (directory / "extraction.json").unlink()
     path = directory / "mtp_drafter_config.json"
@@ -184,7 +184,7 @@ def test_a_key_of_the_litert_layout(written: dict[str, Path], source: Drafter, t
         assert not proven(directory, source), key
 
 
-def test_a_key_of_a_gguf(original: Checkpoint, source: Drafter, tmp_path: Path) -> None:
+def test_a_key_of_a_gguf(original: Checkpoint, source: Shard, tmp_path: Path) -> None:
     (file,) = format_named("gguf").plan(original, "codes")
     for key, value in intruders.GGUF_KEYS.items():
         metadata = {**file.metadata, key: value}
@@ -217,7 +217,7 @@ def test_a_head(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformers", "litert"])
-def test_edited_codes(written: dict[str, Path], source: Drafter, tmp_path: Path, name: str) -> None:
+def test_edited_codes(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
     from mtp_extract.checkpoint.tensor_file import read_header
 
     directory = copied(written[name], tmp_path / "d")
@@ -265,7 +265,7 @@ def _tell(path: Path, record: dict[str, object], key: str, value: object) -> Non
     path.write_text(json.dumps(told))
 
 
-def test_a_record_that_lies(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_a_record_that_lies(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     """Each statement of it, where the bundle is at hand; what no bundle decides is listed and passes."""
     directory = copied(written["transformers"], tmp_path / "d")
     record = json.loads((directory / "extraction.json").read_text())
@@ -289,9 +289,7 @@ def test_a_record_that_lies(written: dict[str, Path], source: Drafter, tmp_path:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "transformers"])
-def test_a_record_that_lies_in_every_format(
-    written: dict[str, Path], source: Drafter, tmp_path: Path, name: str
-) -> None:
+def test_a_record_that_lies_in_every_format(written: dict[str, Path], source: Shard, tmp_path: Path, name: str) -> None:
     directory = copied(written[name], tmp_path / "d")
     record = json.loads((directory / "extraction.json").read_text())
     for key in ("source.section.sha256", "tensors.*.source.sha256", "proof.tolerance", "set_aside"):
@@ -305,7 +303,7 @@ def test_a_record_that_lies_in_every_format(
     verify_against_drafter(directory, source)
 
 
-def test_a_record_of_a_conversion_that_lies(written: dict[str, Path], source: Drafter, tmp_path: Path) -> None:
+def test_a_record_of_a_conversion_that_lies(written: dict[str, Path], source: Shard, tmp_path: Path) -> None:
     """The steps in between are taken from the record; what the bundle says of each weight is not."""
     convert(written["litert"], tmp_path / "d", format="gguf")
     record = json.loads((tmp_path / "d/extraction.json").read_text())

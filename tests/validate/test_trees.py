@@ -24,7 +24,7 @@ from mtp_extract.validate.acceptance.generation import Divergence
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import write_report
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -41,7 +41,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(plan: Plan, head: Path) -> Validation:
+def found(plan: ValidationPlan, head: Path) -> Validation:
     return run_validation(
         dataclasses.replace(plan, source=None, beside=(head,), draft_steps=(2,), trees=TREES, timed=1)
     )
@@ -71,7 +71,7 @@ def test_every_drafter_drafts_every_tree(found: Validation, tmp_path: Path) -> N
     assert mtp["expected_mean_accepted_length"] > eagle["expected_mean_accepted_length"] + 1
 
 
-def test_the_head_may_stand_first(plan: Plan, checkpoint: Path, head: Path, found: Validation) -> None:
+def test_the_head_may_stand_first(plan: ValidationPlan, checkpoint: Path, head: Path, found: Validation) -> None:
     """And does what it did beside the other."""
     turned = run_validation(
         dataclasses.replace(
@@ -87,7 +87,7 @@ def test_the_head_may_stand_first(plan: Plan, checkpoint: Path, head: Path, foun
     assert not turned.wrong_text
 
 
-def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: Plan) -> None:
+def test_what_was_chosen_can_be_asked_for_again(found: Validation, plan: ValidationPlan) -> None:
     best = found.drafters[0].generation.lengths[-1]
     assert best.tree is not None
     again = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=[best.tree], timed=1))
@@ -119,7 +119,7 @@ def test_ranks_are_those_of_rounds(generator: SpeculativeGenerator, continuation
     assert branched > 5
 
 
-def test_text_that_a_tree_spoils_is_refuted(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_a_tree_spoils_is_refuted(plan: ValidationPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: the cache keeps the first drafts of a tree, whichever way was accepted."""
     monkeypatch.setattr(SlotCache, "take", lambda *arguments: None)
     wrong = run_validation(dataclasses.replace(plan, source=None, draft_steps=(2,), trees=("4x4x2",), timed=1))
@@ -167,13 +167,13 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(result.output.split())
 
 
-def test_a_plan_without_a_base_has_no_trees(plan: Plan) -> None:
+def test_a_plan_without_a_base_has_no_trees(plan: ValidationPlan) -> None:
     with pytest.raises(MtpExtractError, match="expected a base to verify trees of drafts") as caught:
         run_validation(dataclasses.replace(plan, base=None, trees=("4x2",)))
     assert caught.value.remedies == ("base",)
 
 
-def test_a_tree_may_be_no_wider_than_the_vocabulary(plan: Plan) -> None:
+def test_a_tree_may_be_no_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
     said = list[str]()
     with pytest.raises(PairError, match=r"at most 512 drafts for one place, .* found 600 in paths:0,1") as caught:
         run_validation(dataclasses.replace(plan, source=None, trees=("600",)), said.append)

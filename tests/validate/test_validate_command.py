@@ -19,7 +19,7 @@ from mtp_extract.data import sample_prompts
 from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -188,5 +188,5 @@ def test_a_process_of_its_own(checkpoint: Path) -> None:
 )
 def test_numbers_out_of_bounds(change: dict[str, Any]) -> None:
     with pytest.raises(MtpExtractError) as caught:
-        run_validation(Plan(Path("d"), base="b", **change))
+        run_validation(ValidationPlan(Path("d"), base="b", **change))
     assert caught.value.remedies == tuple(change)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, UnsupportedError
 from mtp_extract.validate.identity import Check
@@ -115,7 +115,7 @@ class _Run:
 
 def measure_parity(
     drafter: MtpDrafter,
-    source: SourceDrafter,
+    source: Shard,
     *,
     cases: Callable[[Interface], Sequence[Case]] | None = None,
     samples: int = _SAMPLES,
@@ -170,7 +170,7 @@ def measure_parity(
     )
 
 
-def check_interpreter(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> tuple[Parity | None, Check]:
+def check_interpreter(drafter: MtpDrafter, source: Shard, **options: Any) -> tuple[Parity | None, Check]:
     """:func:`measure_parity`, and what it says of the checkpoint.
 
     Nothing where the interpreter cannot run the file, or calls a drafter wrong that is known to be right.
@@ -224,7 +224,7 @@ _SHAPE = (
 )
 
 
-def check_geometry(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def check_geometry(drafter: MtpDrafter, source: Shard) -> None:
     """Check that the checkpoint has the shape of the file's drafter.
 
     Raises:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mtp_extract.bundle import Drafter as SourceDrafter
-from mtp_extract.bundle import open_bundle
+from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
@@ -18,7 +17,7 @@ from mtp_extract.pipeline.staging import write_file
 
 
 @contextmanager
-def known_good() -> Iterator[tuple[Path, MtpDrafter, SourceDrafter]]:
+def known_good() -> Iterator[tuple[Path, MtpDrafter, Shard]]:
     """The drafter of the packaged sample: its directory in the transformers format, F32; loaded; and in its file."""
     with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
         place, source = Path(folder), opened.drafter()

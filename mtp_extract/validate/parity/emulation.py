@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.checkpoint.lazy import ArrayTensor, read_floats
 from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter.mtp import Layer, MtpDrafter, View, turn
@@ -55,7 +55,7 @@ class Scheme:
     output: Activation | None  # likewise
 
 
-def schemes(source: SourceDrafter) -> dict[str, Scheme]:
+def schemes(source: Shard) -> dict[str, Scheme]:
     """Role of each matrix → how the graph multiplies by it.
 
     Raises:
@@ -69,7 +69,7 @@ def schemes(source: SourceDrafter) -> dict[str, Scheme]:
     }
 
 
-def _kind(source: SourceDrafter, role: FoundRole, reading: Reading | None) -> str:
+def _kind(source: Shard, role: FoundRole, reading: Reading | None) -> str:
     if role.input is not None:
         return "static"
     if role.tensor is None or role.tensor.type in _FLOATS:
@@ -92,7 +92,7 @@ class AttentionScheme:
     mixed: Activation
 
 
-def attention_schemes(source: SourceDrafter) -> dict[str, AttentionScheme]:
+def attention_schemes(source: Shard) -> dict[str, AttentionScheme]:
     """Layer → how its attention is rounded; empty where the graph computes it in float.
 
     Raises:
@@ -136,7 +136,7 @@ class Restored:
     different: tuple[str, ...]  # neither
 
 
-def restore(drafter: MtpDrafter, source: SourceDrafter) -> tuple[MtpDrafter, Restored]:
+def restore(drafter: MtpDrafter, source: Shard) -> tuple[MtpDrafter, Restored]:
     """A float32 copy of ``drafter`` whose rounded tensors have the file's precision back.
 
     A tensor that is not the file's, not even rounded, is left as the checkpoint has it: parity then shows what

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.errors import UnsupportedError, escape, few
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, flatten
@@ -78,7 +78,7 @@ def codes_of(tensor: Tensor) -> Codes | None:
     )
 
 
-def read_interface(source: SourceDrafter) -> Interface:
+def read_interface(source: Shard) -> Interface:
     """The interface of ``source``.
 
     Raises:
@@ -111,7 +111,7 @@ def read_interface(source: SourceDrafter) -> Interface:
     )
 
 
-def _cache(graph: FlatGraph, source: SourceDrafter, name: str, *, transposed: bool) -> Cache:
+def _cache(graph: FlatGraph, source: Shard, name: str, *, transposed: bool) -> Cache:
     tensor = source.walk.caches[name]
     codes = codes_of(tensor)
     if tensor.type in _DTYPES and codes is None:

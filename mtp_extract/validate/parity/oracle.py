@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
@@ -59,7 +59,7 @@ class Reading:
     factor: float  # the graph computes ``factor`` times the reference's value
 
 
-def readings(source: SourceDrafter) -> dict[str, Reading]:
+def readings(source: Shard) -> dict[str, Reading]:
     """For every role whose operator can be told, that operator; in order of execution."""
     graph = flatten(source.model, source.signature)
     sharing: dict[tuple[int, int], list[str]] = {}
@@ -97,7 +97,7 @@ def readings(source: SourceDrafter) -> dict[str, Reading]:
     return dict(sorted(found.items(), key=lambda item: execution[item[0]]))
 
 
-def attention_products(source: SourceDrafter) -> dict[str, tuple[Value, ...]]:
+def attention_products(source: Shard) -> dict[str, tuple[Value, ...]]:
     """Layer ("layers.0") → operand and result of its Q·K and of its P·V, where they are integers; empty where none are.
 
     Raises:
@@ -158,7 +158,7 @@ class Oracle:
         UnsupportedError: its weights lie in another section, or the interpreter refuses the graph, or is not there.
     """
 
-    def __init__(self, source: SourceDrafter, kernels: Kernels = Kernels.XNNPACK, threads: int = 1) -> None:
+    def __init__(self, source: Shard, kernels: Kernels = Kernels.XNNPACK, threads: int = 1) -> None:
         name = source.model.region.source.name
         if why := unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
             raise UnsupportedError(f"{name}: Google's interpreter cannot be asked: {why}.")
@@ -247,7 +247,7 @@ def _quiet() -> Iterator[None]:
         os.close(nothing)
 
 
-def with_outputs(source: SourceDrafter, tensors: list[int]) -> bytes:
+def with_outputs(source: Shard, tensors: list[int]) -> bytes:
     """The section's bytes, with ``tensors`` of the signature's subgraph among the subgraph's outputs."""
     region = source.model.region
     graph = source.model.subgraphs[source.signature.subgraph]

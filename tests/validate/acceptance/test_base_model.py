@@ -17,7 +17,7 @@ import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
 from mtp_extract.evaluate import base_model
 from mtp_extract.evaluate.base_model import load_base, memory_guard
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_base(tmp_path: Path, base: Path, prompts_file: Path) -> None:
     mtp_extract.extract(variant("torch_odd_sizes"), tmp_path / "d")
     with pytest.raises(PairError, match="vocabulary of 333, found 512"):
-        run_validation(Plan(tmp_path / "d", base=str(base), prompts=prompts_file, device="cpu"))
+        run_validation(ValidationPlan(tmp_path / "d", base=str(base), prompts=prompts_file, device="cpu"))
 
 
 @pytest.mark.parametrize(

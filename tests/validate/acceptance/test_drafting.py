@@ -10,7 +10,7 @@ import pytest
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.trees import AutoTree, Tree
 from mtp_extract.validate.acceptance.drafting import BestTree, parse_wanted, steps_to_rank
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 
 def test_names() -> None:
@@ -70,4 +70,4 @@ def test_ranks_are_measured_as_deep_as_they_are_needed() -> None:
 def test_numbers_out_of_bounds(given: dict[str, Any], what: str) -> None:
     """Refused before the base, which is not there, is looked for."""
     with pytest.raises(MtpExtractError, match=what):
-        run_validation(Plan(None, base="absent", **given))
+        run_validation(ValidationPlan(None, base="absent", **given))

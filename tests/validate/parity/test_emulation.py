@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.validate.parity.cases import random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.emulation import Emulation, Guide, Operand, Scheme, quantize_rows
@@ -63,7 +63,7 @@ def test_codes_round_and_clip(dtype: type) -> None:
     assert codes.largest == 0.5 * (limit - 4)
 
 
-def test_follows_only_what_is_near(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_follows_only_what_is_near(drafter: MtpDrafter, source: Shard) -> None:
     interface = read_interface(source)
     case = random_cases(drafter.config, interface, 3, 0)[1]
     arguments = reference_arguments(case, drafter.config, interface, as_stored=True)
@@ -87,7 +87,7 @@ def test_follows_only_what_is_near(drafter: MtpDrafter, source: SourceDrafter) -
         assert torch.equal(far, alone)
 
 
-def test_cases_are_the_same_in_both_programs(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_cases_are_the_same_in_both_programs(drafter: MtpDrafter, source: Shard) -> None:
     interface = read_interface(source)
     cases = random_cases(drafter.config, interface, 6, 3)
     assert [case.position for case in cases][:: len(cases) - 1] == [1, interface.slots - 1]

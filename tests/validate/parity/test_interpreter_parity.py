@@ -13,7 +13,7 @@ from helpers.signature import signature_arguments
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 
 import mtp_extract
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
@@ -28,11 +28,11 @@ from mtp_extract.validate.parity.oracle import Kernels, Oracle, readings, with_o
 SLIDING_WINDOW = 16
 
 
-def measured(drafter: MtpDrafter, source: SourceDrafter, **options: Any) -> Parity:
+def measured(drafter: MtpDrafter, source: Shard, **options: Any) -> Parity:
     return measure_parity(drafter, source, samples=8, **options)
 
 
-def test_sample_agrees(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_sample_agrees(drafter: MtpDrafter, source: Shard) -> None:
     found = measured(drafter, source)
     assert found.agrees
     assert found.emulated.max_of_range < 1e-6
@@ -53,7 +53,7 @@ def test_sample_agrees(drafter: MtpDrafter, source: SourceDrafter) -> None:
     assert all(role.emulated.max_of_range < 1e-6 for role in found.roles)
 
 
-def test_interpreters_own_kernels_quantize_otherwise(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_interpreters_own_kernels_quantize_otherwise(drafter: MtpDrafter, source: Shard) -> None:
     found = measured(drafter, source, kernels=Kernels.BUILTIN)
     assert found.emulated.max_of_range < 1e-6
     theirs = Oracle(source, Kernels.BUILTIN)
@@ -80,7 +80,7 @@ def test_every_way_of_quantizing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])
-def test_every_layout_and_dtype(sample: Path, source: SourceDrafter, tmp_path: Path, layout: str, dtype: Any) -> None:
+def test_every_layout_and_dtype(sample: Path, source: Shard, tmp_path: Path, layout: str, dtype: Any) -> None:
     mtp_extract.extract(sample, tmp_path / "d", format=layout, dtype=dtype)
     found = measured(load_drafter(tmp_path / "d", dtype=torch.float32), source)
     assert found.emulated.max_of_range < 1e-6
@@ -101,7 +101,7 @@ def truth_calls() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("call", truth_calls(), ids=lambda call: f"position{call['inputs']['input_pos'][0]}")
-def test_recorded_calls(drafter: MtpDrafter, source: SourceDrafter, call: dict[str, Any]) -> None:
+def test_recorded_calls(drafter: MtpDrafter, source: Shard, call: dict[str, Any]) -> None:
     """Inputs from a text, and what the interpreter made of them when the sample was built."""
     run = Oracle(source).run(call["inputs"])
     # Making more tensors readable changes no number.
@@ -126,14 +126,14 @@ def swapped(drafter: MtpDrafter, one: str, other: str) -> MtpDrafter:
     return changed(drafter, **{one: state[other], other: state[one]})
 
 
-def test_gate_and_up_swapped(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_gate_and_up_swapped(drafter: MtpDrafter, source: Shard) -> None:
     found = measured(swapped(drafter, "layers.1.gate_proj.weight", "layers.1.up_proj.weight"), source)
     assert not found.agrees
     assert found.weights.different == ("layers.1.gate_proj", "layers.1.up_proj")
     assert found.first_apart == "layers.1.gate_proj"
 
 
-def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: Shard) -> None:
     """A walk that takes gate for up gives a checkpoint that equals it in every weight. Parity knows nothing of it."""
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
@@ -151,19 +151,19 @@ def test_wrong_in_the_mapping_too(drafter: MtpDrafter, source: SourceDrafter) ->
         ("post_attention_norm", "post_ffw_norm"),
     ],
 )
-def test_norms_swapped(drafter: MtpDrafter, source: SourceDrafter, one: str, other: str) -> None:
+def test_norms_swapped(drafter: MtpDrafter, source: Shard, one: str, other: str) -> None:
     found = measured(swapped(drafter, f"layers.2.{one}.weight", f"layers.2.{other}.weight"), source)
     assert not found.agrees
     assert found.first_apart == f"layers.2.{one}"
 
 
-def test_layer_scalar_dropped(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_layer_scalar_dropped(drafter: MtpDrafter, source: Shard) -> None:
     found = measured(changed(drafter, **{"layers.0.layer_scalar": torch.ones(1)}), source)
     assert not found.agrees
     assert (found.weights.different, found.first_apart) == (("layers.0.layer_scalar",), "layers.0.layer_scalar")
 
 
-def test_one_row_a_code_off(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_one_row_a_code_off(drafter: MtpDrafter, source: Shard) -> None:
     weight = drafter.state_dict()["layers.3.o_proj.weight"].clone()
     weight[5] *= 1.02
     found = measured(changed(drafter, **{"layers.3.o_proj.weight": weight}), source)
@@ -171,7 +171,7 @@ def test_one_row_a_code_off(drafter: MtpDrafter, source: SourceDrafter) -> None:
     assert not found.agrees
 
 
-def test_values_transposed(drafter: MtpDrafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_transposed(drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     def misread(case: Case, config: Any, interface: Any, *, as_stored: bool) -> DraftArguments:
         arguments = reference_arguments(case, config, interface, as_stored=as_stored)
         turned = {kind: (k, v.transpose(2, 3).reshape(v.shape)) for kind, (k, v) in arguments.shared_kv.items()}
@@ -184,7 +184,7 @@ def test_values_transposed(drafter: MtpDrafter, source: SourceDrafter, monkeypat
 
 
 @pytest.mark.parametrize("control", ["rope", "window", "scale", "cap", "eps"])
-def test_wrong_geometry(drafter: MtpDrafter, source: SourceDrafter, control: str) -> None:
+def test_wrong_geometry(drafter: MtpDrafter, source: Shard, control: str) -> None:
     config = drafter.config
     narrower = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and 8) for x in config.layers)
     wrong = {
@@ -205,19 +205,19 @@ def test_another_file(drafter: MtpDrafter, tmp_path: Path) -> None:
         measured(drafter, opened.drafter())
 
 
-def test_same_seed_same_numbers(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_same_seed_same_numbers(drafter: MtpDrafter, source: Shard) -> None:
     assert measured(drafter, source) == measured(drafter, source)
     assert measured(drafter, source, seed=1).float != measured(drafter, source).float
 
 
-def test_operators_of_all_roles(source: SourceDrafter) -> None:
+def test_operators_of_all_roles(source: Shard) -> None:
     found = readings(source)
     assert {role.role for role in source.walk.roles} == set(found)
     assert {found[r].node.kind for r in found if r.endswith(("proj", "projection", "lm_head"))} == {"FULLY_CONNECTED"}
     assert {found[r].node.kind for r in found if r.endswith(("norm", "scalar"))} == {"MUL"}
 
 
-def test_only_outputs_are_added(source: SourceDrafter) -> None:
+def test_only_outputs_are_added(source: Shard) -> None:
     region = source.model.region
     plain = region.read(0, region.size)
     patched = with_outputs(source, [3, 5])
@@ -226,7 +226,7 @@ def test_only_outputs_are_added(source: SourceDrafter) -> None:
     assert differing[-1] - differing[0] < 4
 
 
-def test_restore_keeps_what_is_not_the_files(drafter: MtpDrafter, source: SourceDrafter) -> None:
+def test_restore_keeps_what_is_not_the_files(drafter: MtpDrafter, source: Shard) -> None:
     state = drafter.state_dict()
     near = state["final_norm.weight"].bfloat16().float()
     far = state["layers.0.q_norm.weight"] * 1.01

@@ -16,7 +16,7 @@ import pytest
 import transformers
 from helpers.first_pair import first_bundle
 
-from mtp_extract.bundle import Drafter as SourceDrafter
+from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluate.extras import TRANSFORMERS, unusable
 from mtp_extract.report.tables import measurements
@@ -27,7 +27,7 @@ from mtp_extract.validate.parity.transformers import check_transformers
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.verdict import verdict
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 # As transformers 5.23.0 raises it.
 PRODUCING = "The set of layer types producing a cache is different from the set of layer types that read one"
@@ -38,7 +38,7 @@ def cannot_construct(*arguments: Any, **named: Any) -> None:
 
 
 def validated(checkpoint: Path) -> Validation:
-    return run_validation(Plan(checkpoint, source=str(first_bundle()), samples=2))
+    return run_validation(ValidationPlan(checkpoint, source=str(first_bundle()), samples=2))
 
 
 def is_not_checked(found: Validation, name: str, why: str) -> None:
@@ -142,9 +142,7 @@ def cannot_run(*arguments: Any, **named: Any) -> None:
     raise TypeError("__init__() got an unexpected keyword argument")
 
 
-def test_an_interpreter_that_does_not_run(
-    drafter: MtpDrafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpreter_that_does_not_run(drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ai_edge_litert.interpreter.Interpreter.__init__", cannot_run)
     # Its destructor asks for what its constructor made.
     monkeypatch.setattr("ai_edge_litert.interpreter.Interpreter.__del__", lambda self: None, raising=False)
@@ -153,12 +151,12 @@ def test_an_interpreter_that_does_not_run(
     assert "unexpected keyword argument" in found.evidence
 
 
-def check_with(drafter: MtpDrafter, source: SourceDrafter) -> Check:
+def check_with(drafter: MtpDrafter, source: Shard) -> Check:
     return check_interpreter(drafter, source, samples=1)[1]
 
 
 def test_an_interpreter_that_computes_another_thing(
-    drafter: MtpDrafter, source: SourceDrafter, monkeypatch: pytest.MonkeyPatch
+    drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Oracle.run
 

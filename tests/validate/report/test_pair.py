@@ -26,7 +26,7 @@ from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import buffers, write_report
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan
+from mtp_extract.validate.run import ValidationPlan
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -148,7 +148,9 @@ def test_nothing_to_draft(base: Base) -> None:
     assert measure_pair(base, drafter_of(base, "mtp"), PROMPT, DRAFTED["3"], new_tokens=2) is None
 
 
-def test_the_file(plan: Plan, validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file(
+    plan: ValidationPlan, validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mtp_extract.validate.report.pages.draw_figures", lambda *_: [])
     assert "pair.json" in write_report(validation, tmp_path / "report")
     found: dict[str, Any] = json.loads((tmp_path / "report" / "pair.json").read_text())

@@ -24,7 +24,7 @@ from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.pages import markdown, write_report
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
-from mtp_extract.validate.run import Plan, run_validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -171,7 +171,7 @@ def without_times(value: Any) -> Any:
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-def test_same_numbers_again(plan: Plan, validation: Validation) -> None:
+def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> None:
     first, again = (without_times(as_json(found)) for found in (validation, run_validation(plan)))
     for report in (first, again):
         # Of a machine that did something else meanwhile.
@@ -203,7 +203,7 @@ def test_no_number_that_json_has_not(validation: Validation) -> None:
     assert json.loads(text)["agreement"]["mean_accepted_length"] is None
 
 
-def test_parts_that_were_not_asked_for(plan: Plan, validation: Validation) -> None:
+def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validation) -> None:
     only_source = run_validation(dataclasses.replace(plan, base=None))
     assert "not proven: how well it drafts for a base (it was run beside none)" in verdict(only_source)
     report = as_json(only_source)
