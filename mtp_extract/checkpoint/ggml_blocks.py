@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.integers import RowCodes
+from mtp_extract.checkpoint.packing import Bytes, Codes
 
 BLOCK = 32
 """Neighbouring elements of a row that share a step."""
 
-Bytes = npt.NDArray[np.uint8]
-Codes = npt.NDArray[np.int8]
 
 _STEP = 2
 """Bytes of a block's step."""

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
+from mtp_extract.checkpoint.packing import Codes
 from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import NoCodesError
 from mtp_extract.litertlm.storage import rechunked
 
-Codes = npt.NDArray[np.int8]
 Numbers = TypeVar("Numbers", bound=np.generic)
 
 _WIDTHS = (2, 4, 8)

@@ -14,8 +14,9 @@ import numpy as np
 from mtp_extract.architecture.roles import MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
-from mtp_extract.checkpoint.integers import Codes, in_rows, row_codes
+from mtp_extract.checkpoint.integers import in_rows, row_codes
 from mtp_extract.checkpoint.lazy import FloatsOnly, LazyTensor, Steps, rows_of
+from mtp_extract.checkpoint.packing import Codes
 from mtp_extract.checkpoint.stored import CodesOfRows
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.litertlm.storage import Floats, Integers, Storage

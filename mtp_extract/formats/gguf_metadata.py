@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
@@ -20,6 +19,7 @@ from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, 
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.keys import Table, fixed, held, made, positions, unwritten
+from mtp_extract.litertlm.storage import Floats
 
 ARCH = "gemma4-assistant"
 """What llama.cpp calls the architecture."""
@@ -27,7 +27,6 @@ ARCH = "gemma4-assistant"
 OWN = "mtp_extract."
 """What keys of ours begin with."""
 
-Floats = npt.NDArray[np.float32]
 
 _UNUSED_WINDOW = 512
 _NEVER_TURNED = 1e30

@@ -37,7 +37,7 @@ def _difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Compared:
     """Where graph and checkpoint can be held side by side: ``value`` of the graph is ``factor`` × what ``name`` is."""
 
     name: str
@@ -84,18 +84,20 @@ def first_difference(
     )
 
 
-def _places(graph: FlatGraph, walk: Walk) -> Iterator[_Place]:
+def _places(graph: FlatGraph, walk: Walk) -> Iterator[_Compared]:
     """All places, in the order in which a drafter computes them."""
-    found = {role.role: _Place(role.role, role.result, role.factor) for role in walk.roles if role.result is not None}
+    found = {
+        role.role: _Compared(role.role, role.result, role.factor) for role in walk.roles if role.result is not None
+    }
     for index in range(len(walk.layers)):
         layer = f"layers.{index}"
         for place, role in (("attention", "o_proj"), ("gelu", "down_proj")):
             node = found[f"{layer}.{role}"].value.producer
             if node is not None and node.inputs:
-                found[f"{layer}.{place}"] = _Place(f"{layer}.{place}", node.operand(0))
+                found[f"{layer}.{place}"] = _Compared(f"{layer}.{place}", node.operand(0))
         if f"{layer}.attention" in found and (weights := _softmax_before(found[f"{layer}.attention"].value)):
-            found[f"{layer}.weights"] = _Place(f"{layer}.weights", weights)
-    found[LOGITS] = _Place(LOGITS, graph.outputs[LOGITS])
+            found[f"{layer}.weights"] = _Compared(f"{layer}.weights", weights)
+    found[LOGITS] = _Compared(LOGITS, graph.outputs[LOGITS])
     # The table of roles is in the order of execution; what has no weight comes after what it is made of.
     for entry in roles_of(len(walk.layers)):
         after = _AFTER.get(entry.name.rsplit(".", 1)[-1], ())

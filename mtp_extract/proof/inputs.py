@@ -54,7 +54,7 @@ class Layouts:
 
 
 @dataclass(frozen=True)
-class Interface:
+class SignatureInputs:
     """The inputs of a drafter's signature, as the proof sees them.
 
     Attributes:
@@ -182,7 +182,7 @@ class Interface:
         return numbers, Cache(codes, used, zero_point)
 
 
-def interface_of(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: frozenset[str]) -> Interface:
+def signature_inputs(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: frozenset[str]) -> SignatureInputs:
     """What the inputs of ``graph`` are.
 
     Raises:
@@ -221,7 +221,7 @@ def interface_of(graph: FlatGraph, walk: Walk, config: DrafterConfig, needed: fr
                 f"layers.{index}.q_norm: its result is {found.query.label}, and its heads have "
                 f"{queries * config.num_heads * shape.head_dim} elements: the file is damaged."
             )
-    return Interface(graph, walk, config, slots.pop(), queries, needed, told)
+    return SignatureInputs(graph, walk, config, slots.pop(), queries, needed, told)
 
 
 def _check_names(walk: Walk) -> None:

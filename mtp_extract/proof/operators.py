@@ -45,7 +45,7 @@ _LARGEST_EXPONENT = 80.0
 
 
 @dataclass(frozen=True)
-class Allowed:
+class OperatorFindings:
     """What was found while the rules were checked.
 
     Attributes:
@@ -61,7 +61,7 @@ class Allowed:
     narrowed: tuple[Value, ...]
 
 
-def check_operators(graph: FlatGraph, walk: Walk, outputs: list[Value]) -> Allowed:
+def check_operators(graph: FlatGraph, walk: Walk, outputs: list[Value]) -> OperatorFindings:
     """Hold every operator that ``outputs`` depend on against the rules.
 
     Raises:
@@ -81,7 +81,7 @@ class _Rules:
         self.narrowed: list[Value] = []
         self.slots: dict[int, npt.NDArray[np.int64]] = {}
 
-    def check(self) -> Allowed:
+    def check(self) -> OperatorFindings:
         attentions = tuple(
             attention_of(self.graph, index, layer, self.bounds) for index, layer in enumerate(self.walk.layers)
         )
@@ -96,7 +96,7 @@ class _Rules:
                 self.choosing["position"][node.kind] += 1
         for attention in attentions:
             check_linear(self.graph, attention)
-        return Allowed(
+        return OperatorFindings(
             attentions,
             {k: dict(sorted(v.items())) for k, v in self.choosing.items()},
             tuple(self.idioms),

@@ -30,8 +30,8 @@ from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.proof.compare import TOLERANCE, differences, first_difference
 from mtp_extract.proof.forward import Read, Step, Written, forward, logits
 from mtp_extract.proof.gates import check_gates
-from mtp_extract.proof.inputs import interface_of
-from mtp_extract.proof.operators import Allowed, check_operators
+from mtp_extract.proof.inputs import signature_inputs
+from mtp_extract.proof.operators import OperatorFindings, check_operators
 from mtp_extract.proof.rows import Rows, check_rows
 from mtp_extract.proof.samples import Drawing, Sample
 from mtp_extract.proof.tables import Coarse, Tables, check_tables
@@ -126,7 +126,7 @@ class Proof:
     logits: tuple[float, ...]
     projected: tuple[float, ...]
     tolerance: float
-    allowed: Allowed = field(compare=False)
+    allowed: OperatorFindings = field(compare=False)
     tables: Tables = field(compare=False)
     rows: Rows
     cut_off: float = 0.0
@@ -210,7 +210,7 @@ class _Proving:
     def __init__(self, graph: FlatGraph, walk: Walk, checkpoint: Written, seed: int) -> None:
         self.graph, self.walk, self.checkpoint, self.seed = graph, walk, checkpoint, seed
         self.outputs = [graph.outputs[PROJECTED], graph.outputs[LOGITS]]
-        self.interface = interface_of(graph, walk, checkpoint.config, inputs_of(self.outputs))
+        self.interface = signature_inputs(graph, walk, checkpoint.config, inputs_of(self.outputs))
         self.drawing = Drawing(self.interface, checkpoint, walk.rms_norm_eps, seed)
 
     def run(self, rounding: Rounding | None) -> Proof:

@@ -25,7 +25,7 @@ from mtp_extract.graph.rope import frequencies
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.proof.attentions import AttentionOps, Side
 from mtp_extract.proof.forward import Cache, rotate
-from mtp_extract.proof.inputs import Interface, Layouts
+from mtp_extract.proof.inputs import Layouts, SignatureInputs
 from mtp_extract.proof.shifts import rows_are_alike
 from mtp_extract.proof.tables import Tables, feed
 
@@ -71,7 +71,7 @@ class Rows:
 
 
 def check_rows(
-    interface: Interface,
+    interface: SignatureInputs,
     attentions: Sequence[AttentionOps],
     tables: Tables,
     layouts: Layouts,
@@ -129,7 +129,7 @@ def _pieces(rows: Positions, size: int) -> Iterator[Positions]:
     return (rows[at : at + step] for at in range(0, len(rows), step))
 
 
-def _chosen(interface: Interface, most: int, random: np.random.Generator) -> Positions:
+def _chosen(interface: SignatureInputs, most: int, random: np.random.Generator) -> Positions:
     """Positions of first queries: all, or those at edges and others drawn anew."""
     count, window = interface.last + 1, interface.window or 1
     if count <= most:
@@ -139,7 +139,7 @@ def _chosen(interface: Interface, most: int, random: np.random.Generator) -> Pos
     return np.unique(np.concatenate([kept, random.integers(0, count, max(most - len(kept), 0))]))
 
 
-def _shown(interface: Interface, positions: Positions, random: np.random.Generator) -> Shown:
+def _shown(interface: SignatureInputs, positions: Positions, random: np.random.Generator) -> Shown:
     """Masks with holes; of every two, the second shows what the first hides, so that each slot has both values."""
     shown = interface.drawn_masks(positions, random)
     at, slots = (positions[1::2, None] + np.arange(interface.queries))[..., None], np.arange(interface.slots)
@@ -155,7 +155,7 @@ def _shown(interface: Interface, positions: Positions, random: np.random.Generat
 
 @dataclass(frozen=True)
 class _Check:
-    interface: Interface
+    interface: SignatureInputs
     attention: AttentionOps
     index: int
     tables: Tables

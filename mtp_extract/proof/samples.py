@@ -15,7 +15,7 @@ from mtp_extract.graph.evaluate import Samples
 from mtp_extract.graph.flat import MASK, MASK_LOCAL
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.proof.forward import Cache, Step, Written
-from mtp_extract.proof.inputs import Interface, Layouts, drawn_codes, reach_of
+from mtp_extract.proof.inputs import Layouts, SignatureInputs, drawn_codes, reach_of
 from mtp_extract.proof.tables import feed
 
 _TINY = 1e-3
@@ -54,7 +54,7 @@ class Drawing:
         epsilon: of the graph's norms.
     """
 
-    interface: Interface
+    interface: SignatureInputs
     checkpoint: Written
     epsilon: float
     seed: int

@@ -19,7 +19,7 @@ from helpers.variant_files import variant
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError, ProofError, RoleError, UnsupportedError
-from mtp_extract.proof.inputs import interface_of
+from mtp_extract.proof.inputs import signature_inputs
 from mtp_extract.proof.operators import check_operators
 from mtp_extract.proof.proof import seed_of
 from mtp_extract.proof.rows import _chosen
@@ -53,7 +53,7 @@ def test_of_a_large_cache_rows_at_the_edges_and_some_others_are() -> None:
     assert 20 < proof.rows.tried < 6000
     with open_bundle(Memory(plain_drafter(spec))) as opened:
         drafter = opened.drafter()
-        interface = interface_of(drafter.graph, drafter.walk, drafter.config, frozenset(drafter.graph.inputs))
+        interface = signature_inputs(drafter.graph, drafter.walk, drafter.config, frozenset(drafter.graph.inputs))
     rows = set(_chosen(interface, 500, np.random.default_rng(1)).tolist())
     assert {0, 1, 2, 14, 15, 16, 17, 31, 32, 33, 5997, 5998, 5999} <= rows
     assert len(rows) > 450

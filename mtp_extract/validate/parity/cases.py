@@ -21,13 +21,13 @@ from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.masks import position_masks
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.validate.parity.interface import Cache, Interface
 
 if TYPE_CHECKING:
     from mtp_extract.speculate.target import Base
     from mtp_extract.speculate.teacher import Text
 
-Floats = NDArray[np.float32]
 
 # A cache of a published file declares 32003 slots; random contents of all of them prove nothing more.
 _LONGEST = 768

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, UnsupportedError
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.validate.identity import Check
 from mtp_extract.validate.parity.cases import Case, random_cases, reference_arguments, signature_inputs
 from mtp_extract.validate.parity.control import known_good
@@ -39,8 +40,6 @@ from mtp_extract.validate.parity.emulation import (
 )
 from mtp_extract.validate.parity.interface import Interface, read_interface
 from mtp_extract.validate.parity.oracle import Kernels, Oracle, OracleRun
-
-Floats = NDArray[np.float32]
 
 EMULATED_BOUND = 1e-3
 """Largest difference of emulated logits, as a share of their range, that counts as the same function."""
