@@ -35,7 +35,7 @@ class About:
     """Makes the value of what the user types, of a sequence all of it at once; raises ValueError for wrong usage."""
 
 
-# What more than one plan or command asks for.
+# What more than one plan asks for.
 Workloads = Annotated[
     Path | None,
     About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
@@ -44,16 +44,7 @@ Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over al
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
 BASE = About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL")
 ChatTemplate = Annotated[bool, About("Apply the base's chat template, if it has one.")]
-Signature = Annotated[
-    str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
-]
-SlidingWindow = Annotated[
-    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
-]
-Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
 Overwrite = Annotated[bool, About("Replace DIR if it is such a checkpoint.")]
-OverwriteReport = Annotated[bool, About("Replace an older report.")]
-AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
 
 
 def about(hint: Any) -> About | None:

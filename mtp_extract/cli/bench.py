@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.bench.plan import BenchPlan
+from mtp_extract.cli._options import AsJson, OverwriteReport
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing_unless, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About, AsJson, OverwriteReport
+from mtp_extract.options import About
 
 
 def command(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.cli._options import AsJson, Download
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, check_usage, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY, HEADS
-from mtp_extract.options import About, AsJson, Download, Overwrite
+from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
 

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in
+from mtp_extract.cli._options import AsJson, Download, SignatureKey, SlidingWindow
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, check_usage, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.options import About, AsJson, Download, Overwrite, Signature, SlidingWindow
+from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
 
@@ -53,7 +54,7 @@ def command(
     section: Annotated[
         int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
     ] = None,
-    signature: Signature = None,
+    signature: SignatureKey = None,
     download: Download = False,
     sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_extract.cli._drafter import say_proof
+from mtp_extract.cli._options import AsJson, SignatureKey
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.io.place import check_place, files_of
-from mtp_extract.options import About, AsJson, ChatTemplate, Signature
+from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan
@@ -69,7 +70,7 @@ def command(
         int | None,
         About("Index of the drafter's section in BUNDLE; asked for only where there are several.", least=0),
     ] = None,
-    signature: Signature = None,
+    signature: SignatureKey = None,
     dry_run: Annotated[bool, About("Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, About("Replace NEW.litertlm if it is there.")] = False,
     print_json: AsJson = False,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
+from mtp_extract.cli._options import AsJson, Download, SlidingWindow
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import is_rounded
 from mtp_extract.cli.terminal import progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About, AsJson, Download, SlidingWindow
+from mtp_extract.options import About
 
 if TYPE_CHECKING:
     from mtp_extract.base.comparison import BaseComparison

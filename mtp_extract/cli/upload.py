@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.options import About, AsJson
+from mtp_extract.options import About
 from mtp_extract.report.card import CardWords
 
 if TYPE_CHECKING:

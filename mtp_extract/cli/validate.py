@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from mtp_extract.cli._options import AsJson, OverwriteReport
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing_unless, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.options import About, AsJson, OverwriteReport
+from mtp_extract.options import About
 from mtp_extract.validate.run import ValidationPlan, run_validation, sample_plan
 
 # What a control means is said in a sentence.

@@ -15,12 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 from mtp_extract.cli import convert, extract, insert, upload
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.hub.upload import upload as hub_upload
 from mtp_extract.insert.drafter import TYPES, planned_insertion
-from mtp_extract.options import About, AsJson, about, check_values, whole_numbers
+from mtp_extract.options import About, about, check_values, whole_numbers
 from mtp_extract.pipeline.conversion import convert as convert_function
 from mtp_extract.pipeline.extraction import extract as extract_function
 from mtp_extract.tune.run import TuningPlan

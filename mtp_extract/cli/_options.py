@@ -1,0 +1,17 @@
+"""Options that several commands have and no plan."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mtp_extract.options import About
+
+SignatureKey = Annotated[
+    str | None, About("The drafter's signature; asked for only where there are several.", metavar="NAME")
+]
+SlidingWindow = Annotated[
+    int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
+]
+Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
+OverwriteReport = Annotated[bool, About("Replace an older report.")]
+AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]
