@@ -18,12 +18,23 @@ from mtp_extract.checkpoint import record_fields
 from mtp_extract.checkpoint.checkpoint import Holding
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
 from mtp_extract.checkpoint.planned import PlannedTensor
-from mtp_extract.checkpoint.record_fields import Cache, Constant, Part, Quantization, Section, Source, Stored, Tensor
+from mtp_extract.checkpoint.record_fields import (
+    Cache,
+    Constant,
+    FileTensor,
+    Part,
+    Quantization,
+    Section,
+    Source,
+    Stored,
+    Tensor,
+)
 from mtp_extract.errors import FormatError
 from mtp_extract.graph.ledger import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.io.typed import fill
 from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.tflite import Tensor as TfliteTensor
 
 CHECKPOINT = "checkpoint"
 """What a record calls a source that is a directory: nothing says where that came from."""
@@ -145,13 +156,16 @@ def evidence(found: FoundRole | None, tensor: LazyTensor | None, sha256: str | N
     }
 
 
+def _of_file(kind: type[FileTensor], tensor: TfliteTensor, **more: Any) -> dict[str, Any]:
+    """A ``kind`` of ``tensor``, and ``more`` of its fields."""
+    return fill(kind, tensor, tensor=tensor.index, dtype=tensor.type_name, **more)
+
+
 def _stored(source: QuantizedTensor, sha256: str | None) -> dict[str, Any]:
     tensor, location = source.tensor, source.location
-    return fill(
+    return _of_file(
         Stored,
         tensor,
-        tensor=tensor.index,
-        dtype=tensor.type_name,
         buffer=tensor.buffer if not tensor.external_buffer else tensor.external_buffer,
         place=location.place,
         offset=location.file_offset,
@@ -179,17 +193,7 @@ def _activation(activation: Activation | None) -> dict[str, Any] | None:
 
 def set_aside(drafter: Shard) -> list[dict[str, Any]]:
     """Every constant of the graph that is not a weight, with its reader and the reason."""
-    return [
-        fill(
-            Constant,
-            entry.tensor,
-            tensor=entry.tensor.index,
-            dtype=entry.tensor.type_name,
-            op=entry.op,
-            reason=entry.reason,
-        )
-        for entry in drafter.walk.aside
-    ]
+    return [_of_file(Constant, entry.tensor, op=entry.op, reason=entry.reason) for entry in drafter.walk.aside]
 
 
 def caches(drafter: Shard) -> dict[str, Any]:

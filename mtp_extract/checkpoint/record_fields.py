@@ -169,12 +169,15 @@ class MadeCodes(Record):
     largest: NotNegative  #: largest error, as a share of it
 
 
-class Stored(Record):
+class FileTensor(Record):
     tensor: Count  #: index in its subgraph
     subgraph: Count  #: index in the model
     name: str  #: as in the file
     dtype: str  #: TFLite's name
     shape: Shape  #: as stored
+
+
+class Stored(FileTensor):
     buffer: Count  #: index of the buffer, or of the external buffer
     #: `inline` (in the flatbuffer), `appended` (after it), `external` (in a weights section)
     place: Literal["inline", "appended", "external"]
@@ -219,12 +222,7 @@ class Card(Record):
     title: str | None  #: title of the card; null where none was given
 
 
-class Constant(Record):
-    tensor: Count  #: index in its subgraph
-    subgraph: Count  #: index in the model
-    name: str  #: as in the file
-    dtype: str  #: TFLite's name
-    shape: Shape  #: as stored
+class Constant(FileTensor):
     op: str  #: the operator that reads it
     reason: str  #: why it is no weight
 
