@@ -140,7 +140,10 @@ def plan_upload(
     report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
     if report is not None or words.as_json():
         before, record["card"] = model_card(record), words.over(record).as_json()
-        made = model_card(record, report)
+        try:
+            made = model_card(record, report)
+        except CheckpointError as error:
+            raise CheckpointError(f"{escape(folder)}: {error}") from error
         card, left = made, 0
         if (changed := changed_card(folder)) is not None:
             card, left = merged(before, changed, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from itertools import repeat
@@ -300,6 +301,14 @@ def test_a_directory_that_is_not_what_its_record_says(
     refused(directory, kind=CheckpointError)
     refused(directory, kind=CheckpointError, dry_run=True)
     assert hub.requests == []
+
+
+def test_a_report_that_lacks_what_the_card_states_is_named_with_its_folder(directory: Path) -> None:
+    (directory / "report.json").write_text('{"agreement": 1}')
+    with pytest.raises(
+        CheckpointError, match=rf"^{re.escape(str(directory))}: .*report\.json lacks what the model card"
+    ):
+        upload(directory, NAME, dry_run=True)
 
 
 def _link_of(directory: Path, name: str) -> None:
