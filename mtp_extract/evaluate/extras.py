@@ -11,7 +11,7 @@ from mtp_extract.errors import MtpExtractError, escape
 TRANSFORMERS = ">=5.16.1,<5.23"
 """The releases of transformers that construct an assistant and were tried, as ``pyproject.toml`` asks for them."""
 
-_PACKAGES = {"ai_edge_litert": "ai-edge-litert", "jinja2": "jinja2"}
+_PACKAGES = {"ai_edge_litert": "ai-edge-litert"}
 
 
 def require(*modules: str) -> None:
