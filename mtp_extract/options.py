@@ -38,7 +38,7 @@ class About:
 # What more than one plan asks for.
 Workloads = Annotated[
     Path | None,
-    About('JSON {"workload": ["prompt", …]}, or one a line; by default about 100 of ours.', metavar="FILE"),
+    About("Prompts as .txt, .json, .jsonl or .csv; by default about 100 of ours.", metavar="FILE"),
 ]
 Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.")]
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""

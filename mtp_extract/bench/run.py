@@ -29,7 +29,7 @@ from mtp_extract.bench.fields import Figures, Settings, Side
 from mtp_extract.bench.kinds import Counters, impossible
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.bench.server import Answer, Server
-from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values
 from mtp_extract.speculate.intervals import Interval, ratio_interval, share_interval
@@ -92,11 +92,14 @@ def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
     check_values(plan)
-    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    given = prompts_or_shipped(plan.prompts)
+    if not plan.chat_template:
+        # Asked for before anything is: what is no text cannot be continued.
+        given = tuple(replace(prompt, content=prompt.text) for prompt in given)
     # A prompt that repeats another says nothing new, however often it is asked.
     firsts: dict[str, Prompt] = {}
     for prompt in given:
-        firsts.setdefault(prompt.text, prompt)
+        firsts.setdefault(prompt.key, prompt)
     prompts = list(firsts.values())
     with ExitStack() as stack:
         return replace(_measure(plan, prompts, say, stack), repeats=len(given) - len(prompts))
@@ -137,7 +140,7 @@ def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitSt
 
 
 def _ask(server: Server, prompt: Prompt, plan: BenchPlan) -> Answer:
-    return server.ask(prompt.text, max_tokens=plan.max_tokens, chat=plan.chat_template, temperature=plan.temperature)
+    return server.ask(prompt.content, max_tokens=plan.max_tokens, chat=plan.chat_template, temperature=plan.temperature)
 
 
 def _group(server: Server, prompts: Sequence[Prompt], chosen: tuple[int, ...], turn: int, plan: BenchPlan) -> Group:

@@ -154,12 +154,15 @@ class Server:
         # Without these nobody can say whose the others are.
         return None if found.requests is None and found.tokens is None else found
 
-    def ask(self, prompt: str, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
+    def ask(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, max_tokens: int, chat: bool = True, **more: Any
+    ) -> Answer:
         """Send one prompt and read the answer as it comes.
 
         Args:
+            prompt: text, or the messages of a chat.
             max_tokens: most of the answer.
-            chat: take the prompt as what a user says in a chat; else it is continued.
+            chat: take text as what a user says in a chat; else it is continued.
             more: further fields of the request, such as ``temperature``.
 
         Raises:
@@ -167,7 +170,8 @@ class Server:
         """
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens, **self.kind.request}
         if chat:
-            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            path, body["messages"] = "/v1/chat/completions", said
         else:
             path, body["prompt"] = "/v1/completions", prompt
         content = json.dumps(body | more).encode()

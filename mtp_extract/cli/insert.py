@@ -63,7 +63,7 @@ def command(
     ] = None,
     prompts: Annotated[
         Path | None,
-        About("What the base continues for that; by default the prompts that are shipped.", metavar="FILE"),
+        About("What the base continues for that; by default about 100 of ours.", metavar="FILE"),
     ] = None,
     chat_template: ChatTemplate = True,
     section: Annotated[

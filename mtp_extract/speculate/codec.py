@@ -93,6 +93,14 @@ class Codec:
             raise PairError("expected a prompt of at least one token, found an empty one; begin with the BOS token")
         return Encoded(tokens, writer if tokens[0] == getattr(self.tokenizer, "bos_token_id", None) else None)
 
+    def continued(self, text: str) -> tuple[int, ...]:
+        """Token ids of text that goes on after other text: nothing opens it.
+
+        Raises:
+            PairError: there is no tokenizer, or it makes a token that the base does not have.
+        """
+        return tuple(self._check(self._tokens(text, special=False)))
+
     def decode(self, tokens: Sequence[int], stop: Sequence[str] = ()) -> str | None:
         """Text of generated tokens, special tokens left out, up to the first stop string; None without a tokenizer."""
         if self.tokenizer is None:

@@ -11,11 +11,11 @@ from typing import Any
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.evaluate.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
-from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item, of_prompts, read_items
+from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 
@@ -35,7 +35,7 @@ class Corpus:
     # workload that is not trained on gets worse
     own: int
     units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
-    repeats: int = 0  # further held-out texts that repeat one of these, and are left out
+    repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
     # what the base writes after the held-out prompts of those workloads when it is served otherwise than the setting
     # says; none after text by people
     otherwise: tuple[Text, ...] = ()
@@ -76,7 +76,7 @@ class Corpus:
         """
         setting = pair.setting
         given = setting.prompts or setting.text
-        sides, guards = _divided(given is None, read_items(given) if given else of_prompts(shipped_prompts()))
+        sides, guards = _divided(given is None, read_prompts(given) if given else shipped_prompts())
         writing = Writing(
             generator=pair.generator,
             folder=setting.work / "text",
@@ -99,28 +99,33 @@ class Corpus:
                 writer.prepare(items, tell)
         pair.accelerator.wait_for_everyone()
 
-        def written(writer: Writing, items: Sequence[Item]) -> list[tuple[Item, Text]]:
+        def written(writer: Writing, items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
             return list(zip(items, writer.texts(items), strict=True)) if items else []
 
-        def windows(items: Sequence[Item]) -> list[tuple[Item, Text]]:
-            found = people_texts(items, pair.generator.codec, setting.new_tokens)
+        def windows(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
+            found = people_texts(items, writing)
             return [(item, text) for item, parts in zip(items, found, strict=True) for text in parts]
 
         steps = setting.draft_steps
         texts = {
-            side: _enough(side, written(writing, items) if by_base else windows(items), steps)
+            side: _with_rounds(written(writing, items) if by_base else windows(items), steps)
             for side, items in sides.items()
         }
         candidates = [*texts[HELD_OUT], *_with_rounds(written(writing, guards), steps)]
-        held_out = _unrepeated(candidates)
-        otherwise = _unrepeated(_with_rounds(written(other, again), steps))
+        # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
+        trained = _enough(TRAINED, _unrepeated(texts[TRAINED]), steps)
+        watched = _enough(WATCHED, _unrepeated(texts[WATCHED], trained), steps)[:_MOST_WATCHED]
+        seen = [*trained, *watched]
+        own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], seen), steps)
+        held_out = _unrepeated(candidates, seen)
+        otherwise = _unrepeated(_with_rounds(written(other, again), steps), seen)
         sources = [None, *(item for item, _ in held_out)]
         return cls(
-            trained=tuple(text for _, text in texts[TRAINED]),
-            watched=tuple(text for _, text in texts[WATCHED][:_MOST_WATCHED]),
+            trained=tuple(text for _, text in trained),
+            watched=tuple(text for _, text in watched),
             held_out=tuple(text for _, text in held_out),
             workloads=tuple(item.workload for item, _ in held_out),
-            own=len(_unrepeated(texts[HELD_OUT])),
+            own=len(own),
             units=tuple(accumulate(item is not before for before, item in pairwise(sources))),
             repeats=len(candidates) - len(held_out),
             otherwise=tuple(text for _, text in otherwise),
@@ -128,17 +133,17 @@ class Corpus:
         )
 
 
-def _divided(are_shipped: bool, items: Sequence[Item]) -> tuple[dict[str, list[Item]], list[Item]]:
+def _divided(are_shipped: bool, items: Sequence[Prompt]) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     """By side; and shipped prompts that are not trained on, which show whether other workloads get worse."""
-    sides = {side: [item for item in items if item.side == side] for side in (TRAINED, WATCHED, HELD_OUT)}
+    sides = {side: [item for item in items if side_of(item.source) == side] for side in (TRAINED, WATCHED, HELD_OUT)}
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
     sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
-    sides[WATCHED] = sides[WATCHED][:_MOST_WATCHED]
+    sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
     learned = {item.key for item in sides[TRAINED]}
     # Of another name, as a user's own workload may be called "code" too.
     guards = [
         replace(item, workload=f"{item.workload} (shipped)")
-        for item in (() if are_shipped else of_prompts(shipped_prompts()))
+        for item in (() if are_shipped else shipped_prompts(FEW))
         if item.key not in learned | held
     ]
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
@@ -152,24 +157,25 @@ def _divided(are_shipped: bool, items: Sequence[Item]) -> tuple[dict[str, list[I
     return sides, guards
 
 
-def _unrepeated(pairs: Sequence[tuple[Item, Text]]) -> list[tuple[Item, Text]]:
-    """Without those whose text repeats one before it."""
-    again = repeats([text.tokens for _, text in pairs])
-    return [pair for index, pair in enumerate(pairs) if index not in again]
+def _unrepeated(
+    pairs: Sequence[tuple[Prompt, Text]], seen: Sequence[tuple[Prompt, Text]] = ()
+) -> list[tuple[Prompt, Text]]:
+    """Without those whose text repeats one of ``seen``, or one before it."""
+    again = repeats([text.tokens for _, text in (*seen, *pairs)])
+    return [pair for index, pair in enumerate(pairs, len(seen)) if index not in again]
 
 
-def _with_rounds(pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
+def _with_rounds(pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
     """Those with a place to draft from, and a target for each of ``steps`` drafts."""
     return [(item, text) for item, text in pairs if len(text.anchors) >= steps]
 
 
-def _enough(side: str, pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
-    """The pairs of ``side`` with a round."""
-    found = _with_rounds(pairs, steps)
-    if len(found) < _LEAST[side]:
+def _enough(side: str, pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
+    """``pairs``, if they are as many as ``side`` needs."""
+    if len(pairs) < _LEAST[side]:
         raise MtpExtractError(
-            f"expected texts of more than {steps} tokens, found {len(found)} that are {side}: the base ends the others "
-            "at once; give other prompts",
+            f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(pairs)}: the "
+            "base ends the others at once, or they repeat one another; give other prompts",
             remedies=("prompts",),
         )
-    return found
+    return list(pairs)

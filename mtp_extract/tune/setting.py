@@ -29,12 +29,13 @@ class Setting:
     prompts: Annotated[
         Path | None,
         About(
-            'Prompts of your workload: JSON lines {"prompt": …, "source": …}, JSON {"workload": ["prompt", …]}, or a '
-            ".txt, one a line. By default those that come with mtp-extract.",
+            "Prompts of your workload as .txt, .json, .jsonl or .csv; by default those that come with mtp-extract.",
             metavar="FILE",
         ),
     ] = None
-    text: Annotated[Path | None, About("Texts by people instead, in the same forms.", metavar="FILE")] = None
+    text: Annotated[
+        Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
+    ] = None
     new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
     temperature: Annotated[float, About("At which the base is served, and writes the text; 0 is greedy.", least=0)] = (
         0.0

@@ -19,22 +19,14 @@ from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.io.regular import open_regular
-from mtp_extract.speculate.codec import Codec, Encoded
+from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.prompts import Item
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import writing_to
 
 _GRAM = 8
-
-
-def _encoded(items: Sequence[Item], codec: Codec, *, chat_template: bool) -> list[Encoded]:
-    texts = [Prompt(item.workload, item.prompt) for item in items if isinstance(item.prompt, str)]
-    of_texts = iter(encode_prompts(texts, codec, chat_template=chat_template))
-    of_messages = iter(codec.encode_all([item.prompt for item in items if not isinstance(item.prompt, str)]))
-    return [next(of_texts if isinstance(item.prompt, str) else of_messages) for item in items]
 
 
 @dataclass(frozen=True)
@@ -50,7 +42,7 @@ class Writing:
     share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
     drafts: int = 3  # a round; 0 for the base alone
 
-    def prepare(self, items: Sequence[Item], tell: Callable[[Status], None] = lambda status: None) -> None:
+    def prepare(self, items: Sequence[Prompt], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
         Raises:
@@ -71,29 +63,36 @@ class Writing:
             pace = (time.monotonic() - began) / written
             tell(Status("text", total - left + written, total, pace * (left - written)))
 
-    def texts(self, items: Sequence[Item]) -> list[Text]:
+    def texts(self, items: Sequence[Prompt]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def _encoded(self, items: Sequence[Item]) -> list[Encoded]:
-        return _encoded(items, self.generator.codec, chat_template=self.chat_template)
+    def _encoded(self, items: Sequence[Prompt]) -> list[Encoded]:
+        return encode_prompts(items, self.generator.codec, chat_template=self.chat_template)
 
-    def _batches(self, items: Sequence[Item]) -> list[tuple[int, list[Encoded]]]:
+    def _batches(self, items: Sequence[Prompt]) -> list[tuple[int, list[Encoded]]]:
         """Different prompts in batches, each with the seed of its random numbers."""
         prompts = list({prompt.tokens: prompt for prompt in self._encoded(items)}.values())
-        context = getattr(self.generator.base.config, "max_position_embeddings", None)
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        if context is not None and longest + self.new_tokens > context:
-            raise PairError(
-                f"expected prompts that fit the base's {context} tokens, found one of {longest}, and {self.new_tokens} "
-                "new ones; give shorter prompts",
-                remedies=("prompts", "new_tokens"),
-            )
+        self.check_length(max(len(prompt.tokens) for prompt in prompts), self.new_tokens, ("prompts", "new_tokens"))
         parts = groups([len(prompt.tokens) for prompt in prompts], self.batch)
         # Rows of a batch draw other numbers from one seed; batches need seeds of their own.
         batches = [[prompts[index] for index in group] for group in parts]
         return [(_number([self._seed, *(prompt.tokens for prompt in batch)]), batch) for batch in batches]
+
+    def check_length(self, given: int, new: int, remedies: tuple[str, ...]) -> None:
+        """Whether a prompt of ``given`` tokens and ``new`` ones after it fit the base's context.
+
+        Raises:
+            PairError: they do not.
+        """
+        context = getattr(self.generator.base.config, "max_position_embeddings", None)
+        if context is not None and given + new > context:
+            raise PairError(
+                f"expected prompts that fit the base's {context} tokens, found one of {given}, and {new} new ones; "
+                "give shorter prompts",
+                remedies=remedies,
+            )
 
     @property
     def _seed(self) -> int:
@@ -159,23 +158,46 @@ def _number(parts: Sequence[Any]) -> int:
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
-def people_texts(items: Sequence[Item], codec: Codec, length: int) -> list[list[Text]]:
-    """Of each item, a text by people, windows of at most ``length`` tokens; drafts aim at every token but BOS.
+def people_texts(items: Sequence[Prompt], writing: Writing) -> list[list[Text]]:
+    """Of each item, a text by people, or a prompt and what people answered, in windows of ``writing.new_tokens``.
+
+    Drafts aim at every token of a text but BOS, each window standing alone. With a prompt they aim at the answer's
+    tokens, and each window has before it all that was there: the prompt as ``writing`` would encode it, and the answer
+    so far. What a chat template puts after an answer is no part of it.
 
     Raises:
-        PairError: a text cannot be encoded.
+        PairError: a text cannot be encoded, messages have no answer, or an answer does not fit the base's context.
+        MtpExtractError: messages where no chat template is applied.
     """
+    codec, length = writing.generator.codec, writing.new_tokens
+    answered = [item for item in items if item.completion is not None]
+    alone = [item for item in items if item.completion is None]
+    if chats := [item for item in alone if not isinstance(item.content, str)]:
+        raise PairError(
+            "expected texts by people, or messages that end in an answer, found messages without one, "
+            f"{escape(chats[0].key)}; give those as prompts",
+            remedies=("prompts",),
+        )
+    prompts = iter(encode_prompts(answered, codec, chat_template=writing.chat_template))
+    texts = iter(encode_prompts(alone, codec, chat_template=False))
     found = []
-    for item, encoded in zip(items, _encoded(items, codec, chat_template=False), strict=True):
-        if not isinstance(item.prompt, str):
-            raise PairError(
-                "expected texts by people as plain text, found messages; give them as prompts", remedies=("prompts",)
-            )
-        bos = encoded.tokens[:1] if encoded.bos else ()
-        tokens = encoded.tokens[len(bos) :]
-        windows = (tokens[at : at + length] for at in range(0, len(tokens), length))
-        found.append([Text((*bos, *window), 1) for window in windows if len(window) > 2])
+    for item in items:
+        if item.completion is None:
+            encoded = next(texts)
+            given, tokens = encoded.tokens[:1] if encoded.bos else (), encoded.tokens[bool(encoded.bos) :]
+        else:
+            given, tokens = next(prompts).tokens, codec.continued(item.completion)
+            writing.check_length(len(given), len(tokens), ("text",))
+        found.append(list(_windows(given, tokens, length, alone=item.completion is None)))
     return found
+
+
+def _windows(given: tuple[int, ...], tokens: tuple[int, ...], length: int, *, alone: bool) -> Iterator[Text]:
+    """Texts of which drafts aim at ``length`` of the ``tokens``; with all that stands before them unless ``alone``."""
+    for at in range(0, len(tokens), length):
+        window, before = tokens[at : at + length], given if alone else given + tokens[:at]
+        if not alone or len(window) > 2:
+            yield Text((*before, *window), max(1, len(before)))
 
 
 def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:

@@ -33,7 +33,7 @@ def measure_ranges(
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
     Args:
-        prompts: a file as validation takes; by default the prompts that are shipped.
+        prompts: a file as validation takes; by default about 100 of those that are shipped.
 
     Raises:
         MtpExtractError: a package is missing, the pair does not fit, or does not fit into memory.
@@ -42,11 +42,11 @@ def measure_ranges(
     from mtp_extract.drafter.load import load_drafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
+    from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
     from mtp_extract.speculate.generate import SpeculativeGenerator
 
     folder = Path(directory)
-    chosen = read_prompts(Path(prompts)) if prompts is not None else shipped_prompts()
+    chosen = prompts_or_shipped(Path(prompts) if prompts is not None else None)
     say(f"loading the base {base}")
     loaded = load_base(base, device)
     drafter = load_drafter(folder, dtype=loaded.drafter_dtype, device=loaded.device)

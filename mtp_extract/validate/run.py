@@ -219,14 +219,14 @@ def _beside_base(
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard
-    from mtp_extract.evaluate.prompts import encode_prompts, read_prompts, shipped_prompts
+    from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
     from mtp_extract.validate.acceptance.controls import ControlResult, run_controls
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
     from mtp_extract.validate.acceptance.trivial import compare_trivial
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.result import BaseFacts
 
-    prompts = read_prompts(plan.prompts) if plan.prompts is not None else shipped_prompts()
+    prompts = prompts_or_shipped(plan.prompts)
     directories = (directory, *plan.beside)
     facts = [facts_of(*named) for named in zip(directories, _names(result.directory, plan.beside), strict=True)]
     say(f"loading the base {base}")

@@ -108,6 +108,21 @@ def test_a_baseline_that_says_it_drafted_nothing(pair: tuple[ModelServer, ModelS
     assert baseline.server_tokens_per_s == pytest.approx(500)
 
 
+def test_messages_are_asked_as_they_are(pair: tuple[ModelServer, ModelServer], tmp_path: Path) -> None:
+    """As a chat; to be continued they cannot be, which is said before anything is asked."""
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    rows = [{"prompt": "first"}, {"messages": [*said, {"role": "assistant", "content": "So."}]}, {"messages": said}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = pair[0]
+    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
+        run_benchmark(plan(path, server, chat_template=False))
+    assert server.asked == []
+    found = run_benchmark(plan(path, server, warm_up=0))
+    assert [asked["messages"] for _, asked in server.asked] == [[{"role": "user", "content": "first"}], said]
+    assert found.repeats == 1
+
+
 def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
     server, baseline = pair
     order: list[str] = []
@@ -437,7 +452,7 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_p
     [
         (("--api-key-env", "UNSET_KEY"), "in the environment variable UNSET_KEY, found none. Set it (--api-key-env)."),
         (("--model", "another"), "expected the model another, found google/gemma-4-E4B-it. Name one (--model)."),
-        (("--prompts", "no/such/file.json"), "expected prompts in no/such/file.json"),
+        (("--prompts", "no/such/file.json"), "no/such/file.json: expected prompts in a file"),
     ],
 )
 def test_an_error_is_one_line(pair: tuple[ModelServer, ModelServer], arguments: tuple[str, ...], expected: str) -> None:

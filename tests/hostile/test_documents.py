@@ -25,7 +25,6 @@ from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.inspection import inspect_checkpoint
 from mtp_extract.pipeline.verification import verify_against_source
-from mtp_extract.tune.prompts import read_items
 
 CASES = 160
 
@@ -89,9 +88,7 @@ def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
         with pytest.raises(OSError, match=match):
             open_regular(path)
         with pytest.raises(MtpExtractError, match=match):
-            read_prompts(path)
-        with pytest.raises(MtpExtractError, match=match):
-            read_items(link(tmp_path / f"{path.name}.jsonl", path))
+            read_prompts(link(tmp_path / f"{path.name}.jsonl", path))
     for name in ("model.safetensors", "drafter.gguf"):
         with pytest.raises(CheckpointError, match="named pipe"):
             read_header(tmp_path / name)

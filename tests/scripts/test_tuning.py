@@ -12,7 +12,7 @@ import tuning
 from _tuning import moved, prompts
 from transformers import AutoModelForCausalLM
 
-from mtp_extract.tune.prompts import read_items
+from mtp_extract.evaluate.prompts import read_prompts
 
 OVERALL = {
     "before": {"mean_accepted_length": 2.9767, "interval": [2.9046, 3.0499]},
@@ -34,7 +34,7 @@ def test_prompts_are_lines_of_files_that_are_their_sources(tmp_path: Path) -> No
     assert all(row["prompt"] in files()[row["source"]] for row in rows)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [item.source for item in read_items(path)] == [row["source"] for row in rows]
+    assert [prompt.source for prompt in read_prompts(path)] == [row["source"] for row in rows]
 
 
 def test_nothing_is_trained_on_what_the_loop_is_measured_on() -> None:

@@ -132,10 +132,10 @@ draw_progress = figures.draw_progress
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
     """One thread, a base that is loaded once, no figures, and few shipped prompts: each is a text the base writes."""
-    threads, few = torch.get_num_threads(), shipped_prompts()[::20]
+    threads, few = torch.get_num_threads(), shipped_prompts(1)
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "shipped_prompts", lambda: few)
+        patch.setattr(corpus, "shipped_prompts", lambda each=None: few)
         patch.setattr(pair, "load_base", cache(pair.load_base))
         patch.setattr(figures, "draw_progress", lambda history, path: None)
         yield

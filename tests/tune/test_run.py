@@ -172,14 +172,6 @@ def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
         run_tuning(plan(tmp_path / "out", prompts=few))
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": 3}', '{"prompt": ""}', '{"text": "a"}', '{"prompt": [1]}'])
-def test_prompts_of_another_form(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "good"}\n' + line + "\n")
-    with pytest.raises(MtpExtractError, match=r"prompts\.jsonl"):
-        texts.read_items(path)
-
-
 def test_how_far_the_text_is(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """While the base writes, and not a second time for what is there."""
     for first in (True, False):

@@ -57,8 +57,9 @@ def source() -> Iterator[Shard]:
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "few.json"
-    path.write_text(json.dumps(FEW))
+    path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
+    rows = [{"prompt": text, "workload": name} for name, texts in FEW.items() for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

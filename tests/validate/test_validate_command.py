@@ -119,7 +119,10 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
         (("CHECKPOINT", "--source", "/absent.litertlm"), "No such file"),
         (("CHECKPOINT", "--base", "/absent"), "which is neither"),
         (("CHECKPOINT", "--base", "google/gemma-nope"), "give a local directory as the base (--base)"),
-        (("CHECKPOINT", "--base", str(first_base()), "--prompts", "/absent.json"), "expected prompts in /absent.json"),
+        (
+            ("CHECKPOINT", "--base", str(first_base()), "--prompts", "/absent.json"),
+            "/absent.json: expected prompts in a file",
+        ),
         (("CHECKPOINT", "--base", str(first_base()), "--device", "cuda:99"), "let it be chosen (--device auto)"),
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "is read and stays as it is"),
         (("CHECKPOINT", "--source", str(first_bundle()), "--report", "CHECKPOINT"), "another place (--report)."),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.stepping import teacher_forced_by_stepping
 
+from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluate.agreement import (
     Continuations,
     figures,
     measure_agreement,
 )
 from mtp_extract.evaluate.measured import Measured, compare, difference_over_texts, share_over_texts
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts
+from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, Text
@@ -118,13 +121,6 @@ def test_a_text_that_repeats_another_is_not_counted(
     assert compare_trivial(continuations, once) == compare_trivial(twice, again)
 
 
-def test_shipped_prompts() -> None:
-    prompts = shipped_prompts()
-    names = [prompt.workload for prompt in prompts]
-    assert {name: names.count(name) for name in names} == dict.fromkeys(("chat", "code", "math", "prose", "json"), 20)
-    assert len({prompt.text for prompt in prompts}) == len(prompts)
-
-
 def test_prompts_are_opened_once(generator: SpeculativeGenerator) -> None:
     codec, tokenizer = generator.codec, generator.codec.tokenizer
     both = [encode_prompts([Prompt("w", "hello")], codec, chat_template=on)[0] for on in (False, True)]
@@ -135,20 +131,15 @@ def test_prompts_are_opened_once(generator: SpeculativeGenerator) -> None:
     assert tokenizer.decode(chat[1:]) == "<|turn>user\nhello<turn|>\n<|turn>model\n"
 
 
-def test_prompt_files(tmp_path: object) -> None:
-    from pathlib import Path
-
-    from mtp_extract.errors import MtpExtractError
-
-    folder = Path(str(tmp_path))
-    (folder / "lines.txt").write_text("one\n\ntwo\n")
-    assert read_prompts(folder / "lines.txt") == (Prompt("lines", "one"), Prompt("lines", "two"))
-    for name, text in (("a.json", "{"), ("b.json", '["x"]'), ("c.json", '{"w": [1]}'), ("d.json", '{"w": []}')):
-        (folder / name).write_text(text)
-        with pytest.raises(MtpExtractError, match="prompt"):
-            read_prompts(folder / name)
-    with pytest.raises(MtpExtractError, match="absent"):
-        read_prompts(folder / "absent.json")
+def test_messages_go_through_the_chat_template(generator: SpeculativeGenerator) -> None:
+    said = Prompt("w", ({"role": "user", "content": "hello"},))
+    both = encode_prompts([Prompt("w", "hello"), said], generator.codec, chat_template=True)
+    assert both[0] == both[1]
+    with pytest.raises(MtpExtractError, match="where no chat template is applied, found messages"):
+        encode_prompts([said], generator.codec, chat_template=False)
+    bare = Codec(SimpleNamespace(bos_token_id=2), 512)
+    with pytest.raises(PairError, match="expected a tokenizer with a chat template for messages"):
+        encode_prompts([said], bare, chat_template=True)
 
 
 def test_mean_is_not_a_number_without_positions() -> None:

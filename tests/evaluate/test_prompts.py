@@ -1,0 +1,238 @@
+"""Files of prompts: every form that is taken, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.prompts import Prompt, read_prompts
+
+USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+AGAIN = {"role": "user", "content": "Really?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+HUMAN, GPT = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+
+ROWS: dict[str, tuple[dict[str, Any], Prompt | None]] = {
+    "a prompt": ({"prompt": "Why?"}, Prompt("file", "Why?")),
+    "of a workload": ({"prompt": "a", "workload": "w", "source": "s"}, Prompt("w", "a", "s")),
+    "TRL": ({"prompt": "The sky is", "completion": " blue."}, Prompt("file", "The sky is", completion=" blue.")),
+    "TRL, messages": ({"prompt": [USER], "completion": [ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
+    "messages and text": ({"prompt": [USER], "response": "Yes."}, Prompt("file", (USER,), completion="Yes.")),
+    "messages alone": ({"prompt": [SYSTEM, USER]}, Prompt("file", (SYSTEM, USER))),
+    "messages that go on": (
+        {"prompt": [USER], "completion": [ASSISTANT, AGAIN, {**ASSISTANT, "content": "Yes."}]},
+        Prompt("file", (USER, ASSISTANT, AGAIN), completion="Yes."),
+    ),
+    "OpenAI": ({"messages": [SYSTEM, USER, ASSISTANT]}, Prompt("file", (SYSTEM, USER), completion="Because.")),
+    "OpenAI, weights and parts": (
+        {"messages": [USER, {**ASSISTANT, "weight": 1, "content": [{"type": "text", "text": "Because."}]}]},
+        Prompt("file", (USER,), completion="Because."),
+    ),
+    "OpenAI, a call": (
+        {"messages": [USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"}]},
+        Prompt("file", (USER, CALL, {"role": "tool", "content": "3", "tool_call_id": "x"})),
+    ),
+    "OpenAI, ends in a call": ({"messages": [USER, CALL]}, Prompt("file", (USER,))),
+    "no answer": ({"messages": [USER, ASSISTANT, AGAIN]}, Prompt("file", (USER, ASSISTANT, AGAIN))),
+    "UltraChat": ({"prompt": "Why?", "messages": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
+    "ShareGPT": ({"id": "x_0", "conversations": [HUMAN, GPT]}, Prompt("file", (USER,), completion="Because.")),
+    "ShareGPT, a later part": (
+        {"conversations": [GPT, HUMAN, GPT, {"from": "human", "value": "Really?"}]},
+        Prompt("file", (USER, ASSISTANT, AGAIN)),
+    ),
+    "ShareGPT, nothing asked": ({"conversations": [GPT]}, None),
+    "ShareGPT, empty": ({"conversations": []}, None),
+    "SpecForge": ({"conversations": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
+    "LMSYS": ({"conversation": [USER, ASSISTANT]}, Prompt("file", (USER,), completion="Because.")),
+    "MT-Bench": (
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        Prompt("writing", "Write.", "81"),
+    ),
+    "MT-Bench on the Hub": (
+        {"prompt_id": 7, "category": "math", "prompt": ["How much?", "And now?"], "reference": ["5"]},
+        Prompt("math", "How much?", "7"),
+    ),
+    "SPEED-Bench": (
+        {"question_id": "ab", "category": "coding", "turns": ["Write it."], "source": "cais/hle", "src_id": "4"},
+        Prompt("coding", "Write it.", "ab"),
+    ),
+    "HumanEval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    pass\n", "test": "", "n": [1]},
+        Prompt("file", "def f():\n", "HumanEval/0", "    pass\n"),
+    ),
+    "fields that say nothing": (
+        {"prompt": "a", "turns": None, "messages": None, "workload": None, "source": "", "completion": ""},
+        Prompt("file", "a"),
+    ),
+    "signs that end lines elsewhere": ({"prompt": "a\u2028b\x85c\x0bd\r\n"}, Prompt("file", "a\u2028b\x85c\x0bd\r\n")),
+}
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_objects(tmp_path: Path, name: str) -> None:
+    """In JSON lines and in a list, whatever stands before and after."""
+    row, wanted = ROWS[name]
+    rows = [{"prompt": "before"}, row, {"prompt": "after"}]
+    expected = tuple(p for p in (Prompt("file", "before"), wanted, Prompt("file", "after")) if p is not None)
+    lines = "\ufeff" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    assert read_prompts(written(tmp_path / "file.jsonl", lines)) == expected
+    assert read_prompts(written(tmp_path / "file.JSON", json.dumps(rows, indent=1))) == expected
+
+
+def test_lines_workloads_and_tables(tmp_path: Path) -> None:
+    lines = written(tmp_path / "file.txt", "one\r\n\n  two \x85 of it\n \nthree")
+    assert [(prompt.workload, prompt.text) for prompt in read_prompts(lines)] == [
+        ("file", "one"),
+        ("file", "  two \x85 of it"),
+        ("file", "three"),
+    ]
+    named = written(tmp_path / "file.json", '{"a": ["one", " "], "b": ["two\\n"], "c": []}')
+    assert read_prompts(named) == (Prompt("a", "one"), Prompt("b", "two\n"))
+    table = 'prompt,workload,source,completion,note\r\n"one, ""two""\nthree",w,s,yes,x\r\n\r\nfour,,,,\r\n'
+    assert read_prompts(written(tmp_path / "file.csv", table)) == (
+        Prompt("w", 'one, "two"\nthree', "s", "yes"),
+        Prompt("file", "four"),
+    )
+
+
+def test_a_prompt_is_its_own_source_in_every_form(tmp_path: Path) -> None:
+    forms = {"txt": "Why?", "json": '{"x": ["Why?"]}', "jsonl": '{"prompt": "Why?"}', "csv": "prompt\nWhy?\n"}
+    for form, text in forms.items():
+        assert read_prompts(written(tmp_path / f"file.{form}", text))[0].source == "Why?"
+
+
+BAD: dict[str, tuple[str, str, str]] = {
+    "no object": ("x.jsonl", '{"prompt": "a"}\n\n[1]', r"line 3: \[1\]\. Bring it"),
+    "not JSON": ("x.jsonl", '{"prompt": "a"}\nplain words', r"line 2: Expecting value.*in plain words"),
+    "text": ("x.jsonl", '{"text": "a"}', r'expected prompts.*\{"prompt": "…"\}.*line 1: \{"text": "a"\}'),
+    "a number": ("x.jsonl", '{"prompt": 3}', "line 1"),
+    "nothing asked": ("x.jsonl", '{"prompt": ""}', "line 1"),
+    "no messages": ("x.jsonl", '{"prompt": []}', "line 1"),
+    "numbers": ("x.jsonl", '{"prompt": [1]}', "line 1: the message 1"),
+    "turns and others": ("x.jsonl", '{"turns": ["a", 1]}', 'line 1: the message "a"'),
+    "no chat": ("x.jsonl", '{"messages": "a"}', 'line 1: "a"'),
+    "no role": ("x.jsonl", '{"messages": [{"content": "a"}]}', r'the message \{"content": "a"\}'),
+    "no content": ("x.jsonl", '{"messages": [{"role": "user"}]}', "the message"),
+    "a mixed answer": ("x.jsonl", '{"prompt": "a", "completion": [1]}', r"the completion \[1\]"),
+    "a numbered answer": ("x.jsonl", '{"prompt": [{"role": "user", "content": "a"}], "completion": 5}', "completion 5"),
+    "a source that is none": ("x.jsonl", '{"prompt": "a", "source": ["b"]}', r'source \["b"\], neither'),
+    "a workload that is none": ("x.jsonl", '{"prompt": "a", "workload": true}', "workload true, neither"),
+    "withheld": (
+        "x.jsonl",
+        '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}',
+        "its own script has fetched",
+    ),
+    "half a character": ("x.jsonl", '{"prompt": "\\ud800"}', r"half a character, \\ud800"),
+    "half of one in a message": ("x.jsonl", '{"messages": [{"role": "user", "content": "\\udfff"}]}', r"\\udfff"),
+    "half of one in a source": ("x.jsonl", '{"prompt": "a", "source": "\\ud800"}', r"\\ud800"),
+    "not UTF-8": ("x.txt", "\ud800", "'utf-8' codec can't decode"),
+    "too deep": ("x.json", "[" * 100_000, "recursion|nested"),
+    "a list of texts": ("x.json", '["a"]', 'entry 1: "a"'),
+    "a workload of numbers": ("x.json", '{"w": [1]}', r'\{"workload": \["prompt", …\]\}.*w: \[1\]'),
+    "an object of JSON lines": ("x.json", '{"prompt": "a"}', 'prompt: "a"'),
+    "a word": ("x.json", '"a"', 'found: "a"'),
+    "two lines": ("x.json", '{"prompt": "a"}\n{"prompt": "b"}', "Extra data"),
+    "nothing": ("x.json", '{"w": []}', "at least one prompt, found none"),
+    "no column": ("x.csv", "question,answer\na,b\n", "line 1: question,answer"),
+    "an empty table": ("x.csv", "", "line 1"),
+    "a cell too many": ("x.csv", "prompt,source\na,b,c\n", "line 2: another number of columns"),
+    "a cell too few": ("x.csv", "prompt,source\na\n", "line 2: another number of columns"),
+    "an open cell": ("x.csv", 'prompt\n"a\n', "unexpected end of data"),
+    "no prompt": ("x.csv", "prompt,source\n,b\n", 'line 2: {"source": "b"}'),
+    "another ending": ("x.md", "a", r"\.jsonl such as .*a name that ends in \.md"),
+    "no ending": ("x", "a", "a name without an ending"),
+    "a name and text of control": ("x\x1b.jsonl", '{"\x1b[31m": 1}', r"x\\x1b\.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(tmp_path: Path, name: str) -> None:
+    """With the file, the place, what was found, and an example of what is right; safe to show."""
+    file, text, said = BAD[name]
+    with pytest.raises(MtpExtractError, match=said) as found:
+        read_prompts(written(tmp_path / file, text))
+    message = str(found.value)
+    assert message.isprintable()
+    assert message.startswith(str(tmp_path))
+    assert "expected" in message
+    assert len(message) < 1000
+
+
+def test_absent_and_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MtpExtractError, match="No such file"):
+        read_prompts(tmp_path / "absent.txt")
+    monkeypatch.setattr("mtp_extract.evaluate.prompts.LARGEST", 10)
+    with pytest.raises(MtpExtractError, match="expected at most 10 bytes, found 11"):
+        read_prompts(written(tmp_path / "x.txt", "a" * 11))
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["prompt", "messages", "turns", "role", "content", "from", "value", "completion", "source", "x"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompts=st.lists(st.tuples(WORDS, WORDS, WORDS, WORDS), min_size=1, max_size=4))
+def test_what_is_written_is_read(tmp_path: Path, prompts: list[tuple[str, str, str, str]]) -> None:
+    names = ("workload", "prompt", "source", "completion")
+    rows = [dict(zip(names, prompt, strict=True)) for prompt in prompts]
+    wanted = tuple(Prompt(*prompt) for prompt in prompts)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    assert read_prompts(written(tmp_path / "x.jsonl", lines)) == wanted
+    assert read_prompts(written(tmp_path / "x.json", json.dumps(rows))) == wanted
+    if not any("\0" in cell for prompt in prompts for cell in prompt):
+        with open(tmp_path / "x.csv", "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, names)
+            table.writeheader()
+            table.writerows(rows)
+        assert read_prompts(tmp_path / "x.csv") == wanted
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(JSON, min_size=1, max_size=3), form=st.sampled_from(["json", "jsonl", "csv", "txt"]))
+def test_anything_is_read_or_refused(tmp_path: Path, rows: list[Any], form: str) -> None:
+    lines = "\n".join(json.dumps(row) for row in rows)
+    path = written(tmp_path / f"x.{form}", json.dumps(rows) if form == "json" else "prompt\n" * (form == "csv") + lines)
+    try:
+        found = read_prompts(path)
+    except MtpExtractError as error:
+        assert str(error).isprintable()
+    else:
+        assert all(prompt.content and prompt.source and prompt.workload for prompt in found)
+
+
+def test_messages_are_no_text() -> None:
+    with pytest.raises(MtpExtractError, match=r"expected prompts of plain text .* found messages, .*Why") as found:
+        _ = Prompt("w", (USER,)).text
+    assert found.value.remedies == ("prompts",)
+    assert Prompt("w", "Why?").text == "Why?"
+
+
+def test_equal_prompts_have_one_key() -> None:
+    other = ({"content": "Why?", "role": "user"},)
+    assert Prompt("w", (USER,)).key == Prompt("v", other, "s", "c").key != Prompt("w", "Why?").key
