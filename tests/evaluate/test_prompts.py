@@ -1,9 +1,12 @@
-"""Files of prompts: every form that is taken, what is refused and how it is said."""
+"""Files of prompts: every form that is taken, what is refused and how it is said, and the prompts that are shipped."""
 
 from __future__ import annotations
 
 import csv
 import json
+import string
+from collections import Counter
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluate.prompts import Prompt, read_prompts
+from mtp_extract.evaluate.prompts import FEW, Prompt, prompts_or_shipped, read_prompts, shipped_prompts
+from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 AGAIN = {"role": "user", "content": "Really?"}
@@ -236,3 +240,48 @@ def test_messages_are_no_text() -> None:
 def test_equal_prompts_have_one_key() -> None:
     other = ({"content": "Why?", "role": "user"},)
     assert Prompt("w", (USER,)).key == Prompt("v", other, "s", "c").key != Prompt("w", "Why?").key
+
+
+WORKLOADS = ("chat", "code", "math", "prose", "json")
+
+
+def test_shipped_prompts() -> None:
+    prompts = shipped_prompts()
+    counts = Counter(prompt.workload for prompt in prompts)
+    assert tuple(counts) == WORKLOADS
+    assert min(counts.values()) >= 66
+    lengths = sorted(len(prompt.text) for prompt in prompts)
+    # One-liners and passages of several paragraphs.
+    assert lengths[len(lengths) // 10] < 60
+    assert lengths[-16] > 600
+    for a, b in combinations([alike(prompt.text) for prompt in prompts], 2):
+        assert len(a & b) < 0.5 * min(len(a), len(b))
+
+
+def alike(text: str) -> frozenset[tuple[str, ...]]:
+    """Runs of three words, or all of them."""
+    words = "".join(c if c.isalnum() else " " for c in text.lower()).split() or list(text)
+    return frozenset(zip(*(words[at:] for at in range(3)), strict=False)) or frozenset([tuple(words)])
+
+
+def test_enough_shipped_prompts_are_held_out() -> None:
+    """For the default of a training: 30 held out and 5 of every workload, with some to spare for what repeats."""
+    sides = Counter((side_of(prompt.source), prompt.workload) for prompt in shipped_prompts())
+    for name in WORKLOADS:
+        assert sides[HELD_OUT, name] >= 8
+        assert sides[WATCHED, name] >= 4
+        assert sides[TRAINED, name] >= 40
+
+
+def test_about_a_hundred_where_all_would_take_long(tmp_path: Path) -> None:
+    few, every = prompts_or_shipped(None), shipped_prompts()
+    assert Counter(prompt.workload for prompt in few) == dict.fromkeys(WORKLOADS, FEW)
+    assert len({prompt.key for prompt in few}) == len(few)
+    # Spread over all of a workload.
+    for name in WORKLOADS:
+        of_name = [prompt for prompt in every if prompt.workload == name]
+        at = [of_name.index(prompt) for prompt in few if prompt.workload == name]
+        steps = {after - before for before, after in pairwise(at)}
+        assert max(steps) - min(steps) <= 1
+    assert len(shipped_prompts(10_000)) == len(every)
+    assert prompts_or_shipped(written(tmp_path / "x.txt", string.digits)) == (Prompt("x", string.digits),)
