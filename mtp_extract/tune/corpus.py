@@ -27,7 +27,9 @@ _MOST_WATCHED = 32  # texts that are measured again and again, on the way
 
 @dataclass(frozen=True)
 class Corpus:
-    trained: tuple[Text, ...]  # to train on
+    # to train on, by kind, of which every batch has equal shares: what the base writes after the prompts, as it is
+    # served; what it writes there served otherwise, prompts included; what it writes, greedily, from within the latter
+    kinds: tuple[tuple[Text, ...], ...]
     watched: tuple[Text, ...]  # to be measured on the way
     held_out: tuple[Text, ...]  # to be measured before and after
     workloads: tuple[str, ...]  # of each held-out text, its workload
@@ -40,6 +42,11 @@ class Corpus:
     # says; none after text by people
     otherwise: tuple[Text, ...] = ()
     other_temperature: float = 1.0  # at which it wrote that: 1 where the setting is greedy, else 0
+
+    @property
+    def trained(self) -> tuple[Text, ...]:
+        """Of all kinds."""
+        return tuple(text for kind in self.kinds for text in kind)
 
     @property
     def as_json(self) -> Mapping[str, Any]:
@@ -92,7 +99,7 @@ class Corpus:
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         by_base = setting.text is None
         prompts = [*(item for side in sides.values() for item in side if by_base), *guards]
-        again = sides[HELD_OUT] if by_base else []
+        again = [*sides[TRAINED], *sides[HELD_OUT]] if by_base else []
         for writer, items in ((writing, prompts), (other, again)):
             if items:
                 pair.say(f"continuing {len(items)} prompts with the base at temperature {writer.temperature:g}")
@@ -118,10 +125,21 @@ class Corpus:
         seen = [*trained, *watched]
         own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], seen), steps)
         held_out = _unrepeated(candidates, seen)
-        otherwise = _unrepeated(_with_rounds(written(other, again), steps), seen)
+        otherwise = _unrepeated(_with_rounds(written(other, again[len(sides[TRAINED]) :]), steps), seen)
+        kinds = [[text for _, text in trained]]
+        if by_base:
+            drawn = [text for _, text in written(other, sides[TRAINED])]
+            # What stands in a prompt is as good to learn from as what the base drew.
+            kinds.append([replace(text, prompt_length=1) for text in drawn])
+            if not setting.temperature:
+                writer, places = writing.branches(drawn)
+                pair.say(f"continuing {len(places)} places within these")
+                writer.prepare(places, tell)
+                pair.accelerator.wait_for_everyone()
+                kinds.append(writer.texts(places))
         sources = [None, *(item for item, _ in held_out)]
         return cls(
-            trained=tuple(text for _, text in trained),
+            kinds=tuple(_learned(kind, steps) for kind in kinds),
             watched=tuple(text for _, text in watched),
             held_out=tuple(text for _, text in held_out),
             workloads=tuple(item.workload for item, _ in held_out),
@@ -163,6 +181,12 @@ def _unrepeated(
     """Without those whose text repeats one of ``seen``, or one before it."""
     again = repeats([text.tokens for _, text in (*seen, *pairs)])
     return [pair for index, pair in enumerate(pairs, len(seen)) if index not in again]
+
+
+def _learned(texts: Sequence[Text], steps: int) -> tuple[Text, ...]:
+    """Those that can be drafted from, each of those that repeat one another once."""
+    again = repeats([text.tokens for text in texts])
+    return tuple(text for index, text in enumerate(texts) if index not in again and len(text.anchors) >= steps)
 
 
 def _with_rounds(pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:

@@ -68,16 +68,16 @@ class _Training(nn.Module):
         weights = self.latents.weights(drafter.lm_head.weight.dtype)
         replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
         states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
-        counts, where, choices = counting(batch, steps, greedy=greedy), aims(batch, steps), batch.choices.flatten()
+        where, choices, objective = aims(batch, steps), batch.choices.flatten(), OBJECTIVES[recipe.objective]
+        choosing = counting(batch, steps, greedy=greedy)
         cap, tokens = None, None
         if isinstance(drafter, Eagle3Drafter):
-            # Rows of its head are tokens of its own vocabulary.
+            # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
             choices, tokens = drafter.rows(choices), drafter.targets
-            if not OBJECTIVES[recipe.objective].over_distributions:
-                # A token that it cannot draft ends the round.
-                counts = counts & (choices[where] >= 0).int().cumprod(0).bool()
+            choosing = choosing & (choices[where] >= 0).int().cumprod(0).bool()
         else:
             cap = drafter.config.final_logit_softcap
+        counts = counting(batch, steps, greedy=False) if objective.over_distributions else choosing
         device = states.device
         hidden = batch.hidden.flatten(0, 1)
 
@@ -92,7 +92,8 @@ class _Training(nn.Module):
             Teacher(choices, logits),
             where[counts],
             torch.full((int(counts.sum()),), weight, device=device),
-            OBJECTIVES[recipe.objective],
+            objective,
+            choosing=choosing[counts],
             cap=cap,
             temperature=recipe.temperature or 1.0,
             logits_at_once=recipe.logits_at_once,
@@ -105,7 +106,7 @@ def train(
     drafter: Network,
     base: Base,
     states: States,
-    texts: Sequence[Text],
+    kinds: Sequence[Sequence[Text]],
     recipe: Recipe,
     accelerator: Any,
     watch: Callable[[Network], Measured],
@@ -119,7 +120,8 @@ def train(
 
     Args:
         drafter: in the type it computes in; what is not trained is taken from it.
-        states: of the base over ``texts``.
+        states: of the base over all texts of ``kinds``.
+        kinds: of text, of which a batch has equal shares.
         watch: measures a drafter on the watched texts.
         folder: where the state is kept, and the log.
         fingerprint: of everything the result depends on; a kept state with another is ignored.
@@ -139,7 +141,7 @@ def train(
     while run.done < recipe.steps and run.stale < recipe.patience:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * recipe.rate(run.done)
-        loss, agreement = prepared(*_batch(states, texts, recipe, run.done, accelerator))
+        loss, agreement = prepared(*_batch(states, kinds, recipe, run.done, accelerator))
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(latents.parameters(), _CLIP)
         optimizer.step()
@@ -181,18 +183,13 @@ def _any(accelerator: Any, flag: bool) -> bool:
 
 
 def _batch(
-    states: States, texts: Sequence[Text], recipe: Recipe, step: int, accelerator: Any
+    states: States, kinds: Sequence[Sequence[Text]], recipe: Recipe, step: int, accelerator: Any
 ) -> tuple[Batch, Convention, float]:
-    """This process's part of step ``step``: texts, shuffled anew in every epoch; a convention; an anchor's weight.
+    """This process's part of step ``step``: texts; a convention; an anchor's weight.
 
     Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
     """
-    order: list[int] = []
-    epoch, skipped = divmod(step * recipe.batch, len(texts))
-    while len(order) < skipped + recipe.batch:
-        order += torch.randperm(len(texts), generator=_random(recipe.seed, 1, epoch)).tolist()
-        epoch += 1
-    chosen = [texts[index] for index in order[skipped : skipped + recipe.batch]]
+    chosen = [_drawn(kinds, recipe.seed, step * recipe.batch + place) for place in range(recipe.batch)]
     here = range(accelerator.process_index, len(chosen), accelerator.num_processes)
     drawn = [random_anchors([chosen[place]], recipe.anchors, _random(recipe.seed, 2, step, place)) for place in here]
     anchors, real = (torch.cat(parts) for parts in zip(*drawn, strict=True))
@@ -200,6 +197,14 @@ def _batch(
     batch = collate(states.of([chosen[place] for place in here]), anchors, real, accelerator.device)
     total = sum(min(recipe.anchors, len(text.anchors)) for text in chosen)
     return batch, _CONVENTIONS[convention], accelerator.num_processes / total
+
+
+def _drawn(kinds: Sequence[Sequence[Text]], seed: int, number: int) -> Text:
+    """The text that is drawn as ``number``: of each kind in turn; those of a kind are shuffled anew in every epoch."""
+    number, kind = divmod(number, len(kinds))
+    epoch, place = divmod(number, len(kinds[kind]))
+    order = torch.randperm(len(kinds[kind]), generator=_random(seed, 1, kind, epoch))
+    return kinds[kind][int(order[place])]
 
 
 def _random(*parts: int) -> torch.Generator:

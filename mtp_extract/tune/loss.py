@@ -43,12 +43,26 @@ Scored = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Objective:
-    about: str  # one line for users
+class Term:
+    """A loss of rows of logits."""
+
     over_distributions: bool  # whether it wants the base's distribution rather than its choice
     # logits F32 [rows, V], overwritten with the loss's derivative; the base's choices int64 [rows], or its log
     # probabilities F32 [rows, V], overwritten too
     score: Callable[[Tensor, Tensor], Scored]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Terms and the share of each in the sum; the agreement that is told is the first one's."""
+
+    about: str  # one line for users
+    terms: tuple[tuple[float, Term], ...]
+
+    @property
+    def over_distributions(self) -> bool:
+        """Whether a term wants the base's distribution."""
+        return any(term.over_distributions for _, term in self.terms)
 
 
 def _cross_entropy(logits: Tensor, choices: Tensor) -> Scored:
@@ -85,11 +99,15 @@ def _variation(logits: Tensor, teacher: Tensor) -> Scored:
     return 1 - overlap, overlap
 
 
+_CHOICE = Term(False, _cross_entropy)
+_DIVERGENCE, _VARIATION = Term(True, _divergence), Term(True, _variation)
+
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
     {
-        "ce": Objective("cross-entropy on the base's choice, for greedy text", False, _cross_entropy),
-        "kl": Objective("divergence from the base's distribution, for sampled text", True, _divergence),
-        "tv": Objective("the probability of a rejection, for sampled text", True, _variation),
+        "mixed": Objective("ce and tv together, for both ways of serving", ((0.6, _CHOICE), (0.4, _VARIATION))),
+        "ce": Objective("cross-entropy on the base's choice, for greedy text", ((1.0, _CHOICE),)),
+        "kl": Objective("divergence from the base's distribution, for sampled text", ((1.0, _DIVERGENCE),)),
+        "tv": Objective("the probability of a rejection, for sampled text", ((1.0, _VARIATION),)),
     }
 )
 """By name."""
@@ -103,6 +121,7 @@ def chunked_loss(
     weights: Tensor,
     objective: Objective,
     *,
+    choosing: Tensor | None = None,
     cap: float | None = None,
     temperature: float = 1.0,
     logits_at_once: int = LOGITS_AT_ONCE,
@@ -114,11 +133,15 @@ def chunked_loss(
         head: [V, width].
         where: int64 [N], the teacher's position that a row aims at.
         weights: F32 [N], of the rows.
+        choosing: bool [N], the rows on which the base's choice is learned; None for all. Others count only towards
+            terms over distributions.
         cap: c of the soft cap c · tanh(x / c) on the drafter's logits.
         temperature: both distributions are those of logits divided by it; 1 for cross-entropy.
         logits_at_once: most logits held in one piece (numbers, not bytes).
     """
-    job = _Job(teacher, where, weights.float(), objective, cap, temperature, logits_at_once)
+    weights = weights.float()
+    chosen = weights if choosing is None else weights * choosing
+    job = _Job(teacher, where, weights, chosen, objective, cap, temperature, logits_at_once)
     total, agreement = _Chunked.apply(states, head, job)  # type: ignore[no-untyped-call]  # untyped in torch
     return Losses(total, agreement)
 
@@ -127,7 +150,8 @@ def chunked_loss(
 class _Job:
     teacher: Teacher
     where: Tensor
-    weights: Tensor
+    weights: Tensor  # of terms over distributions
+    chosen: Tensor  # of the others
     objective: Objective
     cap: float | None
     temperature: float
@@ -148,14 +172,30 @@ class _Job:
         if last > first:
             yield order[first:last]
 
-    def wanted(self, positions: Tensor) -> Tensor:
-        """What the base says there, as the objective wants it; of each position once."""
-        if not self.objective.over_distributions:
+    def wanted(self, term: Term, positions: Tensor) -> Tensor:
+        """What the base says there, as ``term`` wants it; of each position once."""
+        if not term.over_distributions:
             return self.teacher.choices[positions]
         once, back = torch.unique_consecutive(positions, return_inverse=True)
         logits = self.teacher.logits(once).to(positions.device)
         logits = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         return logits[back] if len(once) < len(positions) else logits
+
+
+def _scored(job: _Job, rows: Tensor, logits: Tensor, total: Tensor, agreement: Tensor) -> Tensor:
+    """The derivative by ``logits``, which is overwritten; the loss of ``rows`` is added to ``total``."""
+    gradient: Tensor | None = None
+    for number, (share, term) in enumerate(job.objective.terms):
+        own = logits if number == len(job.objective.terms) - 1 else logits.clone()
+        loss, agrees = term.score(own, job.wanted(term, job.where[rows]))
+        weights = share * (job.weights if term.over_distributions else job.chosen)[rows]
+        total += loss @ weights
+        own *= (weights / job.temperature)[:, None]
+        gradient = own if gradient is None else gradient.add_(own)
+        if not number:
+            agreement[rows] = agrees
+    assert gradient is not None
+    return gradient
 
 
 class _Chunked(torch.autograd.Function):
@@ -177,11 +217,7 @@ class _Chunked(torch.autograd.Function):
                 logits = bent * job.cap
             if job.temperature != 1:
                 logits /= job.temperature
-            loss, agreement[rows] = job.objective.score(logits, job.wanted(job.where[rows]))
-            weights = job.weights[rows]
-            total += (loss * weights).sum()
-            gradient = logits
-            gradient *= (weights / job.temperature)[:, None]
+            gradient = _scored(job, rows, logits, total, agreement)
             if bent is not None:
                 gradient *= bent.square_().neg_().add_(1)
             if states_grad is not None:

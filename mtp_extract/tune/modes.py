@@ -34,7 +34,7 @@ class Mode:
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
         "norms": Mode("kept", 0.0, 3e-3),
-        "qat": Mode("grid", 3e-3, 3e-3),
+        "qat": Mode("grid", 1.5e-3, 3e-3),
         "float": Mode("free", 1e-3, 1e-3),
     }
 )

@@ -21,7 +21,7 @@ class Recipe:
     draft_steps: int = 3  # K, drafts a round
     batch: int = 16  # texts a step, of all processes together
     anchors: int = 24  # of each text, chosen at random
-    objective: str = "ce"  # a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`
+    objective: str = "mixed"  # a name in :data:`~mtp_extract.tune.loss.OBJECTIVES`
     temperature: float = 0.0  # of serving; 0 for greedy
     learning_rate: float | None = None  # None for the mode's own
     warm_up: float = 0.1  # share of the steps

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.recipe import Recipe
 
-_STEPS, _STEPS_OF_NEW = 200, 300
+_STEPS, _STEPS_OF_NEW = 500, 300
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class TuningPlan:
     ] = "norms"
     """A name in :data:`~mtp_extract.tune.modes.MODES`; of a new head every weight is trained."""
     objective: Annotated[
-        str | None,
+        str,
         About(
-            "ce for greedy serving, tv or kl for sampled; by default chosen by the temperature.",
-            choices=("ce", "kl", "tv"),
+            "ce for greedy serving alone, tv or kl for sampled alone; mixed (ce and tv) for both.",
+            choices=("mixed", "ce", "kl", "tv"),
         ),
-    ] = None
+    ] = "mixed"
     """A name in :data:`~mtp_extract.tune.loss.OBJECTIVES`."""
     steps: Annotated[
         int | None,
-        About("Of the optimizer; by default 200, for a new head 300, for an ordered one 600.", least=1),
+        About("Of the optimizer; by default 500, for a new head 300, for an ordered one 600.", least=1),
     ] = None
     anchors: Annotated[int, About("Places in each text to draft from.", least=1)] = 24
     learning_rate: Annotated[float | None, About("By default the mode's own, by the drafter's width.", least=0)] = None
@@ -74,7 +74,7 @@ class TuningPlan:
             draft_steps=self.setting.draft_steps,
             batch=self.setting.batch,
             anchors=self.anchors,
-            objective=self.objective or ("tv" if self.setting.temperature else "ce"),
+            objective=self.objective,
             temperature=self.setting.temperature,
             learning_rate=self.learning_rate,
             seed=self.setting.seed,
@@ -210,14 +210,14 @@ def _train(
         pair.base_fingerprint,
         plan.mode,
         dataclasses.asdict(recipe),
-        [text.tokens for text in (*corpus.trained, *corpus.watched)],
+        [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)],
     ]
     trained = train(
         latents,
         pair.drafter,
         pair.base,
         pair.states(corpus.trained, recipe.logits_at_once),
-        corpus.trained,
+        corpus.kinds,
         recipe,
         pair.accelerator,
         lambda drafter: pair.measured(drafter, corpus.watched),

@@ -7,13 +7,16 @@ resumes with the same text, since batches and their random numbers depend on the
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mtp_extract.errors import CheckpointError, PairError, escape
 from mtp_extract.evaluate.batches import groups
@@ -27,6 +30,7 @@ from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import writing_to
 
 _GRAM = 8
+_BRANCHES = 3  # of a text
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Writing:
     share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
     drafts: int = 3  # a round; 0 for the base alone
 
-    def prepare(self, items: Sequence[Prompt], tell: Callable[[Status], None] = lambda status: None) -> None:
+    def prepare(self, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
         Raises:
@@ -63,15 +67,33 @@ class Writing:
             pace = (time.monotonic() - began) / written
             tell(Status("text", total - left + written, total, pace * (left - written)))
 
-    def texts(self, items: Sequence[Prompt]) -> list[Text]:
+    def texts(self, items: Sequence[Prompt | Encoded]) -> list[Text]:
         """The text of each, once every process has prepared its share."""
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def _encoded(self, items: Sequence[Prompt]) -> list[Encoded]:
-        return encode_prompts(items, self.generator.codec, chat_template=self.chat_template)
+    def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Encoded]]:
+        """What writes half as many tokens after random places of ``texts``, and what it is to continue there.
 
-    def _batches(self, items: Sequence[Prompt]) -> list[tuple[int, list[Encoded]]]:
+        Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from
+        within text that was drawn it has more.
+        """
+        short = replace(self, new_tokens=max(2, self.new_tokens // 2))
+        room = (self._context or math.inf) - short.new_tokens
+        found = []
+        for text in texts:
+            places = range(text.prompt_length, int(min(len(text.tokens), room + 1)))
+            draw = torch.Generator().manual_seed(_number([self.seed, *text.tokens]))
+            chosen = torch.randperm(len(places), generator=draw)[:_BRANCHES].sort().values.tolist()
+            found += [Encoded(text.tokens[: places[index]], None) for index in chosen]
+        return short, found
+
+    def _encoded(self, items: Sequence[Prompt | Encoded]) -> list[Encoded]:
+        prompts = [item for item in items if isinstance(item, Prompt)]
+        encoded = iter(encode_prompts(prompts, self.generator.codec, chat_template=self.chat_template))
+        return [next(encoded) if isinstance(item, Prompt) else item for item in items]
+
+    def _batches(self, items: Sequence[Prompt | Encoded]) -> list[tuple[int, list[Encoded]]]:
         """Different prompts in batches, each with the seed of its random numbers."""
         prompts = list({prompt.tokens: prompt for prompt in self._encoded(items)}.values())
         self.check_length(max(len(prompt.tokens) for prompt in prompts), self.new_tokens, ("prompts", "new_tokens"))
@@ -86,13 +108,18 @@ class Writing:
         Raises:
             PairError: they do not.
         """
-        context = getattr(self.generator.base.config, "max_position_embeddings", None)
-        if context is not None and given + new > context:
+        if self._context is not None and given + new > self._context:
             raise PairError(
-                f"expected prompts that fit the base's {context} tokens, found one of {given}, and {new} new ones; "
-                "give shorter prompts",
+                f"expected prompts that fit the base's {self._context} tokens, found one of {given}, and {new} new "
+                "ones; give shorter prompts",
                 remedies=remedies,
             )
+
+    @property
+    def _context(self) -> int | None:
+        """Most tokens of a text; None where the base does not say."""
+        found: int | None = getattr(self.generator.base.config, "max_position_embeddings", None)
+        return found
 
     @property
     def _seed(self) -> int:

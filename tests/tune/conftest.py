@@ -86,7 +86,7 @@ class Tiny:
             drafter_of(self.checkpoint, dtype=dtype),
             self.base,
             States(self.base, self.drafter.needs, self.texts[:5], 1 << 20, 1 << 20),
-            self.texts[:5],
+            (self.texts[:3], self.texts[3:5]),
             recipe,
             Accelerator(cpu=True),
             lambda drafter: measure(
