@@ -1,0 +1,226 @@
+"""What a drafter is worth on given prompts, by transformers and PyTorch alone.
+
+Shares no code with the package: base and drafter are transformers' own classes, text is ``generate``'s, rounds are
+counted in a greedy loop without caches, intervals are a bootstrap over texts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+SharedKV = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one text: its first ``len(prompt)`` tokens are the prompt, the rest is what the base writes greedily."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    accepted: tuple[int, ...]  # drafts that agree, by position of the pending token that leaves room for all of them
+    path: tuple[int, ...]  # the same in the rounds of a real loop, as far as all drafts have room
+    k: int
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Over all positions, whether a round starts there or not; NaN for a text too short for one."""
+        return 1 + sum(self.accepted) / len(self.accepted) if self.accepted else float("nan")
+
+    @property
+    def rounds(self) -> int:
+        return len(self.path)
+
+    @property
+    def tokens(self) -> int:
+        """What these rounds advanced by."""
+        return self.rounds + sum(self.path)
+
+
+class Evaluator:
+    """A base and its drafter.
+
+    Args:
+        base_dir: a transformers checkpoint with its tokenizer.
+        drafter_dir: a ``Gemma4AssistantForCausalLM``.
+        litert: queries stand as newer LiteRT-LM puts them (at the last verified token, the window as it is), not as
+            transformers does (at the pending token, one slot more). Slots of rejected drafts are seen in neither.
+    """
+
+    def __init__(self, base_dir: str | Path, drafter_dir: str | Path, k: int = 3, *, litert: bool = True) -> None:
+        config = transformers.AutoConfig.from_pretrained(base_dir)
+        kind = getattr(transformers, config.architectures[0])
+        self.base = kind.from_pretrained(base_dir, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base_dir)
+        self.drafter = transformers.Gemma4AssistantForCausalLM.from_pretrained(drafter_dir, dtype=torch.float32).eval()
+        self.embed = self.base.get_input_embeddings()
+        self.k, self.offset = k, -1 if litert else 0
+        self.window = int(self.drafter.config.get_text_config().sliding_window) + (0 if litert else 1)
+
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
+        """Tokens of a text, taken as it is, or of messages by the chat template; tokens stay what they are."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if prompt and isinstance(prompt[0], dict):
+            written = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            return list(self.tokenizer(written, add_special_tokens=False)["input_ids"])
+        return [int(token) for token in prompt]  # type: ignore[call-overload]
+
+    @torch.inference_mode()
+    def write(self, prompt: list[int], new_tokens: int) -> list[int]:
+        """The base's own greedy text, prompt included."""
+        ids = torch.tensor([prompt])
+        out = self.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        return [int(token) for token in out[0]]
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, SharedKV]:
+        """The base's choice after each token [S], its states [S, width], K and V [1, heads, S, size] by layer type."""
+        ids = torch.tensor([list(tokens)])
+        out = self.base(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        return out.logits[0].argmax(-1), out.hidden_states[-1][0], out.shared_kv_states
+
+    @torch.inference_mode()
+    def draft(self, tokens: Sequence[int], hidden: Tensor, kv: SharedKV, at: Sequence[int]) -> list[list[int]]:
+        """K drafts after each of the positions ``at``, of which each sees the base up to the position before it."""
+        place = torch.tensor(list(at))
+        slots = int(place.max())
+        # The newest slot of each row comes last; what would be before the text is masked.
+        index = place[:, None] - slots + torch.arange(slots)
+        real = index >= 0
+        shared = {}
+        for name, (keys, values) in kv.items():
+            kept = index[:, -self.window :] if name == "sliding_attention" else index
+            rows = kept.clamp(min=0)
+            shared[name] = tuple(part[0][:, rows].transpose(0, 1) for part in (keys, values))
+        mask = None if bool(real.all()) else real.long()
+        token, state = torch.tensor(list(tokens))[place][:, None], hidden[place - 1][:, None]
+        position = place[:, None] + self.offset
+        drafts = []
+        for _ in range(self.k):
+            both = torch.cat((self.embed(token), state), dim=-1)
+            out = self.drafter(
+                inputs_embeds=both, attention_mask=mask, position_ids=position, shared_kv_states=shared, use_cache=False
+            )
+            token, state = out.logits.argmax(-1), out.last_hidden_state
+            drafts.append(token[:, 0])
+        return torch.stack(drafts, dim=1).tolist()
+
+    def positions(self, tokens: Sequence[int], prompt: int) -> tuple[int, ...]:
+        """Drafts that agree with the text, after each of its positions that has K tokens behind it."""
+        at = range(prompt, len(tokens) - self.k)
+        if not at:
+            return ()
+        _, hidden, kv = self.read(tokens)
+        drafts = self.draft(tokens, hidden, kv, at)
+        return tuple(_agreeing(row, tokens[n + 1 :]) for n, row in zip(at, drafts, strict=True))
+
+    def loop(self, prompt: Sequence[int], length: int) -> tuple[list[int], tuple[int, ...]]:
+        """A greedy loop that is given the prompt alone: its text, and the drafts accepted in every round.
+
+        The base reads all it knows again in each round. Rounds end where K drafts no longer fit into ``length``
+        tokens; the text may be a few shorter.
+        """
+        choices, hidden, kv = self.read(prompt)
+        known, path = [*prompt, int(choices[-1])], []
+        while len(known) + self.k <= length:
+            (drafts,) = self.draft(known, hidden, kv, [len(known) - 1])
+            choices, hidden, kv = self.read([*known, *drafts])
+            own = choices[len(known) - 1 :].tolist()
+            accepted = _agreeing(drafts, own)
+            known += [*drafts[:accepted], own[accepted]]
+            path.append(accepted)
+        return known, tuple(path)
+
+    def found(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], new_tokens: int) -> Found:
+        """Raises AssertionError where the loop does not write the base's own text."""
+        start = self.encode(prompt)
+        text = self.write(start, new_tokens)
+        known, path = self.loop(start, len(text))
+        shorter = min(len(known), len(text))
+        assert known[:shorter] == text[:shorter], "the loop wrote another text than the base"
+        return Found(tuple(start), tuple(text[len(start) :]), self.positions(text, len(start)), path, self.k)
+
+
+def _agreeing(drafts: Sequence[int], following: Sequence[int]) -> int:
+    for count, (draft, token) in enumerate(zip(drafts, following, strict=False)):
+        if draft != token:
+            return count
+    return len(drafts)
+
+
+def evaluate(
+    base_dir: str | Path,
+    drafter_dir: str | Path,
+    prompts: Sequence[str | Sequence[int] | Sequence[dict[str, Any]]],
+    new_tokens: int,
+    k: int = 3,
+    *,
+    litert: bool = True,
+) -> list[Found]:
+    """Each of ``prompts`` (text as it is, tokens, or messages), continued by ``new_tokens`` at most."""
+    evaluator = Evaluator(base_dir, drafter_dir, k, litert=litert)
+    return [evaluator.found(prompt, new_tokens) for prompt in prompts]
+
+
+def bootstrap(
+    before: Sequence[Found], after: Sequence[Found], draws: int = 2000, seed: int = 0
+) -> dict[str, tuple[float, float, float]]:
+    """Changes with 95 % bounds (value, low, high), texts drawn again with replacement.
+
+    ``mean_accepted_length`` is the difference over all positions; ``rounds`` how many rounds there were before for one
+    after.
+    """
+    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].accepted]
+    generator = random.Random(seed)
+
+    def changes(chosen: Sequence[tuple[Found, Found]]) -> tuple[float, float]:
+        positions = sum(len(old.accepted) for old, _ in chosen)
+        gained = sum(sum(new.accepted) - sum(old.accepted) for old, new in chosen)
+        return gained / positions, sum(old.rounds for old, _ in chosen) / sum(new.rounds for _, new in chosen)
+
+    drawn = [changes(generator.choices(pairs, k=len(pairs))) for _ in range(draws)]
+    found = {}
+    for index, name in enumerate(("mean_accepted_length", "rounds")):
+        ordered = sorted(row[index] for row in drawn)
+        found[name] = (changes(pairs)[index], ordered[int(0.025 * draws)], ordered[int(0.975 * draws)])
+    return found
+
+
+def main(base: str, prompts: str, new_tokens: str, *drafters: str) -> None:
+    """``python evaluator.py BASE PROMPTS.jsonl NEW_TOKENS BEFORE [AFTER …]``: a row a drafter, changes to the first."""
+    with open(prompts, encoding="utf-8") as file:
+        given = [json.loads(line)["prompt"] for line in file if line.strip()]
+    first: list[Found] = []
+    for drafter in drafters:
+        found = evaluate(base, drafter, given, int(new_tokens))
+        counted = [one for one in found if one.accepted]
+        first = first or found
+        row: dict[str, Any] = {
+            "drafter": drafter,
+            "mean_accepted_length": 1
+            + sum(sum(one.accepted) for one in counted) / sum(len(one.accepted) for one in counted),
+            "rounds": sum(one.rounds for one in counted),
+            "tokens": sum(one.tokens for one in counted),
+            "change": bootstrap(first, found),
+            "worst": sorted(
+                (round(new.mean_accepted_length / old.mean_accepted_length, 3), number)
+                for number, (old, new) in enumerate(zip(first, found, strict=True))
+                if old.accepted
+            )[:5],
+        }
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(*sys.argv[1:])
