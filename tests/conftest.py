@@ -15,7 +15,7 @@ from helpers.variant_files import HERE
 NEED_TORCH = (
     "adversary",
     "drafter",
-    "evaluate/test_batches.py",
+    "evaluate",
     "speculate",
     "tune",
     "validate",

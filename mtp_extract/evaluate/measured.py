@@ -1,7 +1,14 @@
-"""How many drafts stand, and by how much two drafters differ on the same texts.
+"""How many drafts stand, how many rounds a text takes, and by how much two drafters differ on the same texts.
 
 Counted over *anchors that have all K targets*: those near the end of a text could accept fewer whatever is drafted.
 Intervals are over texts, which are independent, not over their positions. Two drafters are compared text by text.
+
+Rounds are those of the loop that serves: the first begins at a text's first anchor, and after a round at n that accepts
+a drafts the next begins at n + 1 + a, until the anchors end. Served greedily, what is accepted at an anchor decides
+where the next round begins. Sampled, a draft x drawn from q stands with min(1, p / q): where the text goes on with x,
+drawn from p, it was a draft that stood with probability min(1, q(x) / p(x)), and else the base's own token in its
+place. So every anchor has a probability that a round begins there, and the sum of these is the expected number of
+rounds of the loop that wrote this text.
 """
 
 from __future__ import annotations
@@ -11,8 +18,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import rnn
 
-from mtp_extract.speculate.intervals import Interval, difference_interval, share_interval
+from mtp_extract.speculate.intervals import Interval, difference_interval, ratio_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, OfTexts
 
 
@@ -22,6 +31,20 @@ class Measured(OfTexts):
 
     anchor: Tensor  # int64 [N], position of the pending token
     stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
+    begins: Tensor  # F64 [N], the probability that a round of the loop begins there; 0 or 1 in greedy serving
+    advance: Tensor  # F64 [N], tokens of a round there, 1 to K + 1; of sampled serving the mean, given the text
+
+    @classmethod
+    def over(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Measured:
+        """With the rounds that follow.
+
+        Args:
+            text, anchor, stands: of every anchor with all targets, in order of text, then position.
+            along: F64 [N, K], the probability that the drafts up to a step stand and are the text's tokens, given the
+                text; by default ``stands``, which it is in greedy serving.
+        """
+        along = stands if along is None else along
+        return cls(text, anchor, stands, _begins(text, along), 1 + along.sum(dim=1))
 
     @property
     def mean_accepted_length(self) -> float:
@@ -33,6 +56,24 @@ class Measured(OfTexts):
         """Of it, 95 % over texts; None with too few."""
         steps = self.stands.shape[1]
         found = share_over_texts(self.text, self._accepted / steps)
+        return found and found.scaled(steps, 1.0)
+
+    @property
+    def rounds(self) -> float:
+        """Of the loop, over all texts."""
+        return float(self.begins.sum())
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Of these rounds; NaN without any."""
+        return float((self.begins * self.advance).sum() / self.begins.sum())
+
+    @property
+    def rounds_interval(self) -> Interval | None:
+        """Of tokens a round, 95 % over texts; None with too few."""
+        steps = self.stands.shape[1]
+        hits = self.begins * (self.advance - 1) / steps
+        found = share_interval(*_by_text(self.text, hits, self.begins))
         return found and found.scaled(steps, 1.0)
 
     @property
@@ -75,6 +116,24 @@ class Change:
         return self.interval is not None and self.interval.high < 0
 
 
+@dataclass(frozen=True)
+class Saving:
+    """Rounds of one drafter for a round of another, over the same texts."""
+
+    ratio: float  # rounds before over rounds after; NaN without any
+    interval: Interval | None  # of it, 95 % over texts; None with too few, and then nothing is certain
+
+    @property
+    def better(self) -> bool:
+        """Certain at 95 %."""
+        return self.interval is not None and self.interval.low > 1
+
+
+def saving(before: Measured, after: Measured) -> Saving:
+    sums = [_by_text(before.text, measured.begins)[0] for measured in (before, after)]
+    return Saving(before.rounds / after.rounds if after.rounds else float("nan"), ratio_interval(*sums))
+
+
 def compare(before: Measured, after: Measured) -> Change:
     difference, steps = (after.stands - before.stands).sum(dim=1), before.stands.shape[1]
     found = difference_over_texts(before.text, difference / steps)
@@ -85,7 +144,23 @@ def of_agreement(agreement: Agreement) -> Measured:
     """Greedy serving: the drafts that the base's own text confirms."""
     whole = (agreement.targets >= 0).all(dim=1)
     stands = (agreement.drafts == agreement.targets).double().cumprod(dim=1)
-    return Measured(agreement.text[whole], agreement.anchor[whole], stands[whole])
+    return Measured.over(agreement.text[whole], agreement.anchor[whole], stands[whole])
+
+
+def _begins(text: Tensor, along: Tensor) -> Tensor:
+    """F64 [N], the probability that a round begins at each anchor; the first of each text begins one."""
+    if not len(text):
+        return torch.zeros(0, dtype=torch.double)
+    steps = along.shape[1]
+    whole = functional.pad(functional.pad(along.double(), (1, 0), value=1.0), (0, 1))
+    exactly = whole[:, :-1] - whole[:, 1:]  # [N, K + 1], so many drafts stand
+    lengths = torch.unique_consecutive(text, return_counts=True)[1]
+    rows = rnn.pad_sequence(list(torch.split(exactly, lengths.tolist())), batch_first=True)
+    begins = torch.zeros(rows.shape[0], rows.shape[1] + steps + 1, dtype=torch.double)
+    begins[:, 0] = 1
+    for n in range(rows.shape[1]):
+        begins[:, n + 1 : n + steps + 2] += begins[:, n, None] * rows[:, n]
+    return begins[:, : rows.shape[1]][torch.arange(rows.shape[1]) < lengths[:, None]]
 
 
 def share_over_texts(text: Tensor, values: Tensor) -> Interval | None:

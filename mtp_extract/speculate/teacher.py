@@ -71,8 +71,11 @@ class OfTexts:
 
     def of(self: _Part, texts: Sequence[int]) -> _Part:
         """The part that belongs to these texts."""
-        kept = torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long))
-        return type(self)(*(getattr(self, field.name)[kept] for field in dataclasses.fields(self)))
+        return self.where(torch.isin(self.text, torch.tensor(list(texts), dtype=torch.long)))
+
+    def where(self: _Part, rows: Tensor) -> _Part:
+        """These rows: bool [N], or their numbers in another order."""
+        return type(self)(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True)

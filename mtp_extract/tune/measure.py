@@ -34,7 +34,7 @@ def measure(
         temperature: 0 for greedy serving.
     """
     none = torch.zeros(0, dtype=torch.long)
-    parts = [Measured(none, none, torch.zeros(0, steps, dtype=torch.double))]
+    parts = [Measured.over(none, none, torch.zeros(0, steps, dtype=torch.double))]
     usable = [index for index, text in enumerate(texts) if len(text.anchors) >= steps]
     for group in groups([len(texts[index].tokens) for index in usable], batch):
         rows = [usable[position] for position in group]
@@ -54,7 +54,7 @@ def joined(parts: Sequence[Measured]) -> Measured:
         *(torch.cat([getattr(part, field.name) for part in parts]) for field in dataclasses.fields(Measured))
     )
     order = torch.argsort(found.text * (int(found.anchor.max()) + 1 if len(found.anchor) else 1) + found.anchor)
-    return Measured(found.text[order], found.anchor[order], found.stands[order])
+    return found.where(order)
 
 
 @torch.no_grad()
@@ -77,11 +77,12 @@ def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, te
         there = tuple(index.cpu() for index in rows)
         ratios[there] = (q.gather(1, token) / p.gather(1, token)).clamp(max=1).squeeze(1).double().cpu()
         overlaps[there] = torch.minimum(p, q).sum(-1).double().cpu()
-    before = torch.cat((torch.ones_like(ratios[:1]), ratios[:-1].cumprod(dim=0)))
-    stands = (before * overlaps).permute(1, 2, 0)
+    along = ratios.cumprod(dim=0)
+    stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * overlaps
     index = torch.arange(len(texts))[:, None].expand_as(real)
     whole = whole.cpu()
-    return Measured(index[whole], anchors[whole], stands[whole])
+    of_rows = [column.permute(1, 2, 0)[whole] for column in (stands, along)]
+    return Measured.over(index[whole], anchors[whole], *of_rows)
 
 
 def _split(whole: Tensor, steps: int, vocabulary: int) -> Iterator[tuple[Tensor, ...]]:

@@ -172,21 +172,21 @@ def test_an_interval_stays_within_what_can_be() -> None:
     """Few texts that differ much say little: not that a round of 3 drafts may have -5 or 13 tokens."""
     stands = torch.tensor([[0.0, 0, 0]] * 12 + [[1.0, 1, 1]] * 12, dtype=torch.double)
     text = torch.arange(6).repeat_interleave(4)
-    interval = Measured(text, torch.arange(24), stands).interval
+    interval = Measured.over(text, torch.arange(24), stands).interval
     assert interval is not None
     assert 1 < interval.low < 1.6
     assert 3.4 < interval.high < 4
-    assert Measured(text[:16], torch.arange(16), stands[:16]).interval is None
+    assert Measured.over(text[:16], torch.arange(16), stands[:16]).interval is None
 
 
 def test_what_too_few_texts_compare_is_not_decided() -> None:
     """Two texts that both get worse by as much gave an interval of no width, and a verdict."""
     before, after = (torch.full((24, 2), value, dtype=torch.double) for value in (1.0, 0.0))
     text = torch.arange(2).repeat_interleave(12)
-    few = compare(Measured(text, torch.arange(24), before), Measured(text, torch.arange(24), after))
+    few = compare(Measured.over(text, torch.arange(24), before), Measured.over(text, torch.arange(24), after))
     assert (few.mean, few.interval, few.texts) == (-2, None, 2)
     assert not few.worse
     assert not few.better
     text = torch.arange(24)
-    many = compare(Measured(text, text, before), Measured(text, text, after))
+    many = compare(Measured.over(text, text, before), Measured.over(text, text, after))
     assert many.worse

@@ -1,0 +1,116 @@
+"""Rounds that follow from what is accepted at every anchor are those of the loop that serves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.random_pairs import PROMPTS, random_base, random_drafter
+
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
+from mtp_extract.drafter.mtp import Altered
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluate.measured import Measured, compare, of_agreement, saving
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.result import Generation
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.tune.measure import measure
+
+K = 3
+
+
+def whole_rounds(result: Generation) -> list[int]:
+    """Drafts accepted in each round that had room for all: of a text one token shorter, these begin where an anchor
+    has all targets."""
+    return [one.accepted for one in result.rounds if one.drafted == K]
+
+
+def text_of(result: Generation) -> Text:
+    return Text((*result.prompt_tokens, *result.tokens[:-1]), len(result.prompt_tokens))
+
+
+@pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
+def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, convention: Convention) -> None:
+    loaded = load_base(str(base), "cpu")
+    drafter = Altered(load_drafter(extracted), convention)
+    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    results = generator.generate_batch(PROMPTS, Options(max_new_tokens=50, drafts=K))
+    measured = of_agreement(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
+    for index, result in enumerate(results):
+        accepted, own = whole_rounds(result), measured.of([index])
+        assert (own.advance[own.begins == 1] - 1).tolist() == accepted
+        assert own.rounds == len(accepted)
+        assert own.tokens_a_round == (len(accepted) + sum(accepted)) / len(accepted)
+    # What all anchors say is another figure.
+    assert abs(measured.tokens_a_round - measured.mean_accepted_length) > 0.02
+
+
+def test_sampled_rounds_are_expected_of_the_loop() -> None:
+    """Of the very texts that the loop wrote with drafts: neither more nor fewer, and nearer than without the text."""
+    model = random_base()
+    drafter, temperature = random_drafter(model), 6.0  # where half of the drafts of two random networks stand
+    generator = SpeculativeGenerator(model, drafter)
+    options = Options(max_new_tokens=30, drafts=K, sampling=Sampling(temperature), stop_token_ids=())
+    results = generator.generate_batch([(1, 2, 3)] * 250, options)
+    taken = torch.tensor([len(whole_rounds(one)) for one in results], dtype=torch.double)
+    texts = [text_of(one) for one in results]
+    measured = measure(generator.base, drafter, texts, K, temperature=temperature, batch=64)
+    blind = Measured.over(measured.text, measured.anchor, measured.stands)
+
+    def apart(found: Measured) -> torch.Tensor:
+        return taken - torch.stack([found.begins[found.text == index].sum() for index in range(len(texts))])
+
+    assert 10 < float(taken.mean()) < 20
+    error = apart(measured)
+    assert abs(float(error.mean())) < 2 * float(error.std()) / math.sqrt(len(texts))
+    assert float(error.std()) < 0.8 * float(apart(blind).std())
+
+
+def naive(accepted: list[int]) -> list[int]:
+    begins, at = [0] * len(accepted), 0
+    while at < len(accepted):
+        begins[at] = 1
+        at += 1 + accepted[at]
+    return begins
+
+
+def test_a_walk_by_hand() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 7, 30)
+    accepted = torch.randint(K + 1, (sum(lengths),), generator=generator)
+    text = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    stands = (accepted[:, None] > torch.arange(K)).double()
+    measured = Measured.over(text, torch.arange(len(text)) + 5, stands)
+    rows = [accepted[text == index].tolist() for index in range(3)]
+    assert measured.begins.tolist() == [begin for row in rows for begin in naive(row)]
+    assert measured.advance.tolist() == (1 + accepted).tolist()
+    assert Measured.over(text[:0], text[:0], stands[:0]).rounds == 0
+
+
+def test_half_a_chance_is_half_a_round() -> None:
+    """One draft that stands every other time: after a round of one token or two, two rounds of three anchors."""
+    along = torch.tensor([[0.5], [0.0], [1.0]])
+    text = torch.zeros(3, dtype=torch.long)
+    measured = Measured.over(text, torch.arange(3), torch.ones(3, 1), along)
+    assert measured.begins.tolist() == [1, 0.5, 1]
+    assert measured.tokens_a_round == (1.5 + 0.5 + 2) / 2.5
+
+
+def test_more_drafts_may_stand_in_more_rounds() -> None:
+    """What is gained where no round begins is nothing gained."""
+    text, anchor = torch.arange(20).repeat_interleave(10), torch.arange(200) % 10
+    even, two = (anchor % 2 == 0)[:, None], torch.ones(200, 2, dtype=torch.double)
+    before = Measured.over(text, anchor, two * even * torch.tensor([1, 0]))
+    after = Measured.over(text, anchor, two * ~even)
+    assert compare(before, after).better
+    assert (before.rounds, after.rounds) == (5 * 20, 6 * 20)
+    found = saving(before, after)
+    assert (round(found.ratio, 3), found.better) == (0.833, False)
+    assert saving(after, before).better
+    same = saving(before, before)
+    assert (same.ratio, same.interval, same.better) == (1, (1, 1), False)
+    assert saving(before.of([0, 1]), after.of([0, 1])).interval is None
