@@ -9,8 +9,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, Sha256, Share, Tool, Xxh3, read
 
-FORMAT_VERSION = 3
-"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it."""
+FORMAT_VERSION = 4
+"""Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it.
+4: of a tuning the rounds, what training has not seen, and single texts."""
 
 Shape = list[Count]
 
@@ -20,7 +21,7 @@ def _one_of(*kinds: str) -> Meta:
 
 
 class Extraction(Record, kw_only=True):
-    format_version: Literal[3]  #: version of this file: 3
+    format_version: Literal[4]  #: version of this file: 4
     tool: Tool  #: what wrote it
     source: Source  #: the file the drafter was taken from
     #: the directories it has been since, the last one last; empty for an extraction
@@ -320,15 +321,18 @@ class Tuning(Record):
     steps_done: Count  #: of the optimizer
     best_step: Count  #: the one after which the watched texts were at their best: these weights are what was written
     interrupted: bool  #: whether it was stopped before its end
-    #: whether it was better on held-out text at 95 %, and on no workload worse at 95 %; of a workload of fewer than
-    #: five texts neither is known
+    #: whether it took fewer rounds on held-out text, lost no more than 0.05 where `unseen`, ruined no text, was worse
+    #: on no workload and lost no more than 0.05 served otherwise, at 95 %; of fewer than five texts nothing is known
     accepted: bool
     refused: list[str]  #: why it was not; then it was written because that was asked for
-    #: over the same prompts served otherwise (at temperature 1 where tuned for greedy serving, else greedily); it
-    #: decides nothing; null after text by people
+    #: over the same prompts served otherwise (at temperature 1 where tuned for greedy serving, else greedily); null
+    #: after text by people
     other_serving: OtherServing | None
     overall: Comparison  #: over the held-out texts of the workloads that were trained on
     workloads: dict[str, Comparison]  #: by name: over its held-out texts
+    sequences: Sequences  #: over all held-out texts, by whether training has seen the tokens around a draft
+    worst: list[TextChange]  #: the five held-out texts that lost most, that one first
+    ruined: Count  #: how many held-out texts fell below 0.7 of their mean accepted length, beyond chance
     tuned_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that was tuned
     #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
     changed: dict[str, Positive]
@@ -376,6 +380,9 @@ class OrderedHead(Record):
     other_serving: OtherServing | None  #: as of a tuning
     overall: Comparison  #: as of a tuning: the dense head before, the ordered one after
     workloads: dict[str, Comparison]  #: by name: the same over its held-out texts
+    sequences: Sequences  #: as of a tuning
+    worst: list[TextChange]  #: as of a tuning
+    ruined: Count  #: as of a tuning
     made_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that it was made for
 
 
@@ -396,17 +403,54 @@ class Comparison(Record):
     before: Length  #: the drafter as it was
     after: Length  #: tuned, rounded as it was written
     change: Change  #: of mean accepted length, text by text
+    rounds: Saving  #: before for one after
 
 
 class Length(Record):
-    mean_accepted_length: float  #: 1 + accepted drafts of a round
+    mean_accepted_length: float  #: 1 + accepted drafts of a round, at every position as if one began there
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
     conditional: list[float]  #: by draft step: accepted, of the rounds that accepted all before
+    #: of the loop over these texts, each up to the last position with all targets; of sampled serving expected ones
+    rounds: NotNegative
+    tokens_a_round: float  #: of these rounds
+    tokens_a_round_interval: Bounds | None  #: as of `mean_accepted_length`
 
 
 class Change(Record):
     mean: float  #: after less before
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+    shows: NotNegative | None  #: half its width: the least change that these texts would show
+
+
+class Saving(Record):
+    ratio: float  #: rounds before over rounds after
+    interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+
+
+class Sequences(Record):
+    seen: Places  #: where the 8 tokens that end with the last draft stand in a training text, prompts included
+    unseen: Places  #: everywhere else
+
+
+class Places(Record):
+    texts: Count  #: with such a position
+    anchors: Count  #: such positions
+    change: Change | None  #: of mean accepted length there; null where there are none
+
+
+class TextChange(Record):
+    workload: str  #: its workload
+    name: str  #: its source, if it has one of its own, and how its prompt begins
+    anchors: Count  #: positions of it with all targets
+    before: TextLength  #: the drafter as it was
+    after: TextLength  #: as it was written
+    #: whether its mean accepted length fell below 0.7 of what it was, beyond chance, by blocks of 8 positions
+    ruined: bool
+
+
+class TextLength(Record):
+    mean_accepted_length: float  #: as of a comparison
+    tokens_a_round: float  #: as of a comparison
 
 
 def check_extraction(record: Mapping[str, Any]) -> None:

@@ -250,6 +250,12 @@ def _kept(found: Mapping[str, Any]) -> str:
     return f"{found['share']:.2%}" + ("" if low is None else f" ({low:.2%} to {high:.2%} at 95 %)")
 
 
+def _rounds(found: Mapping[str, Any]) -> str:
+    before, after = (found[when]["tokens_a_round"] for when in ("before", "after"))
+    times = number(found["rounds"]["ratio"], ".3f", found["rounds"]["interval"], between=" to ")
+    return f"{before:.2f} → {after:.2f}, × {times}"
+
+
 def _stored(source: Mapping[str, Any] | None) -> str:
     return code(f"{source['dtype']} {source['shape']}" if source else "not in the graph")
 
@@ -273,6 +279,7 @@ _CARDS = Templates(
     listed=listed,
     paragraph=paragraph,
     quantization=_quantization,
+    rounds=_rounds,
     sections=lambda tables: "\n\n".join(table.markdown(3) for table in tables),
     stored=_stored,
     word=_word,

@@ -22,6 +22,7 @@ from mtp_extract.tune.text import Writing, people_texts, repeated_share
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
 
+_NAME = 40  # characters
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
 
 
@@ -37,6 +38,7 @@ class Corpus:
     # workload that is not trained on gets worse
     own: int
     units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
+    names: tuple[str, ...]  # of each held-out text, where it comes from or how its prompt begins
     repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
     # what the base writes after the held-out prompts of those workloads when it is served otherwise than the setting
     # says; none after text by people
@@ -145,6 +147,7 @@ class Corpus:
             workloads=tuple(item.workload for item, _ in held_out),
             own=len(own),
             units=tuple(accumulate(item is not before for before, item in pairwise(sources))),
+            names=tuple(_name(item) for item, _ in held_out),
             repeats=len(candidates) - len(held_out),
             otherwise=tuple(text for _, text in otherwise),
             other_temperature=other.temperature,
@@ -173,6 +176,13 @@ def _divided(are_shipped: bool, items: Sequence[Prompt]) -> tuple[dict[str, list
             remedies=("prompts",),
         )
     return sides, guards
+
+
+def _name(item: Prompt) -> str:
+    """Its source, if it has one of its own, and how its prompt begins."""
+    said = item.content if isinstance(item.content, str) else item.content[-1].get("content")
+    start = " ".join(str(said).split())[:_NAME]
+    return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
 
 
 def _unrepeated(

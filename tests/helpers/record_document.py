@@ -30,8 +30,12 @@ def tensor(role: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-_LENGTH = {"mean_accepted_length": 1.5, "interval": [1.4, 1.6]}
-_CHANGE = {"texts": 7, "before": _LENGTH, "after": _LENGTH, "change": {"mean": 0.1, "interval": None}}
+_LENGTH = {"mean_accepted_length": 1.5, "interval": [1.4, 1.6], "tokens_a_round": 1.4}
+_CHANGED = {"mean": 0.1, "interval": None}
+_CHANGE = {
+    **{"texts": 7, "before": _LENGTH, "after": _LENGTH, "change": _CHANGED},
+    "rounds": {"ratio": 1.1, "interval": [1.0, 1.2]},
+}
 
 
 def tuning(name: str) -> dict[str, Any]:
@@ -45,6 +49,12 @@ def tuning(name: str) -> dict[str, Any]:
         "workloads": {name: _CHANGE},
         "overall": _CHANGE,
         "other_serving": {"temperature": 0.7, "comparison": _CHANGE},
+        "sequences": {
+            "seen": {"texts": 7, "anchors": 90, "change": _CHANGED},
+            "unseen": {"texts": 0, "anchors": 0, "change": None},
+        },
+        "worst": [{"workload": name, "name": name, "before": _LENGTH, "after": _LENGTH}],
+        "ruined": 0,
     }
 
 
@@ -55,7 +65,7 @@ def ordered_head(name: str) -> dict[str, Any]:
 
 
 RECORD: dict[str, Any] = {
-    "format_version": 3,
+    "format_version": 4,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "source": {
         "name": "gemma-4-E4B-it.litertlm",

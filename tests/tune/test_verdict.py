@@ -1,27 +1,48 @@
-"""What is kept: what is better at 95 %, and worse on no workload; too few texts decide neither."""
+"""What is kept: what takes fewer rounds, and harms nothing that was measured; too few texts decide neither."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from mtp_extract.evaluate.measured import Measured
+from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.verdict import Comparisons
 
-ANCHORS = 30
+ANCHORS, K = 30, 2
 
 
-def measured(texts: int, accepted: float) -> Measured:
-    """Of that many texts, rounds of two drafts of which both stand as often as ``accepted`` says."""
-    stands = (torch.arange(texts * ANCHORS) % 10 < 10 * accepted).double()
+def measured(texts: int, accepted: float | Tensor) -> Measured:
+    """Of that many texts, rounds of two drafts of which both stand as often as ``accepted`` says, of all or of each."""
+    rates = torch.as_tensor(accepted).expand(texts).repeat_interleave(ANCHORS)
+    stands = (torch.arange(texts * ANCHORS) % 10 < 10 * rates).double()
     text = torch.arange(texts).repeat_interleave(ANCHORS)
-    return Measured(text, torch.arange(len(text)), stands[:, None].expand(-1, 2).clone())
+    return Measured.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
 
 
-def compared(workloads: tuple[str, ...], own: int, before: Measured, after: Measured) -> Comparisons:
-    corpus = Corpus((), (), (), workloads, own, tuple(range(len(workloads))))
-    return Comparisons.of(corpus, (before, None), (after, None))
+def text(number: int, words: int = 3 * ANCHORS) -> Text:
+    """One of its own: no eight tokens of it stand in another."""
+    return Text(tuple(number * 1000 + index for index in range(words)), 1)
+
+
+def compared(
+    workloads: Sequence[str],
+    own: int,
+    before: Measured,
+    after: Measured,
+    trained: Sequence[Text] = (),
+    other: tuple[Measured, Measured] | None = None,
+) -> Comparisons:
+    count = len(workloads)
+    held_out = tuple(text(number) for number in range(count))
+    names = tuple(f"text {number}" for number in range(count))
+    corpus = Corpus(tuple(trained), (), held_out, tuple(workloads), own, tuple(range(count)), names)
+    old, new = other or (None, None)
+    return Comparisons.of(corpus, (before, old), (after, new))
 
 
 @pytest.mark.parametrize(("texts", "kept"), [(4, False), (20, True)])
@@ -30,24 +51,91 @@ def test_few_texts_show_no_gain(texts: int, kept: bool) -> None:
     assert (found.refused() == ()) == kept
     if not kept:
         (reason,) = found.refused()
-        assert reason.endswith("(mean accepted length +1.000, not decided: 4 texts, at least 5 are needed)")
-        assert found.as_json()["overall"]["change"] == {"mean": 1.0, "interval": None}
+        assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
+        assert reason.endswith("mean accepted length +1.000, not decided: 4 texts, at least 5 are needed)")
+        overall = found.as_json()["overall"]
+        assert overall["change"] == {"mean": 1.0, "interval": None, "shows": None}
+        assert overall["rounds"]["interval"] is None
 
 
 def test_harm_that_could_not_be_seen_is_said() -> None:
     """On a workload of one text, nothing is shown of it, and that it is worse on none is not claimed of it."""
-    workloads = (*["code"] * 20, "prose", *["chat (shipped)"] * 6)
-    found = compared(workloads, 20, measured(27, 0.3), measured(27, 0.8))
+    workloads = (*["code"] * 30, "prose", *["chat (shipped)"] * 6)
+    found = compared(workloads, 30, measured(37, 0.3), measured(37, 0.8))
     assert found.refused() == ()
-    (note,) = found.notes()
-    assert "not decided for those of fewer than 5 held-out texts: prose (1)." in note
-    none = compared(("code",) * 27, 20, measured(27, 0.3), measured(27, 0.8))
-    assert none.notes() == ()
+    few, short = found.notes()
+    assert "not decided for those of fewer than 5 held-out texts: prose (1)." in few
+    assert "not decided for 37 of 37, of fewer than 33 places" in short
+    none = compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8))
+    assert none.notes() == (short,)
+
+
+def test_what_few_texts_cannot_show_is_said() -> None:
+    """With its power: half the width of the interval."""
+    found = compared(("code",) * 12, 12, measured(12, 0.3), measured(12, 0.8))
+    interval = found.overall.change.interval
+    assert interval is not None
+    half = (interval.high - interval.low) / 2
+    assert found.overall.as_json()["change"]["shows"] == pytest.approx(half, abs=1e-4)
+    assert found.notes()[0].startswith(
+        f"12 held-out texts of what was trained on: no change of mean accepted length below {half:.2f} would show"
+    )
+    one = compared(("code",), 1, measured(1, 0.3), measured(1, 0.8))
+    assert one.notes()[0].startswith("1 held-out text of what was trained on: whether it drafts better cannot be known")
 
 
 def test_harm_on_a_workload_refuses() -> None:
-    before, after = measured(40, 0.5), measured(40, 0.9)
-    after.stands[20 * ANCHORS :] = 0
-    found = compared((*["code"] * 20, *["prose"] * 20), 20, before, after)
+    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compared((*["code"] * 20, *["prose"] * 20), 20, before, after, [text(number) for number in range(40)])
     (reason,) = found.refused()
     assert reason.startswith("it is worse on prose (-1.000, -")
+
+
+def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
+    """Only where no round begins."""
+    even = (torch.arange(20 * ANCHORS) % 2 == 0)[:, None]
+    both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measured(20, 0.0)
+    before = Measured.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
+    after = Measured.over(places.text, places.anchor, both * ~even)
+    found = compared(("code",) * 20, 20, before, after)
+    assert found.overall.change.better
+    (reason,) = found.refused()
+    assert "(300 before, 320 after: ratio 0.938, 0." in reason
+
+
+def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
+    """Half of each text stands in a trained one: there it gains, elsewhere it loses less, and a little is too much."""
+    before, halves = measured(40, 0.5), torch.arange(40 * ANCHORS) % ANCHORS < ANCHORS // 2
+    stands = before.stands.clone()
+    stands[halves] = 1
+    lost = torch.arange(40 * ANCHORS) % ANCHORS == ANCHORS - 6
+    assert bool(stands[lost].all())
+    stands[lost] = 0
+    after = Measured.over(before.text, before.anchor, stands)
+    # Sequences of eight that end at most at an anchor in the first half, and two drafts.
+    trained = [Text(text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
+    found = compared(("code",) * 40, 40, before, after, trained)
+    assert found.seen.before.anchor.unique().tolist() == list(range(1, 1 + ANCHORS // 2))
+    assert (found.seen.change.better, found.unseen.change.worse) == (True, True)
+    (reason,) = found.refused()
+    assert reason.startswith(
+        "it may lose more than 0.05 of mean accepted length where drafts continue what no training"
+    )
+    assert compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).refused() == ()
+    sequences = found.as_json()["sequences"]
+    assert sequences["seen"]["anchors"] + sequences["unseen"]["anchors"] == 40 * ANCHORS
+
+
+def test_no_place_that_training_has_not_seen_is_said() -> None:
+    found = compared(("code",) * 40, 40, measured(40, 0.3), measured(40, 0.8), [text(number) for number in range(40)])
+    assert found.refused() == ()
+    assert found.as_json()["sequences"]["unseen"] == {"texts": 0, "anchors": 0, "change": None}
+    assert "is not known: not decided: 0 texts, at least 5 are needed" in found.notes()[0]
+
+
+def test_what_is_lost_served_otherwise_refuses() -> None:
+    """If it is certain to be more than a little."""
+    before, after = measured(40, 0.3), measured(40, 0.8)
+    (reason,) = compared(("code",) * 40, 40, before, after, (), (after, before)).refused()
+    assert reason.startswith("it loses more than 0.05 served at temperature 1 (-1.000, -")
+    assert compared(("code",) * 40, 40, before, after, (), (after, after)).refused() == ()

@@ -58,7 +58,11 @@ def ordered(source: Path, target: Path, top_k: int) -> Path:
     return target
 
 
-_LENGTH = {"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]}
+_LENGTH = {
+    **{"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]},
+    **{"rounds": 1.0, "tokens_a_round": 3.0, "tokens_a_round_interval": None},
+}
+_PLACES = {"texts": 0, "anchors": 0, "change": None}
 TUNING = {
     "mode": "qat",
     "base": "a base",
@@ -82,9 +86,13 @@ TUNING = {
         "trained_on_its_kind": True,
         "before": _LENGTH,
         "after": _LENGTH,
-        "change": {"mean": 0.0, "interval": None},
+        "change": {"mean": 0.0, "interval": None, "shows": None},
+        "rounds": {"ratio": 1.0, "interval": None},
     },
     "workloads": {},
+    "sequences": {"seen": _PLACES, "unseen": _PLACES},
+    "worst": [],
+    "ruined": 0,
     "tuned_from": {},
     "changed": {},
 }

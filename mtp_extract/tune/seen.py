@@ -1,0 +1,48 @@
+"""Where drafts continue what training has seen: the sequences of tokens around them that a trained text has too.
+
+A drafter that was tuned on a text repeats it: what it gains there says nothing of text that nobody trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtp_extract.evaluate.measured import Measured
+from mtp_extract.speculate.teacher import Text
+
+LENGTH = 8
+"""Tokens of a sequence: the last drafts of a round that fit, the pending token and those before it."""
+
+_BEFORE = 0  # stands for what is before a text, where tokens are counted from 1
+
+
+def seen(measured: Measured, texts: Sequence[Text], trained: Sequence[Text], steps: int) -> Tensor:
+    """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a text of ``trained``.
+
+    Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
+    up to the seventh.
+
+    Args:
+        measured: over anchors of ``texts``, with ``steps`` drafts each.
+    """
+    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *(_sequences(text.tokens) for text in trained)]))
+    found = torch.zeros(len(measured.text), dtype=torch.bool)
+    for index in torch.unique(measured.text).tolist():
+        rows = measured.text == index
+        ends = measured.anchor[rows].numpy() + min(steps, LENGTH - 1)
+        found[rows] = torch.from_numpy(np.isin(_sequences(texts[index].tokens)[ends], known))
+    return found
+
+
+def _sequences(tokens: Sequence[int]) -> NDArray[np.uint64]:
+    """A number for the sequence that ends with each token: equal for equal ones, and else by a chance of 2^-60."""
+    padded = np.concatenate([np.full(LENGTH - 1, _BEFORE), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, LENGTH)
+    factors = np.random.default_rng(LENGTH).integers(1 << 63, size=LENGTH, dtype=np.uint64) * 2 + 1
+    numbers: NDArray[np.uint64] = (windows * factors).sum(axis=1, dtype=np.uint64)
+    return numbers
