@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.killing import killed_at
+from helpers.record_document import tuning
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -25,18 +26,6 @@ from mtp_extract.pipeline.staging import recorded
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.writing import tuned_record, write_made
 
-LENGTH = {"mean_accepted_length": 1.5, "interval": None}
-CHANGE = {"texts": 1, "before": LENGTH, "after": LENGTH, "change": {"mean": 0.0, "interval": None}}
-TUNING = {
-    "mode": "norms",
-    "base": "org/name",
-    "interrupted": False,
-    "refused": [],
-    "recipe": {"draft_steps": 3},
-    "workloads": {},
-    "overall": CHANGE,
-    "other_serving": None,
-}
 MINE = {"thesis.tex": "years", "notes/a.txt": "", ".git/HEAD": "ref: refs/heads/main"}
 
 
@@ -81,7 +70,7 @@ def insert_base(source: Path, bundle: Path, out: Path) -> None:
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
     Setting(directory, base, work).check_out(out, overwrite=True)
     origin = ReadDirectory.of(directory)
-    describe = tuned_record(origin, origin.checkpoint, TUNING)
+    describe = tuned_record(origin, origin.checkpoint, tuning("org/name"))
     write_made(origin, origin.checkpoint, out, describe, overwrite=True, inputs=(directory,))
 
 
