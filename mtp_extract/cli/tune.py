@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _OF_MODE = ("mode", "objective", "anchors", "learning_rate")
 _OF_HEAD = ("centroids", "top_k", "states")
 _WORST = 3  # texts that are shown by name
-_WIDEST = 26  # characters of a name in a table: so that lines stay within 100
+_WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
 def command(
@@ -197,42 +197,43 @@ def _show(made: Outcome, lines: Sequence[str], when: tuple[str, str], work: Path
 
 
 def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
-    """What is gained in rounds, on text that training has not seen, of single texts, by workload."""
-    from mtp_extract.tune.verdict import rounds_in_words, signed
-
-    overall = found.overall
-    say(f"{overall.before.texts} held-out texts, {len(overall.before.conditional)} drafts a round; at 95 % over texts:")
-    say(f"  Rounds: {rounds_in_words(overall)}")
-    for what, part in (("not seen", found.unseen), ("seen", found.seen)):
-        places = f"{len(part.before.anchor)} places of {part.before.texts} texts"
-        change = signed(part.change) if len(part.before.anchor) else "none"
-        say(f"  Where training has {what} the tokens ({places}), mean accepted length {change}")
-    say("Mean accepted length, what change would show, and the same for tokens a round:")
-    rows = [*found.workloads.items(), ("all that was trained on", overall)]
-    if found.otherwise is not None:
-        rows.append((f"served {found.served_otherwise}", found.otherwise))
-    head = ("workload", "texts", *when, "change", "", "shows", "rounds", "")
-    table([_row(name, comparison) for name, comparison in rows], head, longest=_WIDEST)
+    """What is gained in rounds, on text that training has not seen, served otherwise; by workload; of single texts."""
+    overall, other = found.overall, found.otherwise
+    say(f"On held-out text, {len(overall.before.conditional)} drafts a round, 95 % intervals over texts:")
+    before, after, saving = overall.before, overall.after, overall.saving
+    rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", f"x {saving.ratio:.3f}", _interval(saving.interval, ".3f")]
+    tokens = [f"{before.tokens_a_round:.3f}", f"{after.tokens_a_round:.3f}", "", ""]
+    rows = [
+        ["rounds, before for one after", before.texts, *rounds],
+        ["tokens a round", before.texts, *tokens],
+        ["mean accepted length", *_lengths(overall)],
+        ["where training has seen no such tokens", *_lengths(found.unseen)],
+        ["where it has", *_lengths(found.seen)],
+    ]
+    if other is not None:
+        rows.append([f"served {found.served_otherwise}", *_lengths(other)])
+    table(rows, ("", "texts", *when, "change", ""))
+    say("By workload, mean accepted length, the least change that these texts would show, and rounds:")
+    head = ("", "texts", *when, "change", "", "shows", "rounds")
+    table([[name, *_lengths(one), *_power(one)] for name, one in found.workloads.items()], head, longest=_WIDEST)
     say("Texts that lose most, mean accepted length and tokens a round:")
     table([_text_row(text) for text in found.texts[:_WORST]], longest=_WIDEST)
 
 
-def _row(name: str, comparison: Comparison) -> list[Any]:
-    def interval(bounds: Interval | None, form: str) -> str:
-        return f"({bounds.low:{form}} to {bounds.high:{form}})" if bounds else ""
+def _interval(bounds: Interval | None, form: str) -> str:
+    return f"({bounds.low:{form}} to {bounds.high:{form}})" if bounds else ""
 
-    before, after, change, saving = comparison.before, comparison.after, comparison.change, comparison.saving
-    return [
-        name,
-        before.texts,
-        f"{before.mean_accepted_length:.3f}",
-        f"{after.mean_accepted_length:.3f}",
-        f"{change.mean:+.3f}",
-        interval(change.interval, "+.2f"),
-        "" if comparison.shows is None else f"{comparison.shows:.2f}",
-        f"x {saving.ratio:.2f}",
-        interval(saving.interval, ".2f"),
-    ]
+
+def _lengths(found: Comparison) -> list[Any]:
+    before, after, change = found.before, found.after, found.change
+    if not before.texts:
+        return [0, "", "", "", ""]
+    lengths = (f"{one.mean_accepted_length:.3f}" for one in (before, after))
+    return [before.texts, *lengths, f"{change.mean:+.3f}", _interval(change.interval, "+.3f")]
+
+
+def _power(found: Comparison) -> list[str]:
+    return ["" if found.shows is None else f"{found.shows:.3f}", f"x {found.saving.ratio:.3f}"]
 
 
 def _text_row(text: TextChange) -> list[Any]:
