@@ -249,7 +249,8 @@ class _Run:
         weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
         measured = self.watch(self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()}))
         self.watched = measured.mean_accepted_length
-        self.note({"step": self.done, "mean_accepted_length": self.watched, "conditional": measured.conditional})
+        figures = {"conditional": measured.conditional, "tokens_a_round": measured.tokens_a_round}
+        self.note({"step": self.done, "mean_accepted_length": self.watched, **figures})
         self.stale += 1
         if self.watched > self.best_watched:
             self.best_watched, self.best_step, self.stale = self.watched, self.done, 0

@@ -72,11 +72,14 @@ def text_changes(
     """Of every text with an anchor, the one that lost most first.
 
     Args:
+        before, after: at the same anchors, in order of text.
         workloads, names: of every text.
     """
     found = []
-    for index in torch.unique(before.text).tolist():
-        old, new = before.of([index]), after.of([index])
+    indices, lengths = torch.unique_consecutive(before.text, return_counts=True)
+    rows = torch.split(torch.arange(len(before.text)), lengths.tolist())
+    for index, own in zip(indices.tolist(), rows, strict=True):
+        old, new = before.where(own), after.where(own)
         found.append(TextChange(workloads[index], names[index], old, new, ruined(old, new)))
     return tuple(sorted(found, key=lambda one: one.change))
 

@@ -30,13 +30,12 @@ def seen(measured: Measured, texts: Sequence[Text], trained: Sequence[Text], ste
     Args:
         measured: over anchors of ``texts``, with ``steps`` drafts each.
     """
-    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *(_sequences(text.tokens) for text in trained)]))
-    found = torch.zeros(len(measured.text), dtype=torch.bool)
+    known = [_sequences(text.tokens) for text in trained]
+    ends, around = measured.anchor + min(steps, LENGTH - 1), np.zeros(len(measured.text), np.uint64)
     for index in torch.unique(measured.text).tolist():
-        rows = measured.text == index
-        ends = measured.anchor[rows].numpy() + min(steps, LENGTH - 1)
-        found[rows] = torch.from_numpy(np.isin(_sequences(texts[index].tokens)[ends], known))
-    return found
+        rows = (measured.text == index).numpy()
+        around[rows] = _sequences(texts[index].tokens)[ends[rows].numpy()]
+    return torch.from_numpy(np.isin(around, np.concatenate([np.zeros(0, np.uint64), *known])))
 
 
 def _sequences(tokens: Sequence[int]) -> NDArray[np.uint64]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtp_extract.cli.tune import _show_comparisons
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.corpus import Corpus
@@ -139,3 +140,18 @@ def test_what_is_lost_served_otherwise_refuses() -> None:
     (reason,) = compared(("code",) * 40, 40, before, after, (), (after, before)).refused()
     assert reason.startswith("it loses more than 0.05 served at temperature 1 (-1.000, -")
     assert compared(("code",) * 40, 40, before, after, (), (after, after)).refused() == ()
+
+
+def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounds first; within 100 columns, whatever workloads and prompts are called."""
+    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after, (), (before, after))
+    _show_comparisons(found, ("before", "after"))
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert "\x1b" not in shown
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 24
+    assert " ".join(lines[2].split()) == "rounds, before for one after 20 360 240 x 1.500 (1.500 to 1.500)"
+    assert "served at temperature 1" in shown
+    assert shown.count("text 2") == 3
