@@ -16,6 +16,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
+from mtp_extract.tune.seen import seen
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 
@@ -76,6 +77,18 @@ class Corpus:
         other = pair.measured(drafter, self.otherwise, self.other_temperature) if self.otherwise else None
         return pair.measured(drafter, self.held_out), other
 
+    def balanced(self, watched: Measured) -> float:
+        """What the best is chosen by, of a drafter measured on the watched texts.
+
+        Mean accepted length where training has seen the tokens and where it has not, half each: a drafter that goes on
+        learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
+        """
+        known = seen(watched, self.watched, self.trained, watched.stands.shape[1])
+        parts = [watched.where(rows) for rows in (known, ~known)]
+        if any(part.texts < LEAST_TEXTS for part in parts):
+            return watched.mean_accepted_length
+        return sum(part.mean_accepted_length for part in parts) / 2
+
     @classmethod
     def of(cls, pair: Pair, tell: Callable[[Status], None] = lambda status: None) -> Corpus:
         """The texts that the pair's setting asks for; what the base has not written yet, it writes.
@@ -124,10 +137,10 @@ class Corpus:
         # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
         trained = _enough(TRAINED, _unrepeated(texts[TRAINED]), steps)
         watched = _enough(WATCHED, _unrepeated(texts[WATCHED], trained), steps)[:_MOST_WATCHED]
-        seen = [*trained, *watched]
-        own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], seen), steps)
-        held_out = _unrepeated(candidates, seen)
-        otherwise = _unrepeated(_with_rounds(written(other, again[len(sides[TRAINED]) :]), steps), seen)
+        learned = [*trained, *watched]
+        own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], learned), steps)
+        held_out = _unrepeated(candidates, learned)
+        otherwise = _unrepeated(_with_rounds(written(other, again[len(sides[TRAINED]) :]), steps), learned)
         kinds = [[text for _, text in trained]]
         if by_base:
             drawn = [text for _, text in written(other, sides[TRAINED])]

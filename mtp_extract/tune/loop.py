@@ -109,7 +109,7 @@ def train(
     kinds: Sequence[Sequence[Text]],
     recipe: Recipe,
     accelerator: Any,
-    watch: Callable[[Network], Measured],
+    watch: Callable[[Network], tuple[Measured, float]],
     folder: Path,
     fingerprint: str,
     *,
@@ -122,7 +122,7 @@ def train(
         drafter: in the type it computes in; what is not trained is taken from it.
         states: of the base over all texts of ``kinds``.
         kinds: of text, of which a batch has equal shares.
-        watch: measures a drafter on the watched texts.
+        watch: measures a drafter on the watched texts; and the number by which the best is chosen.
         folder: where the state is kept, and the log.
         fingerprint: of everything the result depends on; a kept state with another is ignored.
         tell, stop: called, and asked, after every step.
@@ -222,7 +222,7 @@ class _Run:
         self,
         latents: Latents,
         drafter: Network,
-        watch: Callable[[Network], Measured],
+        watch: Callable[[Network], tuple[Measured, float]],
         folder: Path,
         fingerprint: str,
         accelerator: Any,
@@ -247,10 +247,11 @@ class _Run:
 
     def evaluate(self) -> None:
         weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
-        measured = self.watch(self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()}))
-        self.watched = measured.mean_accepted_length
+        drafter = self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
+        measured, self.watched = self.watch(drafter)
         figures = {"conditional": measured.conditional, "tokens_a_round": measured.tokens_a_round}
-        self.note({"step": self.done, "mean_accepted_length": self.watched, **figures})
+        length = measured.mean_accepted_length
+        self.note({"step": self.done, "mean_accepted_length": length, "balanced": self.watched, **figures})
         self.stale += 1
         if self.watched > self.best_watched:
             self.best_watched, self.best_step, self.stale = self.watched, self.done, 0

@@ -21,6 +21,8 @@ from mtp_extract.tune.setting import Force, Setting
 from mtp_extract.tune.status import Status
 
 if TYPE_CHECKING:
+    from mtp_extract.drafter.load import Network
+    from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Trained
     from mtp_extract.tune.modes import Latents
@@ -212,6 +214,11 @@ def _train(
         dataclasses.asdict(recipe),
         [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)],
     ]
+
+    def watch(drafter: Network) -> tuple[Measured, float]:
+        measured = pair.measured(drafter, corpus.watched)
+        return measured, corpus.balanced(measured)
+
     trained = train(
         latents,
         pair.drafter,
@@ -220,7 +227,7 @@ def _train(
         corpus.kinds,
         recipe,
         pair.accelerator,
-        lambda drafter: pair.measured(drafter, corpus.watched),
+        watch,
         work,
         sha256(json.dumps(everything).encode()).hexdigest(),
         tell=tell,

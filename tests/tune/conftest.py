@@ -20,8 +20,9 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, Steps
 from mtp_extract.checkpoint.stored import StoredCodes
-from mtp_extract.drafter.load import drafter_of
+from mtp_extract.drafter.load import Network, drafter_of
 from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.report import figures
 from mtp_extract.speculate.target import Base
@@ -81,6 +82,13 @@ class Tiny:
         recipe = Recipe(**({"steps": 12, "batch": 3, "anchors": 4, "evaluations": 4} | changes))
         idle = ("post_projection",) if recipe.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
+
+        def watch(drafter: Network) -> tuple[Measured, float]:
+            found = measure(
+                self.base, drafter, self.texts[5:], recipe.draft_steps, temperature=recipe.temperature, batch=4
+            )
+            return found, found.mean_accepted_length
+
         trained = train(
             latents,
             drafter_of(self.checkpoint, dtype=dtype),
@@ -89,9 +97,7 @@ class Tiny:
             (self.texts[:3], self.texts[3:5]),
             recipe,
             Accelerator(cpu=True),
-            lambda drafter: measure(
-                self.base, drafter, self.texts[5:], recipe.draft_steps, temperature=recipe.temperature, batch=4
-            ),
+            watch,
             folder,
             f"{mode} {recipe}",
             stop=stop,

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import transformers
 from helpers.first_pair import first_base
 
 from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
@@ -106,3 +108,35 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
     assert found.repeats >= 4
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *found.held_out)]
     assert len(set(tails)) == len(tails)
+
+
+def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
+    made = Corpus.of(Pair(plan(tmp_path / "tuned").setting))
+    served, drawn, branches = made.kinds
+    assert made.trained == (*served, *drawn, *branches)
+    assert {text.prompt_length for text in drawn} == {1}
+    assert {text.prompt_length for text in served} != {1}
+    for branch in branches:
+        assert 0 < len(branch.continuation) <= 8
+        assert any(branch.prompt == text.tokens[: branch.prompt_length] for text in drawn)
+    # The base goes on greedily from there, which is seldom what it drew.
+    assert any(branch.tokens[: len(text.tokens)] != text.tokens for branch in branches for text in drawn)
+    sampled = Corpus.of(Pair(plan(tmp_path / "tuned", temperature=0.7).setting))
+    assert len(sampled.kinds) == 2
+    assert {text.prompt_length for text in sampled.kinds[1]} == {1}
+
+
+def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
+    """Half by each: a drafter that is perfect on what it learned and useless elsewhere is in the middle."""
+    trained = Text(tuple(range(30)), 1)
+    other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
+    watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
+    found = Corpus(kinds=((trained,),), watched=watched, held_out=(), workloads=(), own=0, units=(), names=())
+    text = torch.arange(10).repeat_interleave(10)
+    anchor = torch.arange(10, 20).repeat(10)
+    stands = (text < 5).double()[:, None].expand(-1, 3)
+    measured = Measured.over(text, anchor, stands)
+    assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
+    few = measured.of([0, 1, 2, 3, 4, 5])
+    assert found.balanced(few) == few.mean_accepted_length > 4 - 1
