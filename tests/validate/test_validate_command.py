@@ -31,7 +31,7 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
     def full(*arguments: object, **options: object) -> list[str]:
         raise OutputError("report: cannot be written: no space left.")
 
-    monkeypatch.setattr("mtp_extract.validate.run.run_validation", lambda *arguments: validation)
+    monkeypatch.setattr("mtp_extract.cli.validate.run_validation", lambda *arguments: validation)
     monkeypatch.setattr("mtp_extract.validate.report.pages.write_report", full)
     result = RUNNER.invoke(validate.app, ["--sample", "--report", "report"])
     assert isinstance(result.exception, OutputError)
