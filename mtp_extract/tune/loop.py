@@ -28,7 +28,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.loss import OBJECTIVES, Teacher, chunked_loss
+from mtp_extract.tune.loss import Teacher, chunked_loss, objective_for
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
@@ -68,7 +68,11 @@ class _Training(nn.Module):
         weights = self.latents.weights(drafter.lm_head.weight.dtype)
         replaced = {f"drafter.{path}": weight for path, weight in weights.items()}
         states = functional_call(self.rounds, replaced, (batch, base.embed, convention))
-        where, choices, objective = aims(batch, steps), batch.choices.flatten(), OBJECTIVES[recipe.objective]
+        where, choices, objective = (
+            aims(batch, steps),
+            batch.choices.flatten(),
+            objective_for(recipe.objective, recipe.temperature),
+        )
         choosing = counting(batch, steps, greedy=greedy)
         cap, tokens = None, None
         if isinstance(drafter, Eagle3Drafter):

@@ -112,6 +112,13 @@ OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
 )
 """By name."""
 
+_MIXED_FOR_SAMPLED = Objective("tv and ce together", ((0.7, _VARIATION), (0.3, _CHOICE)))
+
+
+def objective_for(name: str, temperature: float) -> Objective:
+    """The objective of that name; ``mixed`` leans towards the way of serving."""
+    return _MIXED_FOR_SAMPLED if name == "mixed" and temperature else OBJECTIVES[name]
+
 
 def chunked_loss(
     states: Tensor,

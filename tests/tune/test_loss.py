@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tune.loss import OBJECTIVES, Losses, Teacher, chunked_loss
+from mtp_extract.tune.loss import OBJECTIVES, Losses, Teacher, chunked_loss, objective_for
 
 ROWS, POSITIONS, WIDTH, VOCABULARY = 37, 11, 8, 50
 
@@ -86,6 +86,14 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
     for key in ("states", "head"):
         largest = exact[key].grad.abs().max()
         assert (given[key].grad / 3 - exact[key].grad).abs().max() < 1e-5 * largest, key
+
+
+def test_mixed_leans_towards_the_way_of_serving() -> None:
+    greedy, sampled = (objective_for("mixed", temperature) for temperature in (0.0, 0.8))
+    for found, choice, spread in ((greedy, 0.6, 0.4), (sampled, 0.3, 0.7)):
+        shares = {term.over_distributions: share for share, term in found.terms}
+        assert shares == {False: choice, True: spread}
+    assert objective_for("ce", 0.8) is OBJECTIVES["ce"]
 
 
 def test_agreement() -> None:
