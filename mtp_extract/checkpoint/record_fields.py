@@ -368,14 +368,20 @@ class OrderedHead(Record):
     seed: Count  #: of anchors, the order of states and sampled text
     texts: dict[str, Count]  #: as of a tuning
     shared_sequences: Share  #: as of a tuning
-    states: Positive  #: of the drafter's rounds over the trained texts: what it was made from
-    tokens_used: Positive  #: tokens that were the dense head's choice in any of them
+    states: Positive  #: of the drafter's rounds, over the trained texts and over such after random tokens
+    states_made: Count  #: for tokens that text seldom leads to: the other part of what it was made from
+    tokens_used: Positive  #: tokens that were the dense head's choice in any state over the trained texts
+    tokens_seen: Positive  #: tokens that were so in any state over texts, those after random tokens too
     steps: Positive  #: of the optimizer, planned
     steps_done: Count  #: made
     #: the one after which the watched states were at their best; 0 where that was the clusters' means
     best_step: Count
     kept: KeptShare  #: of the dense head's choices on held-out text
-    accepted: bool  #: whether enough are kept, and no more than 0.02 of mean accepted length may be lost, at 95 %
+    kinds: dict[str, KeptShare]  #: by kind of held-out text: the same, of text that it was not made of too
+    reached: Reached  #: of tokens, by states that were made for them
+    #: whether enough are kept on every kind, and reached, and no more than 0.02 of mean accepted length may be lost, at
+    #: 95 %
+    accepted: bool
     refused: list[str]  #: why it was not; then it was written because that was asked for
     other_serving: OtherServing | None  #: as of a tuning
     overall: Comparison  #: as of a tuning: the dense head before, the ordered one after
@@ -389,6 +395,12 @@ class OrderedHead(Record):
 class KeptShare(Record):
     share: Share  #: of the dense head's choices, those in a cluster that is looked into
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
+
+
+class Reached(Record):
+    tokens: Count  #: that a state could be made for in which the dense head chooses them
+    share: Share  #: of those tokens, found from one such state at least
+    kept: Share  #: of those states, the ones in which the token is found
 
 
 class OtherServing(Record):

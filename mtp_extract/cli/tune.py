@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -174,12 +174,20 @@ def _trained(tuned: Outcome) -> str:
 
 
 def _head_made(made: Outcome) -> list[str]:
-    record, kept = made.record, made.record["kept"]
-    bounds = " ({:.2%} to {:.2%})".format(*kept["interval"]) if kept["interval"] else ""
+    record = made.record
+
+    def kept(found: Mapping[str, Any]) -> str:
+        bounds = " ({:.2%} to {:.2%})".format(*found["interval"]) if found["interval"] else ""
+        return f"{found['share']:.2%}{bounds}"
+
+    reached = record["reached"]
     return [
         f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
         f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}",
-        f"Of the dense head's choices on held-out text it keeps {kept['share']:.2%}{bounds}",
+        "Of the dense head's choices on held-out text it keeps, by kind of text: "
+        + ", ".join(f"{name} {kept(found)}" for name, found in record["kinds"].items()),
+        f"The texts that it was made of use {record['tokens_used']} of {record['rows_dense']} tokens, with random ones "
+        f"{record['tokens_seen']}; by states made for tokens it reaches {reached['share']:.1%} of {reached['tokens']}",
     ]
 
 

@@ -256,6 +256,10 @@ def _rounds(found: Mapping[str, Any]) -> str:
     return f"{before:.2f} → {after:.2f}, × {times}"
 
 
+def _share_of(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}"
+
+
 def _stored(source: Mapping[str, Any] | None) -> str:
     return code(f"{source['dtype']} {source['shape']}" if source else "not in the graph")
 
@@ -276,6 +280,7 @@ _CARDS = Templates(
     count=lambda value: f"{int(value):,}",
     joined=lambda items, separator: separator.join(map(plain, items)),
     kept=_kept,
+    share_of=_share_of,
     listed=listed,
     paragraph=paragraph,
     quantization=_quantization,

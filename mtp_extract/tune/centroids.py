@@ -1,13 +1,14 @@
 """Centroids, which tell in which cluster the best token is: learned from states, starting at the clusters' means.
 
 The head looks into the clusters whose centroids score highest on a state. The mean of a cluster's vectors tells that
-roughly; a row learned as a classifier of states tells it much better, given enough states a cluster.
+roughly; a row learned as a classifier of states tells it much better, given enough states a cluster. What counts is
+that the right cluster is among those looked into, so it is held against those beyond the best few alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,15 @@ _RATE = 1.0  # learning rate times width, for states of a root mean square of 1
 _SCALES = tuple(2.0**power for power in range(-10, 3))
 _SCALED_ON = 4096
 _SCORES_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Taught:
+    """States that are learned from, or watched. N states."""
+
+    states: Tensor  # [N, width]
+    cluster: Tensor  # int64 [N], where the best token of each lies
+    share: float = 1.0  # of every batch, beside the shares of others
 
 
 @dataclass(frozen=True)
@@ -51,41 +61,46 @@ def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
 
 
 def learn_centroids(
-    states: Tensor,
-    cluster: Tensor,
+    taught: Sequence[Taught],
     means: Tensor,
-    watched: tuple[Tensor, Tensor],
+    watched: Sequence[Taught],
     *,
     top_k: int | None,
     share: float,
     steps: int,
     seed: int,
 ) -> Learned:
-    """Minimize cross-entropy over clusters; what is best on ``watched``, the means included, is returned.
+    """Minimize cross-entropy over clusters; what is best where ``watched`` are at their worst is returned.
+
+    The means are among what is compared. In every batch, clusters of few states count more than their number: by its
+    square root.
 
     Args:
-        states: [N, width].
-        cluster: int64 [N], where the best token of each lies.
+        taught: what is learned from.
         means: F32 [C, width], what it starts from.
-        watched: states and clusters that nothing is learned from.
+        watched: kinds of states that nothing is learned from, none of them empty.
         top_k: the number of clusters that will be looked into; None to make that number small.
-        share: of states whose cluster is then to be looked into.
-        seed: of the order of states.
+        share: of states of each kind whose cluster is then to be looked into.
+        seed: of the choice of states.
     """
-    size = float(states[:: max(1, len(states) // _SCALED_ON)].float().square().mean().sqrt()) or 1.0
-    start = means / size * _scale(states, cluster, means, size)
+    random = torch.Generator().manual_seed(seed)
+    some, wanted = next(_batches(taught, len(means), 1, _SCALED_ON, random))
+    size = float(some.square().mean().sqrt()) or 1.0
+    start = means / size * _scale(some / size, wanted, means / size)
     rows = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([rows], lr=_RATE / means.shape[1], betas=(0.9, 0.99))
     highest = optimizer.param_groups[0]["lr"]
+    beyond = top_k or 1 << int(math.log2(len(means)) / 2)
 
     def score() -> tuple[float, float]:
-        return _score(ranks(watched[0] / size, rows.detach(), watched[1]), top_k, share)
+        found = [_score(ranks(kind.states / size, rows.detach(), kind.cluster), top_k, share) for kind in watched]
+        return max(first for first, _ in found), sum(second for _, second in found)
 
     best, best_score, best_step, stale, done = start, score(), 0, 0, 0
     every = max(1, steps // _EVALUATIONS)
-    for done, chosen in enumerate(_batches(len(states), steps, seed), 1):
+    for done, (states, cluster) in enumerate(_batches(taught, len(means), steps, _BATCH, random), 1):
         optimizer.param_groups[0]["lr"] = highest * cosine((done - 1) / steps)
-        loss = functional.cross_entropy((states[chosen].float() / size) @ rows.T, cluster[chosen])
+        loss = functional.cross_entropy(_without_best((states / size) @ rows.T, cluster, beyond), cluster)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
@@ -99,6 +114,13 @@ def learn_centroids(
     return Learned(best / size, best_step, done)
 
 
+def _without_best(scores: Tensor, wanted: Tensor, count: int) -> Tensor:
+    """``scores`` [N, C] without the ``count`` highest of each row, but with the ``wanted`` one."""
+    own = wanted[:, None]
+    highest = scores.detach().topk(count, dim=1).indices
+    return scores.scatter(1, highest, -torch.inf).scatter(1, own, scores.gather(1, own))
+
+
 def _score(rank: Tensor, top_k: int | None, share: float) -> tuple[float, float]:
     """Lower is better: the share that is lost, or how many clusters lose little enough; then the mean log2 of ranks."""
     first = float((rank >= top_k).double().mean()) if top_k is not None else float(_least(rank, share))
@@ -110,22 +132,26 @@ def _least(rank: Tensor, share: float) -> int:
     return int(ordered[math.ceil(share * len(ordered)) - 1]) + 1
 
 
-def _scale(states: Tensor, cluster: Tensor, means: Tensor, size: float) -> float:
+def _scale(states: Tensor, wanted: Tensor, means: Tensor) -> float:
     """The factor with which the means' scores are the best distribution over clusters."""
-    step = max(1, len(states) // _SCALED_ON)
-    scores = (states[::step].float() / size) @ (means / size).T
-    wanted = cluster[::step]
+    scores = states @ means.T
     losses = [float(functional.cross_entropy(scores * factor, wanted)) for factor in _SCALES]
     return _SCALES[losses.index(min(losses))]
 
 
-def _batches(count: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Indices of ``steps`` batches, shuffled anew in every epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    batch = min(_BATCH, count)
-    left = torch.empty(0, dtype=torch.long)
-    for _ in range(steps):
-        if len(left) < batch:
-            left = torch.randperm(count, generator=generator)
-        yield left[:batch]
-        left = left[batch:]
+def _batches(
+    taught: Sequence[Taught], clusters: int, count: int, size: int, random: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """``count`` batches of states F32 [about ``size``, width] and their clusters, drawn from each part by its share."""
+    total = sum(part.share for part in taught)
+    drawn = []
+    for part in taught:
+        rows = max(1, round(size * part.share / total))
+        weights = torch.bincount(part.cluster, minlength=clusters).double().rsqrt()[part.cluster]
+        drawn.append(torch.multinomial(weights, count * rows, replacement=True, generator=random).view(count, rows))
+    for parts in zip(*drawn, strict=True):
+        pairs = list(zip(taught, parts, strict=True))
+        yield (
+            torch.cat([part.states[chosen].float() for part, chosen in pairs]),
+            torch.cat([part.cluster[chosen] for part, chosen in pairs]),
+        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,7 @@ from mtp_extract.tune.status import Status
 if TYPE_CHECKING:
     import torch
 
-    from mtp_extract.tune.ordered import Kept, Used
+    from mtp_extract.tune.ordered import Kept, Reached, Used
     from mtp_extract.tune.outcome import Outcome
     from mtp_extract.tune.verdict import Comparisons
 
@@ -27,7 +27,7 @@ MOST_LOST = 0.02
 """Of mean accepted length, against the dense head."""
 
 _STATES_A_CENTROID = 200
-_LEAST_STATES = 100_000  # asked for where there are few centroids
+_LEAST_STATES = 200_000  # asked for where there are few centroids
 _FEW_STATES = 50  # a centroid: with fewer there is little to learn from
 _LARGE = 1 << 14  # a vocabulary whose clusters are of 128 tokens, as those of the official drafters are
 
@@ -44,7 +44,7 @@ class HeadPlan:
     ] = None
     top_k: Annotated[
         int | None,
-        About("Clusters it looks into; by default the least that keep 99.5 % of the best tokens.", least=1),
+        About("Clusters it looks into; by default the least that keep 99.5 % of the best tokens on all text.", least=1),
     ] = None
     states: Annotated[
         int | None,
@@ -102,7 +102,8 @@ def run_ordered_head(
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
-    from mtp_extract.tune.ordered import Kept, build_head, collect, dense, head_of, ordered, ranks_of
+    from mtp_extract.tune.kinds import OWN, Material
+    from mtp_extract.tune.ordered import Kept, Reached, build_head, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
@@ -121,21 +122,24 @@ def run_ordered_head(
         drafter = pair.drafter_of(before)
         assert isinstance(drafter, MtpDrafter)
         corpus = Corpus.of(pair, tell)
-        pair.say(f"reading the drafter's states over {len(corpus.trained)} texts")
         most = plan.states or max(_LEAST_STATES, _STATES_A_CENTROID * count)
-        used = _enough(collect(pair, drafter, corpus.trained, most, every_convention=True))
-        watched, held_out = (
-            _enough(collect(pair, drafter, texts, most, every_convention=False))
-            for texts in (corpus.watched, corpus.held_out[: corpus.own])
+        found = Material.of(pair, drafter, corpus, head_of(before), most, tell)
+        pair.say(f"making {count} clusters, and learning their centroids from {found.states} states")
+        built = build_head(
+            head_of(before), found.used, found.made, found.watched, count, plan.top_k, plan.steps, plan.setting.seed
         )
-        held_out = replace(held_out, text=torch.tensor(corpus.units)[held_out.text])
-        pair.say(f"making {count} clusters, and learning their centroids from {len(used.states)} states")
-        built = build_head(head_of(before), used, watched, count, plan.top_k, plan.steps, plan.setting.seed)
         head = partial(ordered, before, built.ordering, built.learned.centroids)
         # Centroids as they will be read.
         rows = head_of(as_written(pair.origin, head(1)), centroids=True)
-        top_k = plan.top_k or _chosen(watched, ranks_of(watched, built.ordering, rows), count)
-        kept = Kept.of(held_out, ranks_of(held_out, built.ordering, rows), top_k)
+
+        def ranked(states: Used) -> tuple[Used, torch.Tensor]:
+            return states, ranks_of(states, built.ordering, rows)
+
+        top_k = plan.top_k or _chosen(
+            [ranked(part) for part in found.watched], ranked(found.checked), vocabulary, count
+        )
+        kept = {name: Kept.of(*ranked(states), top_k) for name, states in found.held_out.items()}
+        reached = Reached.of(*ranked(found.checked), top_k)
         after = head(top_k)
         pair.say(f"measuring the drafter with either head on {len(corpus.held_out)} held-out texts")
         measured = (corpus.measured(pair, one) for one in (drafter, pair.drafter_of(after)))
@@ -151,54 +155,66 @@ def run_ordered_head(
         "draft_steps": plan.setting.draft_steps,
         "seed": plan.setting.seed,
         **corpus.as_json,
-        "states": len(used.states),
-        "tokens_used": built.tokens,
+        **found.as_json,
         "steps": plan.steps,
         "steps_done": built.learned.done,
         "best_step": built.learned.step,
-        "kept": kept.as_json(),
+        "kept": kept[OWN].as_json(),
+        "kinds": {name: found.as_json() for name, found in kept.items()},
+        "reached": reached.as_json(),
     }
     notes = []
-    if len(used.states) < _FEW_STATES * count:
+    if found.states < _FEW_STATES * count:
         notes.append(
-            f"{len(used.states)} states are {len(used.states) / count:.0f} a centroid; more prompts, or longer texts, "
+            f"{found.states} states are {found.states / count:.0f} a centroid; more prompts, or longer texts, "
             "make a better head."
         )
     describe = partial(ordered_record, pair.origin)
-    return conclude(plan, pair, corpus, comparisons, _refused(kept, comparisons), after, about, describe, notes)
+    return conclude(
+        plan, pair, corpus, comparisons, _refused(kept, reached, comparisons), after, about, describe, notes
+    )
 
 
-def _enough(used: Used) -> Used:
-    if not len(used.states):
-        raise MtpExtractError(
-            "expected text that the base would write, found none of which a draft counts; give other text",
-            remedies=("text", "prompts"),
-        )
-    return used
+def _chosen(
+    watched: Sequence[tuple[Used, torch.Tensor]], made: tuple[Used, torch.Tensor], vocabulary: int, count: int
+) -> int:
+    """The least number of clusters that lose little enough on every kind of text and reach enough tokens.
 
-
-def _chosen(watched: Used, rank: torch.Tensor, count: int) -> int:
-    """The least power of two of clusters that loses at most half of the choices that may be lost, up to a limit.
-
-    Half, since the held-out text, which decides, loses more than the one it is chosen on.
+    Args:
+        watched: states over text of each kind, and the ranks of their clusters.
+        made: the same of states made for tokens.
     """
-    from mtp_extract.tune.ordered import LEAST_KEPT, Kept
+    from mtp_extract.tune.ordered import ENOUGH, LEAST_REACHED, Kept, Reached
 
-    # With more than an eighth of the clusters, too few rows are saved.
-    most = max(1, count // 8)
-    powers = (1 << power for power in range(most.bit_length()))
-    return next((top_k for top_k in powers if Kept.of(watched, rank, top_k).share >= (1 + LEAST_KEPT) / 2), most)
+    # With more than half of the rows, too few are saved.
+    most = max(1, (vocabulary // 2 - count) // (vocabulary // count))
+    numbers = {number for power in range(most.bit_length()) for number in (1 << power, 3 << power)}
+    fits = sorted({most, *(number for number in numbers if number < most)})
+    return next(
+        (
+            top_k
+            for top_k in fits
+            if all(Kept.of(*part, top_k).share >= ENOUGH for part in watched)
+            and Reached.of(*made, top_k).share >= LEAST_REACHED
+        ),
+        fits[-1],
+    )
 
 
-def _refused(kept: Kept, comparisons: Comparisons) -> tuple[str, ...]:
+def _refused(kept: Mapping[str, Kept], reached: Reached, comparisons: Comparisons) -> tuple[str, ...]:
     """Why the head is not to be accepted; empty if it is."""
-    from mtp_extract.tune.ordered import LEAST_KEPT
+    from mtp_extract.tune.ordered import LEAST_KEPT, LEAST_REACHED
     from mtp_extract.tune.verdict import signed
 
-    reasons = []
-    if kept.share < LEAST_KEPT:
+    reasons = [
+        f"it keeps {found.share:.2%} of the dense head's choices on held-out text ({name}), of which "
+        f"{LEAST_KEPT:.1%} are wanted"
+        for name, found in kept.items()
+        if found.share < LEAST_KEPT
+    ]
+    if reached.share < LEAST_REACHED:
         reasons.append(
-            f"it keeps {kept.share:.2%} of the dense head's choices on held-out text, of which {LEAST_KEPT:.1%} are "
+            f"it reaches {reached.share:.1%} of the tokens that states were made for, of which {LEAST_REACHED:.0%} are "
             "wanted"
         )
     overall = comparisons.overall.change

@@ -1,7 +1,8 @@
 """An ordered head for a drafter: clusters of tokens, and centroids that tell in which cluster to look.
 
 A token's vector is the mean state in which it is the dense head's choice, averaged with its own row of that head, since
-many tokens are chosen seldom or never. Clusters of equal size are made of these vectors; their centroids are learned.
+many tokens are chosen seldom or never. Clusters of equal size are made of these vectors; their centroids are learned,
+from states of text and from such as are made for every token.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ from mtp_extract.evaluate.batches import groups
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.centroids import Learned, learn_centroids, ranks
+from mtp_extract.tune.centroids import Learned, Taught, learn_centroids, ranks
 from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
 
 LEAST_KEPT = 0.995
-"""Of the dense head's choices."""
+"""Of the dense head's choices, on text of each kind."""
+LEAST_REACHED = 0.95
+"""Of the tokens that states can be made for: such states are farther from text than any text is."""
+ENOUGH = 1 - (1 - LEAST_KEPT) / 4
+"""On watched text: a quarter of what may be lost, since other text, which decides, loses more."""
 
+_MADE_SHARE = 0.1  # of a batch, beside 1 for each part of text
 _ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
 
 
@@ -44,6 +50,9 @@ class Used:
     states: Tensor  # [N, width], in the type the drafter computes in
     choices: Tensor  # int64 [N], the dense head's argmax
     text: Tensor  # int64 [N], index of the text, or of what intervals count
+
+    def __len__(self) -> int:
+        return len(self.states)
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,30 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """What becomes of states that were made for tokens and from which nothing was learned."""
+
+    tokens: int  # that such a state could be made for
+    share: float  # of those tokens, found from one state at least
+    kept: float  # of the states, those in which the token is found
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"tokens": self.tokens, "share": round(self.share, 5), "kept": round(self.kept, 5)}
+
+    @classmethod
+    def of(cls, made: Used, rank: Tensor, top_k: int) -> Reached:
+        """As :meth:`Kept.of`; 1 where no state could be made."""
+        hits, tokens = rank < top_k, torch.unique(made.choices)
+        if not len(tokens):
+            return cls(0, 1.0, 1.0)
+        return cls(len(tokens), len(torch.unique(made.choices[hits])) / len(tokens), float(hits.double().mean()))
+
+
+@dataclass(frozen=True)
 class Built:
     ordering: Tensor  # int64 [V], the tokens cluster by cluster
     learned: Learned  # the centroids
-    tokens: int  # how many were ever the dense head's choice
 
 
 def dense(checkpoint: Checkpoint) -> Checkpoint:
@@ -142,44 +171,59 @@ def _states(
         yield Used(states.cpu(), torch.cat(choices).cpu(), index)
 
 
-def vectors_of(used: Used, head: Tensor) -> Tensor:
+def vectors_of(parts: Sequence[Used], head: Tensor) -> Tensor:
     """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its own row, of their length.
 
-    Overwrites ``head``, F32 [V, width].
+    Overwrites ``head``, F32 [V, width]. The first of ``parts`` says how long states are.
     """
-    head.mul_(_ROW_WEIGHT * _length(used.states) / (_length(head) or 1.0))
-    for rows in torch.split(torch.arange(len(used.states)), 1 << 16):
-        head.index_add_(0, used.choices[rows], used.states[rows].float())
-    counts = torch.bincount(used.choices, minlength=len(head))
-    return head.div_((counts + _ROW_WEIGHT)[:, None])
+    head.mul_(_ROW_WEIGHT * _length(parts[0].states) / (_length(head) or 1.0))
+    counts = torch.full((len(head),), _ROW_WEIGHT)
+    for used in parts:
+        for rows in torch.split(torch.arange(len(used.states)), 1 << 16):
+            head.index_add_(0, used.choices[rows], used.states[rows].float())
+        counts += torch.bincount(used.choices, minlength=len(head))
+    return head.div_(counts[:, None])
 
 
 def _length(rows: Tensor) -> float:
     return float(rows.float().norm(dim=1).mean())
 
 
-def build_head(head: Tensor, used: Used, watched: Used, count: int, top_k: int | None, steps: int, seed: int) -> Built:
+def build_head(
+    head: Tensor,
+    text: Sequence[Used],
+    made: Used,
+    watched: Sequence[Used],
+    count: int,
+    top_k: int | None,
+    steps: int,
+    seed: int,
+) -> Built:
     """``count`` clusters, and their centroids.
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
-        watched: what it is judged by, on the way.
+        text: states over text of each kind.
+        made: states made for tokens.
+        watched: what it is judged by, on the way: states over text of each kind.
         top_k, steps, seed: as for :func:`~mtp_extract.tune.centroids.learn_centroids`.
 
     Raises:
         MtpExtractError: ``count`` does not divide the vocabulary, or a number is not finite.
     """
-    vectors = vectors_of(used, head)
+    vectors = vectors_of([*text, made], head)
     ordering = balanced_clusters(vectors, count)
     cluster = cluster_of(ordering, count)
     learned = learn_centroids(
-        used.states,
-        cluster[used.choices],
+        [
+            *(Taught(used.states, cluster[used.choices]) for used in text),
+            Taught(made.states, cluster[made.choices], _MADE_SHARE),
+        ],
         means_of(vectors, ordering, count),
-        (watched.states, cluster[watched.choices]),
+        [Taught(used.states, cluster[used.choices]) for used in watched],
         top_k=top_k,
-        share=LEAST_KEPT,
+        share=ENOUGH,
         steps=steps,
         seed=seed,
     )
-    return Built(ordering, learned, len(torch.unique(used.choices)))
+    return Built(ordering, learned)

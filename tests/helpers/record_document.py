@@ -60,8 +60,10 @@ def tuning(name: str) -> dict[str, Any]:
 
 def ordered_head(name: str) -> dict[str, Any]:
     """What a card reads of an ordered head that was made; every text in it is ``name``."""
-    numbers = dict.fromkeys(("states", "top_k", "centroids", "rows_read", "rows_dense", "draft_steps"), 1000)
-    return {**tuning(name), **numbers, "kept": {"share": 0.99, "interval": [0.98, 1.0]}}
+    counts = ("states", "top_k", "centroids", "rows_read", "rows_dense", "draft_steps", "tokens_used", "tokens_seen")
+    kept = {"share": 0.99, "interval": [0.98, 1.0]}
+    reached = {"tokens": 1000, "share": 0.98, "kept": 0.95}
+    return {**tuning(name), **dict.fromkeys(counts, 1000), "kept": kept, "kinds": {name: kept}, "reached": reached}
 
 
 RECORD: dict[str, Any] = {

@@ -27,7 +27,7 @@ from mtp_extract.evaluate.prompts import shipped_prompts
 from mtp_extract.report import figures
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune import corpus, pair
+from mtp_extract.tune import corpus, kinds, pair
 from mtp_extract.tune.loop import Trained, train
 from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
@@ -142,6 +142,8 @@ def _small() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each=None: few)
+        patch.setattr(kinds, "_PROMPTS", 64)
+        patch.setattr(kinds, "_MOST_MADE", 2)
         patch.setattr(pair, "load_base", cache(pair.load_base))
         patch.setattr(figures, "draw_progress", lambda history, path: None)
         yield
