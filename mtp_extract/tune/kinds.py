@@ -14,12 +14,13 @@ from torch import Tensor
 
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.made import made_states
 from mtp_extract.tune.ordered import Used, collect
 from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
-from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, Item
+from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing
 
@@ -122,8 +123,7 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
     items = []
     for number in range(_PROMPTS):
         drawn = torch.randint(len(usual), (_LENGTHS[number % len(_LENGTHS)],), generator=generator)
-        prompt = [*opened, *(usual[index] for index in drawn.tolist())]
-        items.append(Item(RANDOM, str(prompt), prompt))
+        items.append(Encoded((*opened, *(usual[index] for index in drawn.tolist())), "prompt" if opened else None))
     writing = Writing(
         generator=pair.generator,
         folder=setting.work / "text",
@@ -139,7 +139,7 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
     sides: dict[str, list[Text]] = {TRAINED: [], WATCHED: [], HELD_OUT: []}
     for item, text in zip(items, writing.texts(items), strict=True):
         if len(text.anchors) >= setting.draft_steps:
-            sides[item.side].append(text)
+            sides[side_of(str(list(item.tokens)))].append(text)
     if not all(sides.values()):
         raise MtpExtractError(
             f"expected the base to write more than {setting.draft_steps} tokens after random ones, found that it ends "
