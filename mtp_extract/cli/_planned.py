@@ -72,7 +72,9 @@ def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Paramete
         item = Enum(name, {choice: choice for choice in told.choices}, type=str)  # type: ignore[misc,no-redef]
         default = default if default in (None, _REQUIRED) else item(default)
     elif told.parse is not None:
-        item, default = str, ",".join(map(str, default)) if several else default
+        item = str
+        if default not in (None, _REQUIRED):
+            default = ",".join(map(str, default)) if several else str(default)
     elif several:
         item, default = list[item], None  # type: ignore[valid-type]
     annotation: Any = Annotated[item | None if default is None else item, made]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,21 +90,23 @@ def command(
         raise typer.BadParameter(f"{wrong[0]} is of an ordered head; add --head ordered.")
     target = out or (default_directory(directory) if directory else Path(f"{Path(base).resolve().name}-eagle3"))
     where = Setting(**setting, work=work or target.with_name(target.name + ".work"))
+    # As torchrun and accelerate number the processes that they start: the first speaks for all.
+    first = os.environ.get("RANK", "0") == "0"
+    # JSON goes to stdout: whoever sits at a terminal sees how far it is.
+    quiet = print_json and not sys.stderr.isatty()
     if head is not None:
         if plan["steps"] is not None:
             head_plan["steps"] = plan["steps"]
-        with _progress(quiet=print_json) as tell:
-            made = run_ordered_head(HeadPlan(where, target, **head_plan), doing_unless(print_json), tell)
+        with _progress(quiet) as tell:
+            made = run_ordered_head(HeadPlan(where, target, **head_plan), doing_unless(quiet), tell)
         if print_json:
             write_json({"directory": made.directory, "ordered_head": made.record, "notes": made.notes})
         else:
             _show(made, _head_made(made), ("dense", "ordered"))
         _require_written(made, target)
         return
-    # As torchrun and accelerate number the processes that they start: the first speaks for all.
-    first = os.environ.get("RANK", "0") == "0"
-    with _progress(quiet=print_json or not first) as tell, _asked_to_stop(tell_so=first) as stop:
-        tuned = run_tuning(TuningPlan(where, target, **plan), doing_unless(print_json), tell, stop)
+    with _progress(quiet or not first) as tell, _asked_to_stop(tell_so=first) as stop:
+        tuned = run_tuning(TuningPlan(where, target, **plan), doing_unless(quiet), tell, stop)
     if first:
         if print_json:
             write_json({"directory": tuned.directory, "tuning": tuned.record, "notes": tuned.notes})

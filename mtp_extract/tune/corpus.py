@@ -14,7 +14,7 @@ from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
-from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.seen import seen
 from mtp_extract.tune.status import Status
@@ -106,7 +106,7 @@ class Corpus:
             new_tokens=setting.new_tokens,
             temperature=setting.temperature,
             seed=setting.seed,
-            batch=max(setting.batch, TEXTS_AT_ONCE),
+            batch=setting.batch,
             chat_template=setting.chat_template,
             share=pair.share,
             drafts=0 if setting.directory is None else Writing.drafts,

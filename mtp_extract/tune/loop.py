@@ -6,10 +6,8 @@ are trained are few (78 M in a drafter of Gemma 4 E4B), so every process holds t
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +29,10 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import Teacher, chunked_loss, objective_for
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.recipe import Recipe
-from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
+from mtp_extract.tune.rounds import Batch, Rounds, aims, collate, counting, random_anchors
+from mtp_extract.tune.states import States
 from mtp_extract.tune.status import Status
-from mtp_extract.tune.work import writing_to
+from mtp_extract.tune.work import save_whole, writing_to
 
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
@@ -277,16 +276,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             **{name: getattr(self, name) for name in _STATE},
         }
-        part = self._state.with_suffix(".part")
-        # In memory first: what torch makes of a full disk is no OSError.
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        with writing_to(self._folder):
-            with open(part, "wb") as file:
-                file.write(buffer.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self._state)
+        save_whole(state, self._state)
 
     def _load(self) -> None:
         try:

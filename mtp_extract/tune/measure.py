@@ -21,7 +21,8 @@ from mtp_extract.evaluate.measured import Measured, of_agreement
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
-from mtp_extract.tune.rounds import Rounds, States, aims, collate, counting, random_anchors
+from mtp_extract.tune.rounds import Rounds, aims, collate, counting, random_anchors
+from mtp_extract.tune.states import states_of
 
 
 def measure(
@@ -42,7 +43,7 @@ def measure(
         part = (
             _sampled(base, drafter, chosen, steps, temperature)
             if temperature
-            else of_agreement(teacher_forced(base, drafter, chosen, steps))
+            else of_agreement(teacher_forced(base, drafter, chosen, steps, logits_at_once=LOGITS_AT_ONCE))
         )
         parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
     return joined(parts)
@@ -59,7 +60,7 @@ def joined(parts: Sequence[Measured]) -> Measured:
 
 @torch.no_grad()
 def _sampled(base: Base, drafter: Network, texts: Sequence[Text], steps: int, temperature: float) -> Measured:
-    items = States(base, drafter.needs, (), 0, LOGITS_AT_ONCE).of(texts)
+    items = states_of(base, drafter.needs, texts, LOGITS_AT_ONCE)
     # As many as the text with the most has: all of them, in order.
     anchors, real = random_anchors(texts, max(len(text.anchors) for text in texts), torch.Generator())
     device = drafter.lm_head.weight.device

@@ -29,8 +29,9 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.centroids import Learned, Taught, learn_centroids, ranks
 from mtp_extract.tune.clusters import balanced_clusters, cluster_of, means_of
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
-from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.rounds import Rounds, collate, counting, random_anchors
+from mtp_extract.tune.states import states_of
 
 LEAST_KEPT = 0.995
 """Of the dense head's choices, on text of each kind."""
@@ -141,7 +142,7 @@ def collect(pair: Pair, drafter: MtpDrafter, texts: Sequence[Text], most: int, *
     anchors = max(1, most // (len(texts) * steps * len(conventions)))
     parts = [
         part
-        for group in groups([len(text.tokens) for text in texts], TEXTS_AT_ONCE)
+        for group in groups([len(text.tokens) for text in texts], pair.setting.batch)
         for part in _states(pair, drafter, texts, group, anchors, conventions)
     ]
     return Used(*(torch.cat([getattr(part, name) for part in parts])[:most] for name in ("states", "choices", "text")))
@@ -159,9 +160,8 @@ def _states(
     chosen, steps = [texts[index] for index in group], pair.setting.draft_steps
     most = min(anchors, max(len(text.anchors) for text in chosen))
     generator = torch.Generator().manual_seed(pair.setting.seed)
-    batch = collate(
-        pair.states(()).of(chosen), *random_anchors(chosen, most, generator), drafter.pre_projection.weight.device
-    )
+    states_there = states_of(pair.base, drafter.needs, chosen, LOGITS_AT_ONCE)
+    batch = collate(states_there, *random_anchors(chosen, most, generator), drafter.pre_projection.weight.device)
     counts = counting(batch, steps, greedy=pair.setting.temperature == 0)
     index = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
     rows = max(1, LOGITS_AT_ONCE // drafter.config.vocab_size)

@@ -20,6 +20,7 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluate.measured import Measured
 from mtp_extract.io.address import public_name
+from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
@@ -27,16 +28,13 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
 from mtp_extract.tune.new_head import NoDrafter
-from mtp_extract.tune.rounds import States
 from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.states import Room, States
 from mtp_extract.tune.work import locked
 from mtp_extract.tune.writing import as_written
 
-TEXTS_AT_ONCE = 32
-"""Least texts in one forward where nothing is trained."""
-
 _READ = 1 << 24
-_KEPT_STATES = 1 << 31  # bytes of the base's states that are kept rather than computed in every step
+_STATES = "states"  # the folder of the base's states, in that of the work
 
 
 class Pair:
@@ -131,8 +129,17 @@ class Pair:
         return network_of(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
     def states(self, texts: Sequence[Text], logits_at_once: int = LOGITS_AT_ONCE) -> States:
-        """What the base computes over ``texts``, as far as this drafter reads it."""
-        return States(self.base, self.drafter.needs, texts, _KEPT_STATES, logits_at_once)
+        """What the base computes over ``texts``, as far as this drafter reads it; says what there is no room for."""
+        setting = self.setting
+        room = Room(setting.states_memory, setting.states_disk, setting.work / _STATES, self.base_fingerprint)
+        states = States(self.base, self.drafter.needs, texts, setting.batch, room, logits_at_once)
+        if states.share < 1:
+            kept = " and ".join(f"{Bytes(found)} {place}" for place, found in states.sizes.items())
+            self.say(
+                f"keeping the base's states over {states.share:.0%} of the texts, {kept}; the others are computed in "
+                "every step that reads them"
+            )
+        return states
 
     def measured(self, drafter: Network, texts: Sequence[Text], temperature: float | None = None) -> Measured:
         """``drafter`` on ``texts``, divided among the processes, and then joined in each of them.
@@ -147,7 +154,7 @@ class Pair:
             [texts[index] for index in range(number, len(texts), processes)],
             self.setting.draft_steps,
             temperature=self.setting.temperature if temperature is None else temperature,
-            batch=max(self.setting.batch, TEXTS_AT_ONCE),
+            batch=self.setting.batch,
         )
         part = dataclasses.replace(part, text=part.text * processes + number)
         if processes == 1:

@@ -17,23 +17,9 @@ from torch import Tensor, nn
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.masks import Convention
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.protocol import KV, BaseState, DraftState, Fed, Needs
-from mtp_extract.evaluate.batches import groups
-from mtp_extract.speculate.target import Base
+from mtp_extract.drafter.protocol import KV, BaseState, DraftState, Fed
 from mtp_extract.speculate.teacher import Text
-
-_KEPT_AT_ONCE = 32  # texts in one forward of the base, where the states of all texts are kept
-
-
-@dataclass(frozen=True)
-class TextStates:
-    """What the base computes over one text of L tokens."""
-
-    text: Text  # the tokens
-    hidden: Tensor  # [L, width], after the final norm
-    shared_kv: Mapping[str, KV]  # layer type → K and V, each [KV heads, L, head_dim]
-    layers: Mapping[int, Tensor]  # layer → [L, width], the state that enters it
-    choices: Tensor  # int64 [L], the base's argmax after each token
+from mtp_extract.tune.states import TextStates
 
 
 @dataclass(frozen=True)
@@ -51,65 +37,6 @@ class Batch:
     real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
 
-class States:
-    """The base's states over texts: kept on its device if those of all texts fit, else computed when asked for.
-
-    Which texts share a forward of the base depends on nothing but the texts (or on those asked for together), so that
-    the numbers are the same, to the bit, at whichever step a training resumes.
-
-    Args:
-        needs: what the drafter reads of them.
-        room: bytes to keep them in.
-        logits_at_once: most logits at a time.
-    """
-
-    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], room: int, logits_at_once: int) -> None:
-        self._base, self._needs, self._logits_at_once = base, needs, logits_at_once
-        self._group_of: dict[Text, tuple[Text, ...]] = {}
-        self._kept: dict[Text, TextStates] = {}
-        distinct = list(dict.fromkeys(texts))
-        if distinct and self._size_of_a_token(distinct[0]) * sum(len(text.tokens) for text in distinct) <= room:
-            for group in groups([len(text.tokens) for text in distinct], _KEPT_AT_ONCE):
-                together = tuple(distinct[index] for index in group)
-                self._group_of.update(dict.fromkeys(together, together))
-
-    def of(self, texts: Sequence[Text]) -> list[TextStates]:
-        if not self._group_of:
-            found = {item.text: item for item in self._computed(list(dict.fromkeys(texts)))}
-            return [found[text] for text in texts]
-        for text in texts:
-            if text not in self._kept:
-                self._kept.update({item.text: item for item in self._computed(self._group_of[text])})
-        return [self._kept[text] for text in texts]
-
-    def _size_of_a_token(self, text: Text) -> float:
-        (item,) = self._computed([text])
-        kv = (part for kv in item.shared_kv.values() for part in kv)
-        tensors = [item.hidden, item.choices, *item.layers.values(), *kv]
-        return sum(tensor.nbytes for tensor in tensors) / len(text.tokens)
-
-    @torch.no_grad()
-    def _computed(self, texts: Sequence[Text]) -> list[TextStates]:
-        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True)
-        full = self._base.full_pass(tokens.to(self._base.device), self._needs.layers)
-        rows = max(1, self._logits_at_once // self._base.vocab_size)
-        flat = full.hidden.flatten(0, 1)
-        choices = torch.cat([self._base.logits(part).argmax(-1) for part in torch.split(flat, rows)]).view(tokens.shape)
-        # Copies, so that what is kept of one text does not hold the whole pass.
-        kinds = [(kind, *full.shared_kv[kind]) for kind in self._needs.shared_kv]
-        return [
-            TextStates(
-                text,
-                full.hidden[row, :length].clone(),
-                {kind: (k[row, :, :length].clone(), v[row, :, :length].clone()) for kind, k, v in kinds},
-                {layer: states[row, :length].clone() for layer, states in full.layers.items()},
-                choices[row, :length].clone(),
-            )
-            for row, text in enumerate(texts)
-            for length in [len(text.tokens)]
-        ]
-
-
 def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
     """``items`` side by side, on ``device``, with ``anchors`` and ``real`` [B, A]."""
     lengths = torch.tensor([len(item.text.tokens) for item in items])
@@ -118,10 +45,10 @@ def collate(items: Sequence[TextStates], anchors: Tensor, real: Tensor, device: 
     def padded(parts: Sequence[Tensor], axis: int) -> Tensor:
         shape = list(parts[0].shape)
         shape[axis] = longest
-        out = parts[0].new_zeros(len(parts), *shape)
+        out = parts[0].new_zeros(len(parts), *shape, device=device)
         for row, part in enumerate(parts):
             out[row].narrow(axis, 0, part.shape[axis]).copy_(part)
-        return out.to(device)
+        return out
 
     tokens = [torch.tensor(item.text.tokens) for item in items]
     kinds = items[0].shared_kv

@@ -206,6 +206,7 @@ def _train(
     from mtp_extract.tune.work import writing_to
 
     recipe, work = plan.recipe(), plan.setting.work
+    states = pair.states(corpus.trained, recipe.logits_at_once)
     pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
     everything = [
         pair.origin.sums,
@@ -223,7 +224,7 @@ def _train(
         latents,
         pair.drafter,
         pair.base,
-        pair.states(corpus.trained, recipe.logits_at_once),
+        states,
         corpus.kinds,
         recipe,
         pair.accelerator,
@@ -234,6 +235,8 @@ def _train(
         stop=stop,
     )
     if pair.accelerator.is_main_process:
+        if not trained.interrupted:
+            states.forget()
         with writing_to(work):
             draw_progress(trained.history, work / "progress.png")
     return trained

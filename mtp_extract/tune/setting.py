@@ -10,7 +10,7 @@ from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import BASE, About, Device, check_values
+from mtp_extract.options import BASE, About, Bytes, Device, check_values
 
 Force = Annotated[bool, About("Write also what is not better.")]
 
@@ -42,7 +42,30 @@ class Setting:
     )
     chat_template: Annotated[bool, About("Put prompts into the base's chat format.")] = True
     draft_steps: Annotated[int, About("Drafts a round to train for.", least=1)] = 3
-    batch: Annotated[int, About("Texts a step.", least=1)] = 16  # of all processes together
+    batch: Annotated[
+        int,
+        About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
+    ] = 16
+    states_memory: Annotated[
+        Bytes,
+        About(
+            "Most memory for what the base computes over the training texts, of each process; what finds no room is "
+            "computed in every step that reads it.",
+            metavar="SIZE",
+            least=0,
+            parse=Bytes.parse,
+        ),
+    ] = Bytes(2 * 10**9)  # noqa: RUF009 - a number
+    states_disk: Annotated[
+        Bytes,
+        About(
+            "Most disk space for the same, used after the memory, in the folder of the work; freed when the run is "
+            "finished.",
+            metavar="SIZE",
+            least=0,
+            parse=Bytes.parse,
+        ),
+    ] = Bytes(0)  # noqa: RUF009 - a number
     seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
     device: Device = "auto"
 

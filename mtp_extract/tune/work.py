@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -30,6 +33,42 @@ def writing_to(folder: Path) -> Iterator[None]:
             f"{error.strerror or escape(error)}. Make room there, or choose another place.",
             remedies=("work",),
         ) from error
+
+
+class _Written(io.BufferedWriter):
+    """A file for torch, which makes of a full disk a RuntimeError that does not say so; ``error`` says it."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """All of ``data``."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def save_whole(state: Mapping[str, Any], path: Path) -> None:
+    """``state``, as ``torch.save`` writes it, at ``path`` whole or not at all; no copy of it is made in memory.
+
+    Raises:
+        OutputError: it cannot be written. What was there before still is.
+    """
+    import torch
+
+    part = path.with_suffix(".part")
+    with writing_to(path.parent):
+        with _Written(io.FileIO(part, "wb")) as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:
+                if file.error is None:
+                    raise
+                raise file.error from error
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
 
 
 @contextmanager

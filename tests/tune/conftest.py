@@ -33,9 +33,9 @@ from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import MODES, Latents
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.recipe import Recipe
-from mtp_extract.tune.rounds import States
 from mtp_extract.tune.run import TuningPlan
 from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.states import Room, States
 
 
 def coded(weight: np.ndarray, bits: int = 4) -> LazyTensor:
@@ -73,6 +73,7 @@ class Tiny:
         mode: str = "qat",
         stop: Callable[[], bool] = lambda: False,
         dtype: torch.dtype = torch.float32,
+        room: Room = Room(memory=1 << 20),  # noqa: B008 - frozen
         **changes: Any,
     ) -> tuple[Latents, Trained]:
         """Train into ``folder``, or go on there."""
@@ -93,7 +94,7 @@ class Tiny:
             latents,
             drafter_of(self.checkpoint, dtype=dtype),
             self.base,
-            States(self.base, self.drafter.needs, self.texts[:5], 1 << 20, 1 << 20),
+            States(self.base, self.drafter.needs, self.texts[:5], recipe.batch, room, 1 << 20),
             (self.texts[:3], self.texts[3:5]),
             recipe,
             Accelerator(cpu=True),

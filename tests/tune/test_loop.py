@@ -7,6 +7,7 @@ import io
 import json
 import math
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loop import Trained
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.recipe import Recipe
+from mtp_extract.tune.work import save_whole
 
 from .conftest import Tiny
 
@@ -105,6 +107,26 @@ def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> 
     with pytest.raises(OutputError, match=r"log\.jsonl: expected a place to keep text and state") as found:
         tiny.train(tmp_path)
     assert found.value.remedies == ("work",)
+
+
+@pytest.mark.parametrize("share", [0, 0.02, 0.4, 0.9, 0.98, 0.999])
+def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: float) -> None:
+    """Is said as such, wherever it happens; the state that was there is whole, and a later one takes its place."""
+    state = {str(number): torch.randn(4000) for number in range(3)}
+    path = tmp_path / "state.pt"
+    save_whole(state, path)
+    before = path.read_bytes()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(before)), unlimited[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot be written: .* Make room there") as found:
+            save_whole(state, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert found.value.remedies == ("work",)
+    assert path.read_bytes() == before
+    save_whole(state, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_one_step_leaves_what_it_does_not_use(tiny: Tiny, tmp_path: Path) -> None:

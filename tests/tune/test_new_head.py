@@ -33,8 +33,9 @@ from mtp_extract.tune.measure import measure
 from mtp_extract.tune.modes import NEW_HEAD, Latents
 from mtp_extract.tune.new_head import base_layers, frequent_tokens, head_for, new_head, state_sizes, write_head
 from mtp_extract.tune.recipe import Recipe
-from mtp_extract.tune.rounds import Rounds, States, collate
+from mtp_extract.tune.rounds import Rounds, collate
 from mtp_extract.tune.run import TuningPlan, run_tuning
+from mtp_extract.tune.states import Room, States
 from mtp_extract.tune.status import Status
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
@@ -107,7 +108,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
     )
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
-    states = States(base, head.needs, texts, 1 << 20, 1 << 20)
+    states = States(base, head.needs, texts, 8, Room(1 << 20), 1 << 20)
     anchors = torch.tensor([[9, 12], [9, 12], [9, 12]])
     batch = collate(states.of(texts), anchors, torch.ones_like(anchors, dtype=torch.bool), torch.device("cpu"))
     with torch.no_grad():
@@ -152,7 +153,7 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     texts = [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
     checkpoint = untrained(base, 3, texts)
     head = network_of(checkpoint)
-    states = States(base, head.needs, texts, 1 << 20, 1 << 20)
+    states = States(base, head.needs, texts, 8, Room(1 << 20), 1 << 20)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
         recipe = Recipe(steps=4, batch=3, anchors=8, objective=objective, temperature=temperature)
         work = tmp_path / objective

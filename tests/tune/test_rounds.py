@@ -9,7 +9,8 @@ from torch import Tensor
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS, Convention
 from mtp_extract.drafter.mtp import Altered
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tune.rounds import Batch, Rounds, States, aims, collate, counting, random_anchors
+from mtp_extract.tune.rounds import Batch, Rounds, aims, collate, counting, random_anchors
+from mtp_extract.tune.states import states_of
 
 from .conftest import Tiny
 
@@ -17,7 +18,7 @@ STEPS = 3
 
 
 def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
-    states = States(tiny.base, tiny.drafter.needs, texts, 0, 1 << 20).of(texts)
+    states = states_of(tiny.base, tiny.drafter.needs, texts, 1 << 20)
     most = max(len(text.anchors) for text in texts)
     anchors, real = random_anchors(texts, most, torch.Generator().manual_seed(0))
     return collate(states, anchors, real, torch.device("cpu"))
@@ -108,17 +109,3 @@ def test_anchors(tiny: Tiny) -> None:
     assert anchors[1, :2].tolist() == [2, 3]
     assert len(set(anchors[0].tolist())) == 5
     assert set(anchors[0].tolist()) <= set(texts[0].anchors)
-
-
-def test_states_that_are_kept_are_those_that_are_made(tiny: Tiny) -> None:
-    needs, texts = tiny.drafter.needs, tiny.texts
-    kept, never = States(tiny.base, needs, texts, 1 << 20, 80), States(tiny.base, needs, texts, 1000, 1 << 20)
-    backwards = States(tiny.base, needs, texts, 1 << 20, 1 << 20).of(texts[::-1])[::-1]
-    first = kept.of(texts[:2])
-    assert kept.of(texts[:2])[0] is first[0]
-    assert never.of(texts[:2])[0] is not never.of(texts[:2])[0]
-    for one, other, same in zip(first, never.of(texts[:2]), backwards, strict=False):
-        assert torch.equal(one.choices, other.choices)
-        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-5, atol=1e-5)
-        # To the bit, in whichever order they are asked for.
-        assert torch.equal(one.hidden, same.hidden)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
+from mtp_extract.cli.tune import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.pipeline.check import verify
 from mtp_extract.report import figures
-from mtp_extract.tune import corpus
 from mtp_extract.tune import prompts as texts
 from mtp_extract.tune.corpus import Corpus
+from mtp_extract.tune.outcome import Outcome
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.status import Status
@@ -143,6 +148,30 @@ def test_the_first_ctrl_c_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_beside_json(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sits at a terminal sees how far it is, on stderr; a pipe gets the JSON and nothing else."""
+    told = list[Any]()
+
+    def tuned(plan: TuningPlan, say: Callable[[str], None], tell: Callable[[Status], None], stop: object) -> Outcome:
+        told.append(plan.setting.states_memory)
+        say("loading the base")
+        tell(Status("step", 1, 2, 60))
+        return Outcome(tmp_path, (), Mock(), Mock(), {"mode": "qat"}, ())
+
+    monkeypatch.setattr("mtp_extract.cli.tune.run_tuning", tuned)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    arguments = [str(tmp_path), "--base", "b", "-o", str(tmp_path / "o"), "--states-memory", "1.5GB", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert (ended.value.code, told) == (0, [1_500_000_000])
+    assert json.loads(sys.stdout.getvalue())["tuning"] == {"mode": "qat"}  # type: ignore[attr-defined]
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("loading the base" in shown and "step 1 of 2, 1 min 0 s left" in shown) if terminal else not shown
+
+
 def test_refused_before_any_work(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
@@ -186,10 +215,9 @@ def test_how_far_the_text_is(plan: Callable[..., TuningPlan], tmp_path: Path) ->
         assert all(0 < status.done <= status.total for status in written)
 
 
-def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
     # Text is written in several batches, which differ in length, and asked for side by side.
-    monkeypatch.setattr(corpus, "TEXTS_AT_ONCE", 5)
     found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned").record
     validator("extraction")(record)
