@@ -45,10 +45,10 @@ class Bytes(int):
     """A number of bytes, which reads as people write it: 2GB."""
 
     def __str__(self) -> str:
-        count, units = float(self), ["B", "kB", "MB", "GB"]
+        count, units = float(self), ["B", "kB", "MB", "GB", "TB"]
         while count >= 999.5 and len(units) > 1:
             count, units = count / 1000, units[1:]
-        return f"{count:.4g}{units[0]}" if self else "0"
+        return f"{count:.3g}{units[0]}" if self else "0"
 
     @classmethod
     def parse(cls, text: str) -> Bytes:

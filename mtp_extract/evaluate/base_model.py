@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from mtp_extract.errors import HubError, MtpExtractError, PairError, SourceError, escape, few
+from mtp_extract.evaluate.base_size import BaseSize, check_room, size_of
 from mtp_extract.evaluate.extras import quiet_transformers, require
 from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.place import files_of
@@ -54,11 +54,52 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         HubError: the Hub cannot be reached, or has no such model, or wants a token.
         MtpExtractError: too little memory, or a device that is not there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    placed = placement(device)
+    where, found, config = _configured(name)
+    local = Path(where).is_dir()
+    notes = []
+    dtype: str | torch.dtype = "auto"
+    if (
+        getattr(config, "dtype", None) is torch.float16
+        or getattr(config.get_text_config(), "dtype", None) is torch.float16
+    ):
+        dtype = torch.bfloat16
+        notes.append("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16")
+    with _explained(name, local, "tokenizer"):
+        if local and not any((Path(where) / file).is_file() for file in _TOKENIZER_FILES):
+            raise OSError(f"none of {', '.join(_TOKENIZER_FILES)}")
+        tokenizer = AutoTokenizer.from_pretrained(where, **found)
+    weights = size_of(where, found, config).weights or 0
+    check_room(int(weights * _HEADROOM), placed, "the base needs")
+    with memory_guard("loading the base"), _explained(name, local, "model"), quiet_transformers():
+        if placed is None:
+            found["device_map"] = "auto"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **found)
+        model, info = loaded
+        _check_whole(name, model, info)
+        model = (model if placed is None else model.to(placed)).eval().requires_grad_(False)
+    embedding = model.get_input_embeddings().weight
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], tuple(notes))
+
+
+def read_size(name: str) -> BaseSize:
+    """How large the base ``name`` is; its weights are not read, and from the Hub come headers alone.
+
+    Raises:
+        PairError, HubError: as for :func:`load_base`.
+    """
+    return size_of(*_configured(name))
+
+
+def _configured(name: str) -> tuple[str, dict[str, Any], Any]:
+    """Where it lies, what to pass to ``from_pretrained``, and its config."""
+    from transformers import AutoConfig, PretrainedConfig
 
     where, revision = _locate(name)
     local = Path(where).is_dir()
-    placement = _placement(device)
     found: dict[str, Any] = {} if local else _reach(where, revision)
     with _explained(name, local, "model"):
         stored, _ = PretrainedConfig.get_config_dict(where, **found)
@@ -72,30 +113,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             f"expected a base model in {escape(name)}, found a drafter ({config.model_type}); give the model that it "
             "drafts for"
         )
-    notes = []
-    dtype: str | torch.dtype = "auto"
-    if (
-        getattr(config, "dtype", None) is torch.float16
-        or getattr(config.get_text_config(), "dtype", None) is torch.float16
-    ):
-        dtype = torch.bfloat16
-        notes.append("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16")
-    with _explained(name, local, "tokenizer"):
-        if local and not any((Path(where) / file).is_file() for file in _TOKENIZER_FILES):
-            raise OSError(f"none of {', '.join(_TOKENIZER_FILES)}")
-        tokenizer = AutoTokenizer.from_pretrained(where, **found)
-    if local:
-        _check_memory(Path(where), placement)
-    with memory_guard("loading the base"), _explained(name, local, "model"), quiet_transformers():
-        if placement is None:
-            found["device_map"] = "auto"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **found)
-        model, info = loaded
-        _check_whole(name, model, info)
-        model = (model if placement is None else model.to(placement)).eval()
-    weights = model.get_input_embeddings().weight
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    return LoadedBase(name, model, tokenizer, weights.device, tuple(devices), str(weights.dtype)[6:], tuple(notes))
+    return where, found, config
 
 
 def _check_size(name: str, config: Mapping[str, Any]) -> None:
@@ -153,8 +171,12 @@ def _reach(repository: str, revision: str | None) -> dict[str, Any]:
     return found
 
 
-def _placement(device: str) -> torch.device | None:
-    """The one device, or None for all GPUs."""
+def placement(device: str) -> torch.device | None:
+    """The one device that ``device`` means, or None for all GPUs.
+
+    Raises:
+        MtpExtractError: it is not there.
+    """
     count = torch.cuda.device_count()
     if device == "auto":
         device = "balanced" if count > 1 else "cuda:0" if count else "cpu"
@@ -251,34 +273,3 @@ def _check_whole(name: str, model: Any, info: Mapping[str, Any]) -> None:
 def _key(found: Any) -> str:
     """The name in what transformers tells of a tensor: alone, or with shapes."""
     return str(found[0] if isinstance(found, tuple) else found)
-
-
-def _check_memory(directory: Path, device: torch.device | None) -> None:
-    """Refuse a load that cannot succeed, before the machine starts to swap."""
-    needed = int(sum(file.stat().st_size for file in directory.glob("*.safetensors")) * _HEADROOM)
-    if device is None:
-        available = sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
-        place = "all GPUs"
-    else:
-        if device.type == "mps":
-            return
-        place = str(device)
-        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    if needed > available:
-        raise MtpExtractError(
-            f"too little memory on {place}: the base needs about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are "
-            "free. Close other programs, use another device, or a machine with more",
-            remedies=("device",),
-        )
-
-
-def _free_memory() -> int:
-    """Bytes of main memory that can be had without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
-        if found:
-            return int(found[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

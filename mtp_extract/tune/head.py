@@ -83,6 +83,10 @@ class HeadPlan:
             )
         return count
 
+    def most_states(self, vocabulary: int) -> int:
+        """Of the drafter, that the head is made from at most; errors as of :meth:`count`."""
+        return self.states or max(_LEAST_STATES, _STATES_A_CENTROID * self.count(vocabulary))
+
 
 def run_ordered_head(
     plan: HeadPlan,
@@ -103,13 +107,14 @@ def run_ordered_head(
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.kinds import OWN, Material
+    from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.ordered import Kept, Reached, build_head, dense, head_of, ordered, ranks_of
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
     from mtp_extract.tune.writing import as_written, check_writable, ordered_record
 
-    pair = Pair(plan.setting, say)
+    pair = Pair(plan.setting, say, Demand(None, states=plan.most_states))
     if pair.share[1] > 1:
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")
     before = dense(pair.origin.checkpoint)
@@ -122,7 +127,7 @@ def run_ordered_head(
         drafter = pair.drafter_of(before)
         assert isinstance(drafter, MtpDrafter)
         corpus = Corpus.of(pair, tell)
-        most = plan.states or max(_LEAST_STATES, _STATES_A_CENTROID * count)
+        most = plan.most_states(vocabulary)
         found = Material.of(pair, drafter, corpus, head_of(before), most, tell)
         pair.say(f"making {count} clusters, and learning their centroids from {found.states} states")
         built = build_head(

@@ -62,28 +62,28 @@ def base_layers(count: int) -> tuple[int, ...]:
     return tuple(max(1, (count - 1) * part // FUSED) for part in range(1, FUSED + 1))
 
 
-def head_for(base: Base, draft_vocab_size: int, name: str | None) -> Eagle3Config:
-    """The shape of a head as wide as ``base``, with the heads of its first layer and its feed-forward block.
+def head_for(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
+    """The shape of a head as wide as the base, with the heads of its first layer and its feed-forward block.
 
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
 
     Args:
+        text: the base's text config, of transformers.
         draft_vocab_size: tokens that it may propose, if the base has as many.
         name: of the base, whose embeddings the head shares.
     """
-    text = base.config
-    first = text.per_layer_config[0]
-    heads = math.gcd(int(text.num_attention_heads), base.width)
+    first, width, vocabulary = text.per_layer_config[0], int(text.hidden_size), int(text.vocab_size)
+    heads = math.gcd(int(text.num_attention_heads), width)
     return Eagle3Config(
-        backbone_hidden_size=base.width,
-        hidden_size=base.width,
+        backbone_hidden_size=width,
+        hidden_size=width,
         intermediate_size=int(text.intermediate_size),
-        vocab_size=base.vocab_size,
-        draft_vocab_size=min(draft_vocab_size, base.vocab_size),
+        vocab_size=vocabulary,
+        draft_vocab_size=min(draft_vocab_size, vocabulary),
         num_heads=heads,
         num_kv_heads=math.gcd(int(first.num_key_value_heads), heads),
         head_dim=int(first.head_dim),
-        base_layers=base_layers(base.num_layers),
+        base_layers=base_layers(len(text.layer_types)),
         rope_theta=_ROPE_THETA,
         rms_norm_eps=float(text.rms_norm_eps),
         norm_before_fc=True,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mtp_extract.evaluate.measured import Measured
     from mtp_extract.tune.corpus import Corpus
     from mtp_extract.tune.loop import Trained
-    from mtp_extract.tune.modes import Latents
+    from mtp_extract.tune.modes import Latents, Mode
     from mtp_extract.tune.outcome import Outcome
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.recipe import Recipe
@@ -82,6 +82,13 @@ class TuningPlan:
             seed=self.setting.seed,
         )
 
+    @property
+    def trained_mode(self) -> Mode:
+        """What is trained."""
+        from mtp_extract.tune.modes import MODES, NEW_HEAD
+
+        return NEW_HEAD if self.setting.directory is None else MODES[self.mode]
+
     def check(self) -> None:
         """What can be said before anything is loaded.
 
@@ -124,13 +131,14 @@ def run_tuning(
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus
+    from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
     from mtp_extract.tune.verdict import Comparisons
     from mtp_extract.tune.writing import tuned_record
 
-    pair = Pair(plan.setting, say)
     new = plan.setting.directory is None
+    pair = Pair(plan.setting, say, Demand(plan.trained_mode, plan.recipe().objective, plan.draft_vocab))
     with memory_guard("tuning"), ExitStack() as stack:
         # What cannot be written is refused before anything is kept.
         latents = None if new else _latents(plan, pair)
@@ -164,7 +172,7 @@ def _untrained_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> Path:
     from mtp_extract.tune.new_head import frequent_tokens, head_for, new_head, state_sizes, write_head
 
     directory, base, setting = plan.setting.work / "untrained-eagle3-head", pair.base, plan.setting
-    config = head_for(base, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
+    config = head_for(base.config, plan.draft_vocab, None if Path(setting.base).is_dir() else setting.base)
     if pair.accelerator.is_main_process:
         tokens = frequent_tokens(corpus.trained, config.draft_vocab_size, config.vocab_size, base.stop_token_ids)
         dtype = "bf16" if pair.loaded.dtype == "bfloat16" else "f32"
@@ -176,15 +184,14 @@ def _untrained_head(plan: TuningPlan, pair: Pair, corpus: Corpus) -> Path:
 
 def _latents(plan: TuningPlan, pair: Pair) -> Latents:
     """What is trained; refused here where its like cannot be written."""
-    from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
+    from mtp_extract.tune.modes import Latents
     from mtp_extract.tune.writing import check_writable
 
     # What this norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states. And a round of one step
     # never reads the state that the step hands on.
     idle = ("input_norm", *(["post_projection"] if plan.setting.draft_steps == 1 else []))
-    mode = MODES[plan.mode] if plan.setting.directory is not None else NEW_HEAD
     try:
-        latents = Latents(pair.origin.checkpoint, mode, pair.accelerator.device, idle)
+        latents = Latents(pair.origin.checkpoint, plan.trained_mode, pair.accelerator.device, idle)
     except MtpExtractError as error:
         raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
     changed = latents.tuned({key: value + 1 for key, value in latents.values.items()})

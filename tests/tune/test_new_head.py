@@ -42,7 +42,7 @@ PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
-    config = head_for(base, tokens, None)
+    config = head_for(base.config, tokens, None)
     chosen = frequent_tokens(texts or [], tokens, base.vocab_size)
     return new_head(base, config, chosen, state_sizes(base, config.base_layers, texts or []), "f32", 0)
 
@@ -78,7 +78,7 @@ def test_states_begin_alike() -> None:
     tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0))
     tokens[0, 0] = 7
     texts = [Text(tuple(tokens[0].tolist()), 1)]
-    config = head_for(base, 32, None)
+    config = head_for(base.config, 32, None)
     sizes = state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     head = network_of(new_head(base, config, list(range(32)), sizes, "f32", 0))
@@ -186,11 +186,11 @@ def test_a_base_of_three_layers_has_no_three_states() -> None:
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
     base = Base(random_base(num_hidden_layers=3, layer_types=layer_types, num_kv_shared_layers=0))
     with pytest.raises(DrafterError, match="3 different layers"):
-        head_for(base, 32, None)
+        head_for(base.config, 32, None)
 
 
 def test_the_shape_is_the_bases_own() -> None:
-    config = head_for(Base(random_base()), 32000, "org/base")
+    config = head_for(Base(random_base()).config, 32000, "org/base")
     assert config == Eagle3Config(
         backbone_hidden_size=32, hidden_size=32, intermediate_size=48, vocab_size=40, draft_vocab_size=40, num_heads=4,
         num_kv_heads=2, head_dim=8, base_layers=(1, 2, 4), rope_theta=1e6, norm_before_fc=True,

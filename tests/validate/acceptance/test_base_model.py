@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
-from mtp_extract.evaluate import base_model
+from mtp_extract.evaluate import base_size
 from mtp_extract.evaluate.base_model import load_base, memory_guard
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
@@ -28,6 +28,8 @@ def copied(base: Path, tmp_path: Path) -> Path:
 def test_loads_the_sample(base: Path) -> None:
     loaded = load_base(str(base), "cpu")
     assert (loaded.dtype, loaded.devices, loaded.drafter_dtype) == ("float32", ("cpu",), torch.float32)
+    # A training would make gradients of its embeddings, which are larger than a drafter.
+    assert not [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
 
 
 def test_float16_is_not_computed_in(copied: Path) -> None:
@@ -148,7 +150,7 @@ def test_no_such_device(base: Path, device: str, message: str) -> None:
 
 
 def test_too_little_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_model, "_free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(base_size, "free_memory", lambda: 1_000_000)
     with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base needs about 0\.0 GB"):
         load_base(str(base), "cpu")
 
