@@ -124,7 +124,7 @@ def estimate(
     needs = needs_of(config)
     a_token = token_bytes(needs, size)
     batch = setting.batch
-    stored = min(int(setting.states_memory), trained * a_token)
+    stored = min(setting.states_memory, trained * a_token)
     piece = min(LOGITS_AT_ONCE, batch * longest * int(text.vocab_size))  # logits at one time
     kv = _kv_bytes(text, setting.draft_steps, prompt + setting.new_tokens) * size
     vocabulary = int(text.vocab_size)

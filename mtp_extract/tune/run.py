@@ -241,6 +241,8 @@ def _train(
         tell=tell,
         stop=stop,
     )
+    # It keeps the optimizer, and with that two numbers for each that was trained.
+    pair.accelerator.free_memory()
     if pair.accelerator.is_main_process:
         if not trained.interrupted:
             states.forget()

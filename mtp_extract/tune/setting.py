@@ -47,7 +47,7 @@ class Setting:
         About("Texts a step, of all processes together; each writes and measures as many at a time.", least=1),
     ] = 16
     states_memory: Annotated[
-        Bytes,
+        int,
         About(
             "Most memory for what the base computes over the training texts, of each process; what finds no room is "
             "computed in every step that reads it.",
@@ -57,7 +57,7 @@ class Setting:
         ),
     ] = Bytes(2 * 10**9)  # noqa: RUF009 - a number
     states_disk: Annotated[
-        Bytes,
+        int,
         About(
             "Most disk space for the same, used after the memory, in the folder of the work; freed when the run is "
             "finished.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import signal
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 
@@ -108,6 +110,26 @@ def test_a_stop_leaves_the_best_so_far(plan: Callable[..., TuningPlan], tmp_path
     whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
     assert whole.record["steps_done"] > 4
     assert not whole.record["interrupted"]
+
+
+def test_what_training_took_is_given_back(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """Before the tuned drafter is measured: an optimizer holds two numbers for each that is trained."""
+
+    def optimizers() -> int:
+        gc.collect()
+        return sum(issubclass(type(held), torch.optim.Optimizer) for held in gc.get_objects())
+
+    there, counted = optimizers(), list[int]()
+
+    def say(line: str) -> None:
+        if line.startswith("measuring the tuned drafter"):
+            counted.append(optimizers())
+
+    made = plan(tmp_path / "tuned", steps=1, seed=7, states_memory=0, states_disk=10**9)
+    (made.setting.work / "states").mkdir(exist_ok=True)
+    run_tuning(made, say)
+    assert counted == [there]
+    assert not (made.setting.work / "states").exists()
 
 
 def test_a_second_stop_leaves_nothing(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
