@@ -55,7 +55,7 @@ class Setting:
             least=0,
             parse=Bytes.parse,
         ),
-    ] = Bytes(2 * 10**9)  # noqa: RUF009 - a number
+    ] = Bytes(2 * 10**9)
     states_disk: Annotated[
         int,
         About(
@@ -65,7 +65,7 @@ class Setting:
             least=0,
             parse=Bytes.parse,
         ),
-    ] = Bytes(0)  # noqa: RUF009 - a number
+    ] = Bytes(0)
     seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
     device: Device = "auto"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -49,7 +50,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_wherever_they_are_kept(tiny: Tiny, tmp_path: Path, forwards: Mock, dtype: torch.dtype) -> None:
     """In memory, on disk, or nowhere; in whichever order they are asked for; by a run before."""
-    base = Base(tiny.base.model if dtype == torch.float32 else tiny.base.model.bfloat16())
+    base = Base(copy.deepcopy(tiny.base.model).to(dtype))
     needs = Needs(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
     texts = [*tiny.texts, tiny.texts[0]]
     rooms = {
@@ -80,7 +81,6 @@ def test_the_same_wherever_they_are_kept(tiny: Tiny, tmp_path: Path, forwards: M
     assert sizes == [len(text.tokens) * token_bytes(needs, dtype.itemsize) for text in texts]
     made["disk"].forget()
     assert not (tmp_path / "disk").exists()
-    tiny.base.model.float()
 
 
 def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
