@@ -19,7 +19,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.made import made_states
 from mtp_extract.tune.ordered import Used, collect
-from mtp_extract.tune.pair import TEXTS_AT_ONCE, Pair
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing
@@ -131,7 +131,7 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
         new_tokens=min(setting.new_tokens, _NEW_TOKENS),
         temperature=setting.temperature,
         seed=setting.seed,
-        batch=max(setting.batch, TEXTS_AT_ONCE),
+        batch=setting.batch,
         chat_template=False,
     )
     pair.say(f"continuing {len(items)} prompts of random tokens")

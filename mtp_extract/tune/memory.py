@@ -19,15 +19,17 @@ from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import INDEX, MATRIX, shapes_of
 from mtp_extract.drafter.protocol import Needs
 from mtp_extract.evaluate.base_size import BaseSize, check_room
+from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.options import Bytes
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.modes import Mode
-from mtp_extract.tune.prompts import TRAINED, Item
+from mtp_extract.tune.prompts import TRAINED, side_of
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.states import token_bytes
+from mtp_extract.tune.text import BRANCHES
 
 _F32 = 4
-_A_LOGIT = {"ce": 12, "kl": 24, "tv": 24}
+_A_LOGIT = {"mixed": 28, "ce": 12, "kl": 24, "tv": 24}
 """Bytes that the loss takes for each logit of a piece; measured (``scripts/bench_loss.py``)."""
 _SCORED = 24  # bytes for each logit of a piece that is measured: two distributions, and their products
 _DRAWN = 20  # bytes for each logit of a round of generation
@@ -82,7 +84,7 @@ class Demand:
     """What a run is asked to do, as far as its memory depends on it."""
 
     mode: Mode | None  # None where an ordered head is made
-    objective: str = "ce"
+    objective: str = "mixed"
     draft_vocab: int = 0  # of a new head, tokens
     # of an ordered head, by the vocabulary: most states of the drafter that it is made from
     states: Callable[[int], int] | None = None
@@ -106,7 +108,7 @@ class _Sizes:
 
 
 def estimate(
-    setting: Setting, demand: Demand, base: BaseSize, config: DrafterConfig | Eagle3Config, items: Sequence[Item]
+    setting: Setting, demand: Demand, base: BaseSize, config: DrafterConfig | Eagle3Config, items: Sequence[Prompt]
 ) -> Estimate:
     """What the run will take; of the base only if its size is known.
 
@@ -183,15 +185,17 @@ def processes_here(processes: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
-def _tokens(setting: Setting, items: Sequence[Item]) -> tuple[int, int, int]:
+def _tokens(setting: Setting, items: Sequence[Prompt]) -> tuple[int, int, int]:
     """Of the longest prompt, of the longest text, and of all that is trained on: about, as nothing is encoded yet."""
-    lengths = [len(item.prompt if isinstance(item.prompt, str) else item.key) // _CHARACTERS + 8 for item in items]
-    trained = sum(length for length, item in zip(lengths, items, strict=True) if item.side == TRAINED)
+    contents = [item.content if isinstance(item.content, str) else item.key for item in items]
+    lengths = [len(content) // _CHARACTERS + 8 for content in contents]
     longest = max(lengths, default=0)
+    trained = [length for length, item in zip(lengths, items, strict=True) if side_of(item.source) == TRAINED]
     if setting.text is not None:
-        return 0, min(longest, setting.new_tokens), trained
-    more = sum(item.side == TRAINED for item in items) * setting.new_tokens
-    return longest, longest + setting.new_tokens, trained + more
+        return 0, min(longest, setting.new_tokens), sum(trained)
+    # As it is served and otherwise, and for greedy serving from within the latter.
+    times = 2 if setting.temperature else 2 + BRANCHES
+    return longest, longest + setting.new_tokens, times * (sum(trained) + len(trained) * setting.new_tokens)
 
 
 def _kv_bytes(text: Any, draft_steps: int, capacity: int) -> int:

@@ -21,7 +21,7 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard, placement, read_size
 from mtp_extract.evaluate.base_size import free_on
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import shipped_prompts
+from mtp_extract.evaluate.prompts import read_prompts, shipped_prompts
 from mtp_extract.io.address import public_name
 from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
@@ -32,7 +32,6 @@ from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.measure import joined, measure
 from mtp_extract.tune.memory import Demand, estimate, processes_here
 from mtp_extract.tune.new_head import NoDrafter, head_for
-from mtp_extract.tune.prompts import of_prompts, read_items
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.states import Room, States
 from mtp_extract.tune.work import locked
@@ -92,7 +91,7 @@ class Pair:
         setting, given = self.setting, self.setting.prompts or self.setting.text
         base = read_size(setting.base)
         config = self.origin.checkpoint.config if setting.directory else head_for(base.config, demand.draft_vocab, None)
-        items = read_items(given) if given else of_prompts(shipped_prompts())
+        items = read_prompts(given) if given else shipped_prompts()
         found = estimate(setting, demand, base, config, items)
         device = placement(setting.device)
         free = free_on(device)

@@ -29,8 +29,10 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.work import writing_to
 
+BRANCHES = 3
+"""Of a text, places from which the base goes on."""
+
 _GRAM = 8
-_BRANCHES = 3  # of a text
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Writing:
         for text in texts:
             places = range(text.prompt_length, int(min(len(text.tokens), room + 1)))
             draw = torch.Generator().manual_seed(_number([self.seed, *text.tokens]))
-            chosen = torch.randperm(len(places), generator=draw)[:_BRANCHES].sort().values.tolist()
+            chosen = torch.randperm(len(places), generator=draw)[:BRANCHES].sort().values.tolist()
             found += [Encoded(text.tokens[: places[index]], None) for index in chosen]
         return short, found
 

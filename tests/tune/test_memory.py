@@ -13,20 +13,21 @@ from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate import base_size
 from mtp_extract.evaluate.base_size import BaseSize
+from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.options import Bytes
 from mtp_extract.tune import memory, pair
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.memory import Demand, Estimate, Phase, estimate, needs_of
 from mtp_extract.tune.modes import MODES, NEW_HEAD, Latents
 from mtp_extract.tune.new_head import head_for
-from mtp_extract.tune.prompts import Item
+from mtp_extract.tune.prompts import side_of
 from mtp_extract.tune.run import TuningPlan, run_tuning
 from mtp_extract.tune.setting import Setting
 
 from .conftest import Tiny
 
 SETTING = Setting(Path("d"), "base", Path("w"), new_tokens=10, batch=4)
-ITEMS = [Item("code", str(number), "word" * 9) for number in range(40)]
+ITEMS = [Prompt("code", "word" * 9, str(number)) for number in range(40)]
 
 
 def of(tiny: Tiny, mode: str, setting: Setting = SETTING) -> dict[str, Phase]:
@@ -56,7 +57,7 @@ def test_what_is_trained(tiny: Tiny, mode: str) -> None:
 
 def test_k_and_v(tiny: Tiny) -> None:
     """Of a batch whose texts are as long as they may become."""
-    prompt = len(ITEMS[0].prompt) // 3 + 8
+    prompt = len(ITEMS[0].content) // 3 + 8
     steps = SETTING.draft_steps
     cache = tiny.base.new_cache(batch=4, capacity=prompt + 10, queries=steps + 1)
     with torch.no_grad():
@@ -71,8 +72,9 @@ def test_states_are_counted_as_far_as_they_are_kept(tiny: Tiny) -> None:
         for size in (1000, 10**9)
     )
     assert some == 1000
-    trained = sum(item.side == "trained" for item in ITEMS)
-    assert all_ == trained * (len(ITEMS[0].prompt) // 3 + 8 + 10) * (4 * (32 + 2 * 2 * 20) + 8)
+    trained = sum(side_of(item.source) == "trained" for item in ITEMS)
+    # Of five kinds and places: as it is served, otherwise, and three places within that.
+    assert all_ == 5 * trained * (len(ITEMS[0].content) // 3 + 8 + 10) * (4 * (32 + 2 * 2 * 20) + 8)
 
 
 def test_a_larger_batch_takes_more(tiny: Tiny) -> None:
