@@ -285,7 +285,7 @@ class MtpDrafter(nn.Module):
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         """As :meth:`step`, without the head: the state after the final norm, [batch, queries, width]."""
-        h, projected = self.body(*state.arguments(token))
+        h, projected = self.network(state.arguments(token).embedding_and_hidden, state.views)
         return h, dataclasses.replace(state, hidden=projected, step=state.step + 1)
 
     def with_config(self, config: DrafterConfig) -> MtpDrafter:

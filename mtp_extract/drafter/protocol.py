@@ -75,7 +75,7 @@ class BaseState:
     positions: Tensor  # int64 [batch, queries], where the pending token stands; at least 1
     hidden: Tensor  # [batch, queries, width], the state after the final norm that predicted it
     embed: Callable[[Tensor], Tensor]  # tokens [...] → [..., width], the base's embedding, scaled
-    shared_kv: Mapping[str, KV]  # layer type → the base's K and V, of every layer type it has
+    shared_kv: Mapping[str, KV]  # layer type → the base's K and V, of every layer type that is needed at least
     slot_positions: Mapping[str, Tensor]
     """Layer type → int64 [batch, slots], the position whose K and V a slot holds; later than any query where it holds
     none."""

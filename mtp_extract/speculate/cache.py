@@ -9,6 +9,9 @@ that reason, and is overwritten when the sequence gets there. The LiteRT runtime
 A tree has several nodes at one position, so they are written as if they stood one after the other; then what the
 accepted ones wrote is moved to the slots of their positions, and all is as after a chain.
 
+What reads a layer in F32 gets a copy that follows every write, so that a round converts what is new and not the
+whole context.
+
 A sliding ring of ``window + queries`` slots is enough: the newest write of a round, at ``n + queries - 1``
 for the first query's position n, then falls on positions before ``n - window``, which neither the base nor
 the drafter looks at again.
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mtp_extract.drafter.protocol import KV
 
 NEVER = torch.iinfo(torch.int64).max
 """The position held by a slot that was never written: later than any query."""
@@ -50,15 +55,15 @@ class SlotCache:
         windows: per layer with K and V of its own, its sliding window, or None for full attention.
         capacity: positions a sequence can reach.
         queries: most tokens a sequence is fed after its prompt in one forward.
-        device: where positions are kept; K and V stay where their layer puts them.
+        device: where positions are kept, and copies in F32; K and V stay where their layer puts them.
     """
 
     def __init__(
         self, windows: Sequence[int | None], *, batch: int, capacity: int, queries: int, device: torch.device
     ) -> None:
-        self._windows = tuple(windows)
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self._windows, self._device = tuple(windows), device
+        self._kept: dict[int, KV] = {}
+        self._wide: dict[int, KV] = {}  # copies in F32, of layers that were read so
         self._filled = False
         self._kinds: dict[int | None, _Kind] = {}
         for window in set(self._windows):
@@ -67,13 +72,13 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all K and V."""
-        return sum(x.numel() * x.element_size() for group in (self._keys, self._values) for x in group.values())
+        """Bytes of all K and V, without copies."""
+        return sum(part.numel() * part.element_size() for kept in self._kept.values() for part in kept)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """[batch, KV heads, slots, head_dim] of each layer's K, in order of layers."""
-        return [tuple(self._keys[layer].shape) for layer in sorted(self._keys)]
+        return [tuple(self._kept[layer][0].shape) for layer in sorted(self._kept)]
 
     def begin(self, starts: Tensor, queries: int, lengths: Tensor | None = None) -> Tensor:
         """Announce a forward over ``queries`` tokens a sequence, from position ``starts[b]`` on.
@@ -110,13 +115,15 @@ class SlotCache:
         later all slots, so that shapes stay the same from round to round.
         """
         kind = self._kinds[self._windows[layer]]
-        if layer not in self._keys:
-            for store, new in ((self._keys, keys), (self._values, values)):
-                # Zeros, not uninitialized memory: a masked slot has weight 0, and 0 · NaN is NaN.
-                store[layer] = new.new_zeros(*new.shape[:2], kind.size, new.shape[3])
-        _store(self._keys[layer], keys, kind)
-        _store(self._values[layer], values, kind)
-        return (self._keys[layer], self._values[layer]) if self._filled else (keys, values)
+        if layer not in self._kept:
+            # Zeros, not uninitialized memory: a masked slot has weight 0, and 0 · NaN is NaN.
+            key, value = (new.new_zeros(*new.shape[:2], kind.size, new.shape[3]) for new in (keys, values))
+            self._kept[layer] = key, value
+        for copies in (self._kept, self._wide):
+            if layer in copies:
+                for store, new in zip(copies[layer], (keys, values), strict=True):
+                    _store(store, new, kind)
+        return self._kept[layer] if self._filled else (keys, values)
 
     def end(self) -> None:
         """Say that the forward announced by :meth:`begin` is done."""
@@ -137,23 +144,35 @@ class SlotCache:
             window: ((sources % kind.size)[:, None, :, None], (targets % kind.size)[:, None, :, None])
             for window, kind in self._kinds.items()
         }
-        for store in (self._keys, self._values):
-            for layer, stored in store.items():
-                source, target = (slots.to(stored.device) for slots in moves[self._windows[layer]])
-                heads = (-1, stored.shape[1], -1, stored.shape[3])
-                stored.scatter_(2, target.expand(heads), stored.gather(2, source.expand(heads)))
+        for copies in (self._kept, self._wide):
+            for layer, parts in copies.items():
+                for stored in parts:
+                    source, target = (slots.to(stored.device) for slots in moves[self._windows[layer]])
+                    heads = (-1, stored.shape[1], -1, stored.shape[3])
+                    stored.scatter_(2, target.expand(heads), stored.gather(2, source.expand(heads)))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """K, V, [batch, KV heads, slots, head_dim], and the positions in the slots, int64 [batch, slots]."""
-        return self._keys[layer], self._values[layer], self._kinds[self._windows[layer]].positions
+        return *self._kept[layer], self._kinds[self._windows[layer]].positions
+
+    def read_wide(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`read`, in F32. The first call copies the whole layer; from then on the copy follows every write."""
+        *kept, positions = self.read(layer)
+        if layer not in self._wide:
+            keys, values = (part.to(self._device, torch.float32) for part in kept)
+            if keys is kept[0]:
+                return keys, values, positions
+            self._wide[layer] = keys, values
+        return *self._wide[layer], positions
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these sequences, int64 [kept], in this order."""
         for kind in self._kinds.values():
             kind.positions = kind.positions[rows]
-        for store in (self._keys, self._values):
-            for layer, stored in store.items():
-                store[layer] = stored[rows.to(stored.device)]
+        for copies in (self._kept, self._wide):
+            for layer, (keys, values) in copies.items():
+                index = rows.to(keys.device)
+                copies[layer] = keys[index], values[index]
 
     def get_seq_length(self, *_: object) -> int:
         """Asked by transformers only when no position_ids are given, which never happens here."""
@@ -164,4 +183,4 @@ def _store(store: Tensor, new: Tensor, kind: _Kind) -> None:
     assert kind.target is not None, "begin() comes before every forward"
     if kind.source is not None:
         new = new.gather(2, kind.source.to(new.device).expand(*new.shape[:2], -1, new.shape[3]))
-    store.scatter_(2, kind.target.to(new.device).expand_as(new), new)
+    store.scatter_(2, kind.target.to(store.device).expand_as(new), new.to(store))

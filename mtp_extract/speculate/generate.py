@@ -343,7 +343,7 @@ class _Run:
             loop.position[:, None],
             loop.hidden[:, None],
             self.base.embed,
-            *self.base.read_kv(loop.cache),
+            *self.base.read_kv(loop.cache, self.drafter.needs.shared_kv),
             loop.fed,
             self._previous,
             self._rows,

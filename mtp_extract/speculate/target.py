@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -143,11 +143,11 @@ class Base:
         cache.end()
         return Fed(tokens, positions, output.last_hidden_state, states)
 
-    def read_kv(self, cache: SlotCache) -> tuple[dict[str, KV], dict[str, Tensor]]:
-        """The shared KV pairs, and the position in each of their slots; layer type → value."""
+    def read_kv(self, cache: SlotCache, kinds: Iterable[str]) -> tuple[dict[str, KV], dict[str, Tensor]]:
+        """The shared K and V of these layer types, in F32, and the position in each of their slots."""
         kv, positions = {}, {}
-        for kind, layer in self.kv_providers.items():
-            keys, values, positions[kind] = cache.read(layer)
+        for kind in kinds:
+            keys, values, positions[kind] = cache.read_wide(self.kv_providers[kind])
             kv[kind] = (keys, values)
         return kv, positions
 

@@ -34,11 +34,13 @@ class Dispatched:
         waits: tables copied to the host.
         copies: operators that read from one device and write to another, and tensors made of numbers.
         operators: name → how many, composites opened up.
+        converted: numbers turned from one floating-point type into another.
     """
 
     waits: int = 0
     copies: int = 0
     operators: Counter[str] = field(default_factory=Counter)
+    converted: int = 0
 
 
 class _Counting(TorchDispatchMode):
@@ -60,6 +62,12 @@ class _Counting(TorchDispatchMode):
             read = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim}
             written = {x.device.type for x in tree_leaves(out) if isinstance(x, Tensor)}
             self.found.copies += bool(read) and read != written
+            if (
+                func._overloadpacket is torch.ops.aten._to_copy
+                and out.dtype != args[0].dtype
+                and out.dtype.is_floating_point
+            ):
+                self.found.converted += out.numel()
         return out
 
 

@@ -36,7 +36,7 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
         position = torch.tensor([[anchor]])
         aim = targets([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
-        kv = base.read_kv(cache)
+        kv = base.read_kv(cache, drafter.needs.shared_kv)
         known = BaseState(position.to(base.device), fed.hidden[:, -1:], base.embed, *kv, fed, previous)
         state = drafter.start(known)
         previous = state if drafter.needs.own_cache else None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.random_pairs import random_base
 
+from mtp_extract.speculate.cache import SlotCache
 from mtp_extract.speculate.target import Base
 
 
@@ -54,7 +55,7 @@ def test_ragged_rounds_with_rollback(attention: str, changes: dict[str, Any]) ->
             expected = plain[row].hidden[0, start : start + right[i]]
             torch.testing.assert_close(states[i, : right[i]], expected, atol=2e-5, rtol=2e-5)
         starts = [start + count for start, count in zip(starts, right, strict=True)]
-        kv, positions = base.read_kv(cache)
+        kv, positions = base.read_kv(cache, base.kv_providers)
         for kind, (keys, values) in kv.items():
             window = base.windows[kind]
             for i, row in enumerate(rows):
@@ -78,6 +79,39 @@ def test_sliding_layers_keep_a_window_only() -> None:
     base.forward(torch.zeros(1, 300, dtype=torch.long), torch.tensor([0]), cache, torch.tensor([300]))
     assert sorted(shape[2] for shape in cache.shapes) == [9, 9, 500]
     assert cache.nbytes == 4 * 2 * (2 * 2 * 9 * 8 + 2 * 500 * 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_in_f32_follows_every_write(dtype: torch.dtype) -> None:
+    """Prompts, drafts that are overwritten, trees, and sequences that leave: as if all were converted anew."""
+    numbers = torch.Generator().manual_seed(0)
+    windows, queries = (3, None), 4
+    cache = SlotCache(windows, batch=3, capacity=40, queries=queries, device=torch.device("cpu"))
+
+    def feed(starts: torch.Tensor, width: int, lengths: torch.Tensor | None = None) -> None:
+        cache.begin(starts, width, lengths)
+        for layer in range(len(windows)):
+            cache.update(*torch.randn(2, len(starts), 2, width, 8, generator=numbers).to(dtype), layer)
+        cache.end()
+
+    def same() -> None:
+        for layer in range(len(windows)):
+            for wide, kept in zip(cache.read_wide(layer), cache.read(layer), strict=True):
+                assert wide.dtype == (torch.int64 if kept.dtype == torch.int64 else torch.float32)
+                assert torch.equal(wide, kept.to(wide.dtype))
+
+    starts = torch.tensor([11, 5, 9])
+    feed(torch.zeros_like(starts), 11, starts)
+    same()
+    feed(starts, queries)
+    feed(starts + torch.tensor([1, 0, 4]), queries)  # over what was rejected
+    same()
+    cache.take(starts, torch.tensor([[0, 2, 3], [0, 1, 2], [0, 3, 2]]))
+    same()
+    cache.keep(torch.tensor([2, 0]))
+    same()
+    feed(starts[[2, 0]] + 2, 2)
+    same()
 
 
 @torch.inference_mode()

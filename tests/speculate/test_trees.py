@@ -130,7 +130,8 @@ def state(drafter: MtpDrafter | Eagle3Drafter) -> Any:
     with torch.inference_mode():
         fed = base.forward(torch.arange(14).view(2, 7), torch.zeros_like(lengths), cache, lengths, drafter.needs.layers)
         hidden = fed.hidden[torch.arange(2), lengths - 1]
-        return drafter.start(BaseState(lengths[:, None], hidden[:, None], base.embed, *base.read_kv(cache), fed))
+        kv = base.read_kv(cache, drafter.needs.shared_kv)
+        return drafter.start(BaseState(lengths[:, None], hidden[:, None], base.embed, *kv, fed))
 
 
 def by_hand(
@@ -283,7 +284,7 @@ def test_what_a_tree_leaves_is_what_a_chain_leaves(attention: str, window: int) 
                 torch.testing.assert_close(states[row, way], expected, atol=2e-5, rtol=2e-5)
             cache.take(starts, path)
             starts = starts + torch.tensor([len(way) for way in ways])
-            kv, positions = base.read_kv(cache)
+            kv, positions = base.read_kv(cache, base.kv_providers)
             for kind, parts in kv.items():
                 reach = base.windows[kind]
                 for row in range(2):

@@ -58,6 +58,18 @@ def test_operators_do_not_grow_with_the_text() -> None:
     assert first.operators == second.operators
 
 
+@pytest.mark.parametrize(("drafts", "batch"), [(3, 1), (TREE, 3)])
+def test_what_is_converted_does_not_grow_with_the_context(drafts: Drafts, batch: int) -> None:
+    """Numbers that a round turns into another type: as many in a cache of 5000 slots as in one of 60."""
+    counted = []
+    for capacity in (60, 5000):
+        base = random_base().to(torch.bfloat16)
+        options = Options(capacity, drafts, stop_token_ids=[])
+        counted.append([found.converted for found in rounds_on_meta(base, random_drafter(base), options, batch)])
+    assert counted[0] == counted[1]
+    assert 0 < counted[0][0] == counted[0][1]
+
+
 def test_a_step_costs_its_own_operators() -> None:
     """Masks, angles, K and V are made once a round: a further step adds what depends on the token, and no more."""
     rounds = []
@@ -106,7 +118,9 @@ def test_a_draft_step_can_be_compiled(name: str) -> None:
     base, cache, lengths, fed = after_prompts()
     drafter = drafter_for(name, base.model)
     hidden = fed.hidden[torch.arange(2), lengths - 1]
-    state = drafter.start(BaseState(lengths[:, None], hidden[:, None], base.embed, *base.read_kv(cache), fed))
+    state = drafter.start(
+        BaseState(lengths[:, None], hidden[:, None], base.embed, *base.read_kv(cache, drafter.needs.shared_kv), fed)
+    )
     token = torch.tensor([[3], [5]])
     compiled = torch.compile(drafter.step, backend="eager", fullgraph=True)
     for ours, theirs in zip(compiled(state, token)[:1], drafter.step(state, token)[:1], strict=True):
@@ -129,12 +143,16 @@ def test_a_verification_can_be_compiled() -> None:
 def test_the_cache_stays_where_it_is() -> None:
     """K, V and positions are the same memory from round to round, as a captured graph has them."""
     base, cache, lengths, _ = after_prompts()
-    kept = [part.data_ptr() for layer in range(3) for part in cache.read(layer)]
+
+    def places() -> list[int]:
+        return [part.data_ptr() for read in (cache.read, cache.read_wide) for layer in range(3) for part in read(layer)]
+
+    kept = places()
     for _ in range(2):
         base.forward(verified(4).tokens, lengths, cache, tree=verified(4))
         cache.take(lengths, torch.tensor([[0, 2, 3, 4], [0, 1, 2, 3]]))
         lengths = lengths + 2
-    assert kept == [part.data_ptr() for layer in range(3) for part in cache.read(layer)]
+    assert kept == places()
 
 
 @pytest.mark.gpu
