@@ -1,4 +1,4 @@
-"""Measure what the costly parts of the commands cost at the sizes of a real model, and print docs/performance.md's table.
+"""Measure what the costly parts of the commands cost at the sizes of a real model, for docs/performance.md.
 
     python scripts/costs.py [NAME …]
 
@@ -9,13 +9,22 @@ the machine do not count. Needs what the tests need.
 from __future__ import annotations
 
 import argparse
+import inspect
+import math
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 Rows = list[tuple[str, str]]
@@ -36,7 +45,7 @@ def drafting() -> Rows:
 
     from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 
-    class Converted(TorchDispatchMode):
+    class Converted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
         nbytes = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,14 +61,81 @@ def drafting() -> Rows:
     for slots in (1024, 32768):
         rounds = generator.stream((1, 2, 3), Options(slots, 3, stop_token_ids=[]))
         spent = statistics.median(c.round.draft_ms for c in islice(rounds, 3, 14) if c.round is not None)
-        with Converted() as counted:
+        with Converted() as counted:  # type: ignore[no-untyped-call]
             next(rounds)
         converted = f"{counted.nbytes / 1e6:.2f} MB converted"
         rows.append((f"drafting, a round of three steps beside {slots} slots", f"{spent:.1f} ms, {converted}"))
     return rows
 
 
-MEASUREMENTS: dict[str, Callable[[], Rows]] = {"drafting": drafting}
+def constants(work: Path) -> Iterator[tuple[Any, ...]]:
+    """Of a drafter of E4B's shape: role, matrix in codes, the same in BF16, and in BF16 with every number moved."""
+    import bench
+
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.checkpoint.dtypes import DTYPES
+    from mtp_extract.checkpoint.lazy import ConstantTensor
+    from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+
+    source, random = work / "e4b-shaped.litertlm", np.random.default_rng(0)
+    bench.write_e4b_shaped(source)
+    with open_bundle(source) as opened:
+        drafter = opened.drafter()
+        for found in drafter.walk.roles:
+            if found.tensor is None or len(found.shape) < 2:
+                continue
+            constant = ConstantTensor.of(drafter.model, found)
+            made: list[Any] = []
+            for name, amount in (("same", 0.0), ("moved", 0.05)):
+                path, size = work / f"{found.role}.{name}", math.prod(found.shape)
+                with path.open("wb") as file:
+                    for chunk in constant.floats():
+                        moved = chunk * (1 + amount * random.standard_normal(chunk.size, np.float32))
+                        file.write(DTYPES["bf16"].narrow(moved, name).tobytes())
+                made.append(StoredWeight(path, StoredTensor("BF16", found.shape, 0, 2 * size)))
+            yield found.role, constant, *made
+
+
+def comparing() -> Rows:
+    """``mtp-inspect --against``: every matrix of a drafter of E4B's shape against itself, and against other weights."""
+    from mtp_extract.checkpoint import distance
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        threads = (pool,) if "pool" in inspect.signature(distance.measure_distance).parameters else ()
+        for what, index in (("equal weights", 2), ("other weights", 3)):
+            numbers, spent, clock = 0, 0.0, 0.0
+            for entry in constants(Path(folder)):
+                start = time.perf_counter()
+                spent += cpu_seconds(partial(distance.measure_distance, entry[1], entry[index], *threads))
+                clock += time.perf_counter() - start
+                numbers += math.prod(entry[1].shape)
+            figure = f"{1e9 * spent / numbers:.1f} ns of CPU a number, {1e9 * clock / numbers:.1f} on the clock"
+            rows.append((f"`--against`, {what}, {numbers / 1e6:.0f} M", figure))
+    return rows
+
+
+def inserting() -> Rows:
+    """``mtp-insert``: every matrix of a drafter of E4B's shape moved, encoded and held against what it became."""
+    from mtp_extract.insert.decision import decide
+
+    numbers, planned, encoded = 0, 0.0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for role, constant, _, moved in constants(Path(folder)):
+            start = time.process_time()
+            content = decide(role, constant, moved, "bf16").content
+            planned += time.process_time() - start
+            encoded += cpu_seconds(partial(deque, content.produce(), maxlen=0))
+            numbers += math.prod(constant.shape)
+    spent = f"{1e9 * planned / numbers:.1f} ns of CPU a number to plan, {1e9 * encoded / numbers:.1f} to encode"
+    return [(f"`mtp-insert`, other weights, {numbers / 1e6:.0f} M", spent)]
+
+
+MEASUREMENTS: dict[str, Callable[[], Rows]] = {
+    "drafting": drafting,
+    "comparing": comparing,
+    "inserting": inserting,
+}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -21,6 +22,7 @@ from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP, Distance, measure_distance
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insert.fit import differences
 from mtp_extract.io.source import Progress
@@ -133,10 +135,11 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     total = sum(weight.stored.length for weight in checkpoint.weights.values())
     done = 0
     verdicts = []
-    for match in matches(base, checkpoint):
-        verdicts.append(_verdict(match))
-        done += match.weight.stored.length if isinstance(match.weight, StoredWeight) else 0
-        progress(min(done, total), total)
+    with ThreadPoolExecutor(cores()) as pool:
+        for match in matches(base, checkpoint):
+            verdicts.append(_verdict(match, pool))
+            done += match.weight.stored.length if isinstance(match.weight, StoredWeight) else 0
+            progress(min(done, total), total)
     verdicts += [
         RoleVerdict(name, name, (), NOT_FOUND, why="the bundle has no place for this tensor")
         for name in checkpoint.unknown
@@ -222,7 +225,7 @@ def matches(base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[Match]:
         yield Match(role, name, weight, base.places.get(role, ()))
 
 
-def _verdict(match: Match) -> RoleVerdict:
+def _verdict(match: Match, pool: Executor) -> RoleVerdict:
     role, name, weight, places = match.role, match.name, match.weight, match.places
     if weight is None:
         return RoleVerdict(role, None, places[0].found.shape, NOT_FOUND, why=match.problem)
@@ -234,7 +237,7 @@ def _verdict(match: Match) -> RoleVerdict:
         found = measure_distance(FilledTensor((1,)), weight)
         why = "" if found.verdict == EQUAL else "the graphs have no layer scalar, which is one of 1"
         return replace(made, verdict=found.verdict, error=found.error, why=why)
-    found = reduce(Distance.worse, (measure_distance(p.stored, p.part_of(weight)) for p, *_ in grouped(places)))
+    found = reduce(Distance.worse, (measure_distance(p.stored, p.part_of(weight), pool) for p, *_ in grouped(places)))
     return replace(made, **vars(found))
 
 

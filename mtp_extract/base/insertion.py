@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,7 @@ from mtp_extract.base.places import BundledBase, Place, find_base
 from mtp_extract.bundle import MODEL_TYPE, Opened, open_bundle
 from mtp_extract.checkpoint.lazy import ConstantTensor
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
+from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, decide, require_ones
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
@@ -52,7 +54,9 @@ def planned_base_insertion(
 
 def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint) -> InsertionPlan:
     check_geometry(base, checkpoint)
-    decided = {match.role: _decided(match) for match in matches(base, checkpoint)}
+    found = list(matches(base, checkpoint))
+    with ThreadPoolExecutor(cores()) as pool:
+        decided = dict(zip((match.role for match in found), pool.map(_decided, found), strict=True))
     sites = [Site(place.model, place.found, decision) for place, decision in chain(*decided.values())]
     _require_places(sites)
     pieces = pieces_of(sites)

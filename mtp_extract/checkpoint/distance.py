@@ -3,19 +3,23 @@
 A weight in codes is compared three ways, the strongest answer first: what is stored, rounded to the weight's type, is
 the weight; the weight, quantized by the rule of :mod:`mtp_extract.litertlm.storage`, gives the stored codes and
 scales; every number lies within half a step of what is stored, so that it may have been rounded to it. Rows are
-streamed: no tensor is in memory as a whole.
+streamed: no tensor is in memory as a whole. Where each row has a scale of its own, as almost all matrices have it, one
+pass over both answers everything, a few rows in each thread.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, gathered, rechunked
@@ -28,6 +32,10 @@ Values = npt.NDArray[np.float64]
 # Rounding of float32 along the way, in steps: the largest code is 127.
 _HALF = 0.5 + 1e-4
 _SCALES_ALIKE = 1e-6
+# A difference in float32 is as far off: nothing below _NEAR steps lies more than _HALF apart.
+_NEAR, _SINGLE = 0.5, 1e-4
+# Of a matrix: what is looked at together, which stays in a core's own cache, and what a thread does at a time.
+_BLOCK, _PART = 1 << 17, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -60,56 +68,188 @@ class Distance:
         )
 
 
-def measure_distance(stored: LazyTensor, new: LazyTensor) -> Distance:
-    """How far ``stored``, a constant of a bundle, is from ``new``; they have one shape."""
+@dataclass(frozen=True)
+class _Sums:
+    """What some rows have shown."""
+
+    finite: bool = True
+    same: bool = True
+    squares: float = 0.0
+    reference: float = 0.0
+    most: float = 0.0
+    outside: int = 0
+    codes_apart: int = 0
+    scales_alike: bool = True
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(
+            self.finite and other.finite,
+            self.same and other.same,
+            self.squares + other.squares,
+            self.reference + other.reference,
+            max(self.most, other.most),
+            self.outside + other.outside,
+            self.codes_apart + other.codes_apart,
+            self.scales_alike and other.scales_alike,
+        )
+
+
+def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None = None) -> Distance:
+    """How far ``stored``, a constant of a bundle, is from ``new``; they have one shape.
+
+    Args:
+        pool: its threads share the rows of large matrices. The result is the same without.
+    """
     dtype = new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
-    same, most, outside = True, 0.0, 0
-    squares = reference = 0.0
-    for held, given, step in _rows(stored, new):
-        if not np.isfinite(given).all():
-            return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
-        difference = given.astype(np.float64) - held
-        squares += float(np.square(difference).sum())
-        reference += float(np.square(given, dtype=np.float64).sum())
-        same = same and bool((dtype.widen(dtype.narrow(held.reshape(-1), "").tobytes()) == given.reshape(-1)).all())
-        if in_codes:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                steps = np.where(difference == 0, 0.0, np.abs(difference) / step)
-                # What was rounded to the checkpoint's type may have lain closer before.
-                slack = _HALF + np.where(given == 0, 0.0, dtype.roundoff * np.abs(given) / step)
-            most = max(most, float(steps.max(initial=0.0)))
-            outside += int((steps > slack).sum())
+    codes_apart: int | None = None
+    if in_codes and isinstance(stored, ConstantTensor) and stored.by_rows:
+        found = _by_rows(stored, new, dtype, pool)
+        codes_apart, scales_alike = found.codes_apart, found.scales_alike
+    else:
+        found = _as_floats(stored, new, dtype, in_codes)
+        if in_codes and found.finite:
+            assert isinstance(stored, ConstantTensor)
+            codes_apart, scales_alike = _requantized(stored, new)
+    if not found.finite:
+        return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
+    squares, reference = found.squares, found.reference
     error = math.sqrt(squares / reference) if reference else (0.0 if not squares else math.inf)
     if not in_codes:
-        why = "" if same else f"apart by {error:.3g} of its size"
-        return Distance(EQUAL if same else DIFFERENT, error, None, None, why)
-    assert isinstance(stored, ConstantTensor)
-    codes_apart, scales_alike = _requantized(stored, new)
-    if same:
+        why = "" if found.same else f"apart by {error:.3g} of its size"
+        return Distance(EQUAL if found.same else DIFFERENT, error, None, None, why)
+    if found.same:
         verdict, why = EQUAL, ""
     elif codes_apart == 0 and scales_alike:
         verdict, why = EQUAL_CODES, ""
-    elif not outside:
+    elif not found.outside:
         verdict = HALF_STEP
         why = f"{codes_apart} codes differ" if codes_apart else "scales differ"
     else:
-        verdict, why = DIFFERENT, f"{outside} weights lie up to {most:.3g} steps apart, {error:.3g} of its size"
-    return Distance(verdict, error, most, codes_apart, why)
+        verdict = DIFFERENT
+        why = f"{found.outside} weights lie up to {found.most:.3g} steps apart, {error:.3g} of its size"
+    return Distance(verdict, error, found.most, codes_apart, why)
 
 
-def _rows(stored: LazyTensor, new: LazyTensor) -> Iterator[tuple[Floats, Floats, Values]]:
-    """Both, a few rows at a time, with the step of the codes at every weight."""
+def _as_floats(stored: LazyTensor, new: LazyTensor, dtype: Dtype, in_codes: bool) -> _Sums:
+    """Everything but what quantizing shows, number by number."""
     rows, columns = rows_of(stored.shape)
     steps = _steps(stored)
     # A matrix that is stored the other way round is turned as a whole.
     count = (
         rows if isinstance(stored, ConstantTensor) and stored.transposed else max(8, CHUNK_ELEMENTS // columns // 8 * 8)
     )
+    found = _Sums()
     for first in range(0, rows, count):
         last = min(first + count, rows)
-        shape = (last - first, columns)
-        yield gathered(stored.floats(first, last), shape), gathered(new.floats(first, last), shape), steps(first, last)
+        held, given = (gathered(tensor.floats(first, last), (last - first, columns)) for tensor in (stored, new))
+        if not np.isfinite(given).all():
+            return _Sums(finite=False)
+        found += _Sums(same=found.same and _is_same(held, given, dtype))
+        found += _apart(held, given, steps(first, last) if in_codes else None, dtype)
+    return found
+
+
+def _is_same(held: Floats, given: Floats, dtype: Dtype) -> bool:
+    """Whether ``held``, rounded to ``dtype``, is ``given``."""
+    return bool((dtype.widen(dtype.narrow(held.reshape(-1), "").tobytes()) == given.reshape(-1)).all())
+
+
+def _apart(held: Floats, given: Floats, step: Values | None, dtype: Dtype) -> _Sums:
+    """By how much the two differ; ``step`` is that of the codes at every weight, None for floats."""
+    difference = given.astype(np.float64) - held
+    squares = float(np.square(difference).sum())
+    reference = float(np.square(given, dtype=np.float64).sum())
+    if step is None:
+        return _Sums(squares=squares, reference=reference)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.where(difference == 0, 0.0, np.abs(difference) / step)
+        # What was rounded to the checkpoint's type may have lain closer before.
+        slack = _HALF + np.where(given == 0, 0.0, dtype.roundoff * np.abs(given) / step)
+    outside = int((steps > slack).sum())
+    return _Sums(squares=squares, reference=reference, most=float(steps.max(initial=0.0)), outside=outside)
+
+
+def _by_rows(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, pool: Executor | None) -> _Sums:
+    """Everything, of a constant whose rows have scales of their own."""
+    rows, columns = rows_of(stored.shape)
+    # Rounding to the checkpoint's type is the dearest, and weights that are not equal show it in their first rows.
+    ask = _part(stored, new, dtype, 0, min(8, rows), True).same
+    count = max(8, _PART // columns // 8 * 8)
+
+    def part(first: int) -> _Sums:
+        return _part(stored, new, dtype, first, min(first + count, rows), ask)
+
+    return reduce(_Sums.__add__, (pool.map if pool is not None else map)(part, range(0, rows, count)), _Sums())
+
+
+def _part(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
+    """Of rows ``[first, last)``; whether they are equal only if that is to be asked."""
+    columns = rows_of(stored.shape)[1]
+    count, found = max(8, _BLOCK // columns // 8 * 8), _Sums(same=ask)
+    for begin in range(first, last, count):
+        found += _block(stored, new, dtype, begin, min(begin + count, last), found.same)
+        if not found.finite:
+            break
+    return found
+
+
+def _block(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
+    storage, factor = stored.source.storage, stored.factor
+    shape = (-1, storage.columns)
+    own = slice(*(row * rows_of(stored.shape)[1] // storage.columns for row in (first, last)))
+    held_scale, held_zero = (part.reshape(-1)[own] for part in (stored.scale, stored.zero_point))
+    given = _joined(new.floats(first, last)).reshape(shape)
+    wanted = given if factor == 1 else (given.astype(np.float64) * factor).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        low, high = given.min(), given.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return _Sums(finite=False, same=False)
+    codes = _joined(stored.integers(first, last)).astype(np.float32).reshape(shape)
+    scale, zero_point, made = storage.quantized(wanted)
+    alike = np.allclose(scale, held_scale, rtol=_SCALES_ALIKE, atol=0) and bool((zero_point == held_zero).all())
+    apart = int(np.count_nonzero(made != codes))
+    if held_zero.any():
+        codes -= held_zero.astype(np.float32)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # In steps: neither overflows nor vanishes where the weights do.
+        steps = wanted / held_scale[:, None]
+        steps -= codes
+        most = max(float(steps.max()), -float(steps.min()))
+        by_row = np.einsum("ij,ij->i", steps, steps).astype(np.float64)
+    held = _joined(stored.floats(first, last)).reshape(shape) if ask or not most <= _NEAR else None
+    same = held is not None and ask and _is_same(held, given, dtype)
+    step = np.abs(held_scale.astype(np.float64) / factor)[:, None]
+    if held is not None and not np.isfinite(by_row).all():
+        sums = _apart(held, given, step, dtype)
+    else:
+        wide = given.astype(np.float64).reshape(-1)
+        squares = float(np.dot(by_row, np.square(step[:, 0])))
+        sums = _Sums(squares=squares, reference=float(np.dot(wide, wide)), most=most)
+        if held is not None and not most <= _NEAR:
+            sums = replace(sums, outside=_outside(steps, held, given, step, dtype))
+    return replace(sums, same=same, codes_apart=apart, scales_alike=bool(alike))
+
+
+def _outside(steps: Floats, held: Floats, given: Floats, step: Values, dtype: Dtype) -> int:
+    """How many of ``steps``, the differences in float32, are more than rounding explains; what is close is measured."""
+    within = np.abs(given)
+    within *= (dtype.roundoff / step).astype(np.float32)
+    within += np.float32(_HALF)
+    beyond = np.abs(steps) - within
+    within *= np.float32(_SINGLE)
+    clear = int(np.count_nonzero(beyond > within))
+    close = np.abs(beyond) <= within
+    if not close.any():
+        return clear
+    exact = _apart(held[close], given[close], np.broadcast_to(step, given.shape)[close], dtype)
+    return clear + exact.outside
+
+
+def _joined(chunks: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Flat chunks, each perhaps a view that the next one overwrites, as one array."""
+    parts = [chunk.copy() for chunk in chunks]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _steps(stored: LazyTensor) -> Callable[[int, int], Values]:

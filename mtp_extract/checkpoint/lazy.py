@@ -169,6 +169,11 @@ class ConstantTensor:
         return self.source.tensor.elements != math.prod(self.shape)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
+        return not self.transposed and not self.folded and self.source.storage.by_rows
+
+    @property
     def scheme(self) -> Packing | None:
         turned_blocks = self.transposed and self.source.kind == "blockwise"
         return None if turned_blocks or self.offset else self.source.packing

@@ -72,10 +72,14 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
     return container_of(path).read_metadata(path)
 
 
+def cores() -> int:
+    """Threads to compute with."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def workers() -> int:
-    """Threads to use: more than four only wait for the disk."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, count))
+    """Threads to write with: more than four only wait for the disk."""
+    return min(4, cores())
 
 
 def run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]]) -> None:

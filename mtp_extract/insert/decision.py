@@ -191,18 +191,35 @@ def _equal(a: Floats, b: Floats) -> bool:
     return bool((a.view(np.uint32) == b.view(np.uint32)).all())
 
 
-def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
-    """Root mean square of the difference, as a share of that of ``wanted``."""
-    difference, size = 0.0, 0.0
-    for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
+class _Squares:
+    """What an error is made of."""
+
+    def __init__(self) -> None:
+        self.difference, self.size = 0.0, 0.0
+
+    def add(self, found: Floats, expected: Floats) -> None:
         # Squares of floats overflow and vanish in F32.
         exact = expected.astype(np.float64)
         error = found - exact
-        difference += float(np.dot(error, error))
-        size += float(np.dot(exact, exact))
-    if not size:
-        return math.inf if difference else 0.0
-    return math.sqrt(difference / size)
+        self.difference += float(np.dot(error, error))
+        self.size += float(np.dot(exact, exact))
+
+    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> None:
+        for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
+            self.add(found, expected)
+
+    @property
+    def error(self) -> float:
+        """Root mean square of the difference, as a share of that of what was wanted."""
+        if not self.size:
+            return math.inf if self.difference else 0.0
+        return math.sqrt(self.difference / self.size)
+
+
+def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
+    sums = _Squares()
+    sums.add_all(held, wanted)
+    return sums.error
 
 
 def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, LazyTensor]:
@@ -272,15 +289,35 @@ def _requantized(weight: _AsStored, target: Storage) -> tuple[float, Content]:
                 f"{weight.role}: {tensor.label} has {target.groups} scales and {held} zero points, so new ones have no "
                 "place. Give its codes with the checkpoint."
             )
-    scale, zero_point = target.measure(weight.floats())
+    sums = _Squares()
+    if target.by_rows:
+        scale, zero_point = _in_one_pass(weight, target, sums)
+    else:
+        scale, zero_point = target.measure(weight.floats())
     if scale.size and scale.max() > LARGEST_SCALE:
         raise CheckpointError(f"{weight.role}: holds values too large for integers and scales. Train it again.")
 
     def codes() -> Iterator[npt.NDArray[Any]]:
         return target.encode(weight.floats(), scale, zero_point)
 
-    error = _relative_error(target.decode(codes(), scale, zero_point), weight.floats())
-    return error, Content(scale, zero_point, lambda: target.stored_codes(codes()))
+    if not target.by_rows:
+        sums.add_all(target.decode(codes(), scale, zero_point), weight.floats())
+    return sums.error, Content(scale, zero_point, lambda: target.stored_codes(codes()))
+
+
+def _in_one_pass(weight: _AsStored, target: Storage, sums: _Squares) -> tuple[Floats, Integers64]:
+    """Scales and zero points of rows that have their own, which need not be known before they are encoded."""
+    scales, zeros = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for chunk in rechunked(weight.floats(), target.unit):
+            scale, zero_point, codes = target.quantized(chunk.reshape(-1, target.columns))
+            if zero_point.any():
+                codes -= zero_point.astype(np.float32)[:, None]
+            codes *= scale[:, None]
+            sums.add(codes.reshape(-1), chunk)
+            scales.append(scale)
+            zeros.append(zero_point)
+    return np.concatenate(scales), np.concatenate(zeros)
 
 
 def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:

@@ -313,7 +313,7 @@ class Storage:
         return self._scales(low, high)
 
     def _scales(self, low: Floats, high: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        zeros = np.zeros(self.groups, np.int64)
+        zeros = np.zeros(low.size, np.int64)
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
         lowest, highest = self._bounds
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)
@@ -328,18 +328,38 @@ class Storage:
             scale = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
         return scale, zero_point
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether each of :attr:`rows` has a scale of its own, so that :meth:`quantized` takes any of them."""
+        return self.packing is not None and self.rows == self.groups
+
+    def quantized(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
+        """Scales, zero points, each ``[rows]``, and codes, ``[rows, columns]`` in float32, of some whole rows.
+
+        The same as :meth:`measure` and :meth:`encode` give in two passes; only where :attr:`by_rows`.
+        """
+        low, high = np.minimum(values.min(axis=1), np.float32(0)), np.maximum(values.max(axis=1), np.float32(0))
+        scale, zero_point = self._scales(low, high)
+        shift = zero_point.astype(np.float32) if zero_point.any() else None
+        return scale, zero_point, self._codes(values, scale, shift)
+
+    def _codes(self, rows: npt.NDArray[Any], scale: Floats, shift: Floats | None) -> npt.NDArray[Any]:
+        """The codes of ``rows`` ``[…, groups, neighbours]``, still as floats."""
+        lowest, highest = self._bounds
+        codes: npt.NDArray[Any] = rows / scale[:, None]
+        if shift is not None:
+            codes += shift[:, None]
+        np.clip(np.rint(codes, out=codes), lowest, highest, out=codes)
+        return codes
+
     def encode(self, chunks: Iterable[Floats], scale: Floats, zero_point: npt.NDArray[np.int64]) -> Iterator[Integers]:
         """Codes of the numbers in ``chunks``, flat, in stored order; chunks of a multiple of :attr:`unit`."""
-        lowest, highest = self._bounds
         dtype: np.dtype[Any] = self.packing.dtype if self.packing is not None else np.dtype(np.int16)
         shift = zero_point.astype(np.float32) if zero_point.any() else None
         at = 0
         for chunk in rechunked(chunks, self.unit):
             rows, which = self._grouped(chunk, at)
-            codes = rows / scale[which][:, None]
-            if shift is not None:
-                codes += shift[which][:, None]
-            np.clip(np.rint(codes, out=codes), lowest, highest, out=codes)
+            codes = self._codes(rows, scale[which], None if shift is None else shift[which])
             yield codes.astype(dtype).reshape(-1)
             at += chunk.size
 

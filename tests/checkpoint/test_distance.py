@@ -1,0 +1,114 @@
+"""A matrix in codes beside floats: what one pass over rows finds is what number by number finds, on any threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import distance
+from mtp_extract.checkpoint.distance import EQUAL, measure_distance
+from mtp_extract.checkpoint.lazy import ArrayTensor, ConstantTensor, read_floats
+
+VARIANTS = Path(__file__).resolve().parent.parent / "variants"
+Floats = npt.NDArray[np.float32]
+Moves = Callable[[Floats, Floats], Floats]
+
+
+def moved_by(steps: float) -> Moves:
+    """Every number, by up to so many of its steps."""
+    return lambda weight, step: weight + step * np.random.default_rng(0).uniform(-steps, steps, weight.shape)
+
+
+def one(weight: Floats, step: Floats) -> Floats:
+    """One number alone, the last."""
+    other = weight.copy()
+    other[-1, -1] += 2 * step[-1, -1]
+    return other
+
+
+def on_the_edge(weight: Floats, step: Floats) -> Floats:
+    """Where half a step ends, and rounding with it: just below, on it and above."""
+    edges = np.float32([0.4999, 0.5, 0.50005, 0.5001, 0.50011, 0.5002])
+    return weight + step * np.resize(edges, weight.size).reshape(weight.shape)
+
+
+MOVES: dict[str, Moves] = {
+    "not at all": lambda weight, step: weight,
+    "a little": moved_by(0.3),
+    "further": moved_by(2.0),
+    "one": one,
+    "the edge": on_the_edge,
+    "far": lambda weight, step: weight * np.float32(1e20),
+    "to nothing": lambda weight, step: weight * np.float32(0),
+    "beyond": lambda weight, step: np.where(step == step.max(), np.float32(np.nan), weight),
+}
+
+
+@pytest.fixture(scope="module")
+def matrices() -> Iterator[dict[str, ConstantTensor]]:
+    """With zero points, in blocks, in 2, 4 and 8 bits, with a factor folded in."""
+    found = {}
+    with (
+        open_bundle(VARIANTS / "torch_asymmetric.tflite") as first,
+        open_bundle(VARIANTS / "torch_blockwise32.tflite") as second,
+        open_bundle(VARIANTS / "torch_int2.tflite") as third,
+        open_bundle(VARIANTS / "torch_static8_mix48_kv8.tflite") as fourth,
+    ):
+        for opened in (first, second, third, fourth):
+            drafter = opened.drafter()
+            for role in drafter.walk.roles:
+                if role.tensor is not None and len(role.shape) == 2:
+                    constant = ConstantTensor.of(drafter.model, role)
+                    if constant.by_rows:
+                        found.setdefault(f"{constant.source.storage.type.name} {constant.source.kind}", constant)
+                        factor = ConstantTensor(constant.shape, constant.source, 1.5)
+                        found.setdefault(f"{constant.source.storage.type.name} with a factor", factor)
+        yield found
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_one_pass_finds_what_number_by_number_finds(
+    matrices: dict[str, ConstantTensor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distance, "_BLOCK", 1000)
+    monkeypatch.setattr(distance, "_PART", 3000)
+    assert len(matrices) > 5
+    verdicts = set()
+    for kind, constant in matrices.items():
+        rows, columns = constant.shape
+        if name == "far" and constant.source.kind == "blockwise":
+            continue  # its scales are FP16, in which no such weight can be
+        step = distance._steps(constant)(0, rows).astype(np.float32)
+        weight = read_floats(constant)
+        new = ArrayTensor(MOVES[name](weight, np.broadcast_to(step, (rows, columns))).astype(np.float32))
+        with ThreadPoolExecutor(3) as pool:
+            found = measure_distance(constant, new, pool)
+        assert found == measure_distance(constant, new), kind
+        with monkeypatch.context() as patch:
+            patch.setattr(ConstantTensor, "by_rows", False)
+            slow = measure_distance(constant, new)
+        assert (found.verdict, found.codes_apart) == (slow.verdict, slow.codes_apart), kind
+        assert found.why.split(" lie ")[0] == slow.why.split(" lie ")[0], kind  # how many lie too far
+        for ours, theirs in ((found.error, slow.error), (found.steps, slow.steps)):
+            same = ours == theirs or math.isclose(ours or 0, theirs or 0, rel_tol=1e-5, abs_tol=2e-5)
+            assert same, (kind, ours, theirs)
+        verdicts.add(found.verdict)
+    assert (verdicts == {EQUAL}) == (name == "not at all")
+
+
+def test_numbers_that_are_not_equal_are_not_rounded_to_the_end(
+    matrices: dict[str, ConstantTensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constant = next(iter(matrices.values()))
+    asked: list[int] = []
+    is_same = distance._is_same
+    monkeypatch.setattr(distance, "_is_same", lambda held, *rest: asked.append(held.size) or is_same(held, *rest))
+    measure_distance(constant, ArrayTensor(read_floats(constant) * np.float32(1.001)))
+    assert asked == [8 * constant.shape[1]]
