@@ -131,10 +131,56 @@ def inserting() -> Rows:
     return [(f"`mtp-insert`, other weights, {numbers / 1e6:.0f} M", spent)]
 
 
+def controls() -> Rows:
+    """``mtp-validate``: agreement and controls over the sample's prompts, and one row of E4B's logits in its head."""
+    from helpers.first_pair import first_base, first_bundle
+
+    import mtp_extract
+    from mtp_extract.drafter.load import load_drafter
+    from mtp_extract.evaluate import agreement
+    from mtp_extract.evaluate.base_model import load_base
+    from mtp_extract.evaluate.prompts import encode_prompts, shipped_prompts
+    from mtp_extract.speculate.generate import SpeculativeGenerator
+    from mtp_extract.speculate.target import Base
+    from mtp_extract.validate.acceptance import controls as module
+
+    with tempfile.TemporaryDirectory() as folder:
+        mtp_extract.extract(first_bundle(), Path(folder) / "drafter")
+        loaded = load_base(str(first_base()), "cpu")
+        drafter = load_drafter(Path(folder) / "drafter", dtype=loaded.drafter_dtype)
+    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    prompts = shipped_prompts()[:32]
+    encoded = encode_prompts(prompts, generator.codec, chat_template=False)
+    written = agreement.continue_greedily(generator, prompts, encoded, new_tokens=48, batch=16)
+    passes, full_pass = [], Base.full_pass
+    spent_in_base = 0.0
+
+    def counted(self: Base, tokens: Any, layers: Any = ()) -> Any:
+        nonlocal spent_in_base
+        start = time.process_time()
+        found = full_pass(self, tokens, layers)
+        spent_in_base += time.process_time() - start
+        passes.append(tokens.numel())
+        return found
+
+    def run() -> None:
+        if hasattr(module, "draft_together"):
+            module.draft_together(generator.base, [drafter], written, 8, batch=16)
+        else:
+            real = agreement.measure_agreement(generator.base, drafter, written, 8, batch=16)
+            module.run_controls(generator.base, drafter, written, real, batch=16)
+
+    setattr(Base, "full_pass", counted)  # noqa: B010 - mypy takes no other assignment to a method
+    spent = cpu_seconds(run)
+    read = f"{sum(passes)} tokens read by the base in {spent_in_base:.2f} s of {spent:.2f}"
+    return [("`mtp-validate`, agreement and controls, 32 prompts of the sample", read)]
+
+
 MEASUREMENTS: dict[str, Callable[[], Rows]] = {
     "drafting": drafting,
     "comparing": comparing,
     "inserting": inserting,
+    "controls": controls,
 }
 
 

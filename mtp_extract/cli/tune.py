@@ -20,6 +20,7 @@ from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
 from mtp_extract.errors import escape
+from mtp_extract.evaluate.pace import duration
 from mtp_extract.options import About
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
@@ -156,16 +157,9 @@ def _progress(quiet: bool) -> Iterator[Callable[[Status], None]]:
             line = f"{status.kind} {status.done} of {status.total}"
             if status.loss is not None:
                 line += f", loss {status.loss:.3f}, mean accepted length {status.watched:.3f} on watched texts"
-            show(status.done, status.total, f"{line}, {_duration(status.seconds_left)} left")
+            show(status.done, status.total, f"{line}, {duration(status.seconds_left)} left")
 
         yield tell
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _trained(tuned: Outcome) -> str:

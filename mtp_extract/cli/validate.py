@@ -11,8 +11,9 @@ import typer
 
 from mtp_extract.cli._options import AsJson, OverwriteReport
 from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing_unless, error, say, say_all, say_notes, table, write_json
+from mtp_extract.cli.terminal import doing_unless, error, progress_lines, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.evaluate.pace import Status, duration
 from mtp_extract.options import About
 from mtp_extract.validate.run import ValidationPlan, run_validation, sample_plan
 
@@ -61,7 +62,13 @@ def command(
     inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
-    found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json))
+    with progress_lines(print_json) as draw:
+
+        def show(status: Status) -> None:
+            left = "" if status.seconds_left is None else f", {duration(status.seconds_left)} left"
+            draw(status.done, status.total, f"{status.part}: batch {status.done} of {status.total}{left}")
+
+        found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
     report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.
     (write_json if print_json else _show)(report)

@@ -29,7 +29,7 @@ from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Ranks, Text, ranks_of_text, read_texts, teacher_forced
 from mtp_extract.speculate.texts import repeats
 
 _RUN = 8
@@ -106,43 +106,94 @@ def continue_greedily(
     *,
     new_tokens: int,
     batch: int,
+    done: Callable[[], None] = lambda: None,
 ) -> Continuations:
-    """The base's own text after each prompt, without drafts."""
+    """The base's own text after each prompt, without drafts. ``done`` is called after each batch."""
     options = Options(max_new_tokens=new_tokens, drafts=0)
-    results = generate_in_batches(generator, encoded, options, batch=batch)
+    results = generate_in_batches(generator, encoded, options, batch=batch, done=done)
     texts = (Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens)) for result in results)
     return Continuations(tuple(prompts), tuple(texts))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A drafter that is to draft after the tokens of the texts."""
+
+    drafter: Drafter
+    every: int = 1  # of each text only every so many positions, from the first on
+
+
+def measure_agreements(
+    base: Base,
+    asked: Sequence[Asked],
+    continuations: Continuations,
+    steps: int,
+    *,
+    batch: int,
+    done: Callable[[], None] = lambda: None,
+) -> list[Agreement]:
+    """Teacher forcing over all texts, a batch at a time, which the base reads once for all drafters.
+
+    Args:
+        done: called after each batch.
+
+    Returns:
+        One for each drafter; ``text`` indexes ``continuations``.
+
+    Raises:
+        PairError: no text is long enough to draft from.
+    """
+
+    def measure(texts: Sequence[Text]) -> list[Agreement]:
+        full = read_texts(base, texts, [one.drafter.needs for one in asked])
+        found = [teacher_forced(base, one.drafter, texts, steps, every=one.every, full=full) for one in asked]
+        done()
+        return found
+
+    return _over_all(continuations, batch, measure)
 
 
 def measure_agreement(
     base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int
 ) -> Agreement:
-    """Teacher forcing over all texts, a batch at a time; ``text`` indexes ``continuations``.
-
-    Raises:
-        PairError: no text is long enough to draft from.
-    """
-    return _over_all(continuations, batch, lambda texts: teacher_forced(base, drafter, texts, steps))
+    """The same of one drafter."""
+    return measure_agreements(base, [Asked(drafter)], continuations, steps, batch=batch)[0]
 
 
 def measure_ranks(base: Base, drafter: Drafter, continuations: Continuations, steps: int, *, batch: int) -> Ranks:
     """How likely the drafter thinks the base's own tokens, after every token of its text; as above.
 
+
     Raises:
         PairError: no text is long enough to draft from.
     """
-    return _over_all(continuations, batch, lambda texts: ranks_of_text(base, drafter, texts, steps))
+    return _over_all(continuations, batch, lambda texts: [ranks_of_text(base, drafter, texts, steps)])[0]
 
 
-def _over_all(continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], Found]) -> Found:
+def _over_all(
+    continuations: Continuations, batch: int, measure: Callable[[Sequence[Text]], list[Found]]
+) -> list[Found]:
     usable = continuations.usable or tuple(range(len(continuations.texts)))
-    parts = []
+    parts: list[list[Found]] = []
     for group in groups([len(continuations.texts[index].tokens) for index in usable], batch):
         rows = [usable[position] for position in group]
-        part = measure([continuations.texts[row] for row in rows])
-        parts.append(dataclasses.replace(part, text=torch.tensor(rows)[part.text]))
+        found = measure([continuations.texts[row] for row in rows])
+        parts.append([dataclasses.replace(part, text=torch.tensor(rows)[part.text]) for part in found])
+    return [_joined(own) for own in zip(*parts, strict=True)]
+
+
+def _joined(parts: Sequence[Found]) -> Found:
     kind = type(parts[0])
     return kind(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(kind)))
+
+
+def at_every(agreement: Agreement, continuations: Continuations, every: int) -> Agreement:
+    """``agreement`` at the positions that :class:`Asked` of ``every`` drafts at."""
+    if every == 1:
+        return agreement
+    first = torch.tensor([text.anchors.start for text in continuations.texts])[agreement.text]
+    kept = (agreement.anchor - first) % every == 0
+    return Agreement(*(getattr(agreement, f.name)[kept] for f in dataclasses.fields(Agreement)))
 
 
 def figures(agreement: Agreement, texts: Sequence[int] | None = None) -> WorkloadFigures:

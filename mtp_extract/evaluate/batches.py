@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mtp_extract.speculate.codec import Prompt
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
@@ -27,9 +27,14 @@ def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
 
 
 def generate_in_batches(
-    generator: SpeculativeGenerator, prompts: Sequence[Prompt], options: Options, *, batch: int
+    generator: SpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    options: Options,
+    *,
+    batch: int,
+    done: Callable[[], None] = lambda: None,
 ) -> list[Generation]:
-    """Continue every prompt, ``batch`` of them at a time; results in their order.
+    """Continue every prompt, ``batch`` of them at a time; results in their order. ``done`` is called after each batch.
 
     Raises:
         PairError: a prompt cannot be encoded.
@@ -42,4 +47,5 @@ def generate_in_batches(
         own = dataclasses.replace(options, seed=options.seed + (number << 20))
         results = generator.generate_batch([encoded[index] for index in group], own)
         found.update(zip(group, results, strict=True))
+        done()
     return [found[index] for index in range(len(prompts))]

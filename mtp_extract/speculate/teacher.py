@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
+from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState, Needs
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.arithmetic import Proportion
 from mtp_extract.speculate.numbers import count
-from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.target import Base, FullPass
 from mtp_extract.speculate.trees import rank_shares
 
 _LOGITS_AT_ONCE = 1 << 28
@@ -132,6 +132,16 @@ class Ranks(OfTexts):
 
 
 @torch.inference_mode()
+def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> FullPass:
+    """What the base knows of ``texts``, for drafters of these ``needs``: one pass for all of them, K and V in F32."""
+    layers = tuple(sorted({layer for need in needs for layer in need.layers}))
+    full = base.full_pass(_padded([text.tokens for text in texts], 0).to(base.device), layers)
+    kinds = dict.fromkeys(kind for need in needs for kind in need.shared_kv)
+    kv = {kind: (full.shared_kv[kind][0].float(), full.shared_kv[kind][1].float()) for kind in kinds}
+    return dataclasses.replace(full, shared_kv=kv)
+
+
+@torch.inference_mode()
 def teacher_forced(
     base: Base,
     drafter: Drafter,
@@ -139,6 +149,8 @@ def teacher_forced(
     steps: int,
     *,
     logits_at_once: int = _LOGITS_AT_ONCE,
+    every: int = 1,
+    full: FullPass | None = None,
 ) -> Agreement:
     """Draft ``steps`` tokens after every anchor of every text.
 
@@ -148,6 +160,8 @@ def teacher_forced(
         steps: K, at least 1.
         logits_at_once: most draft logits held at a time (numbers, not bytes). More anchors than fit are
             taken in turns.
+        every: of each text only every so many anchors, from the first on.
+        full: :func:`read_texts` of these texts, where it is at hand.
 
     Returns:
         Anchors in order of text, then position; on the CPU.
@@ -156,7 +170,7 @@ def teacher_forced(
         PairError: no text has an anchor.
         MtpExtractError: ``steps`` or ``logits_at_once`` is no number of at least 1.
     """
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, every, full)
     found = [draft(drafter, state, token, aims, steps) for state, token, aims in rounds]
     drafts, top5 = (rounds.gathered(parts) for parts in zip(*found, strict=True))
     return Agreement(rounds.text, rounds.anchor, drafts, rounds.aims, top5)
@@ -202,18 +216,29 @@ class _Rounds:
         aims: int64 [N, K], :func:`targets`.
     """
 
-    def __init__(self, base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, logits_at_once: int) -> None:
+    def __init__(
+        self,
+        base: Base,
+        drafter: Drafter,
+        texts: Sequence[Text],
+        steps: int,
+        logits_at_once: int,
+        every: int = 1,
+        full: FullPass | None = None,
+    ) -> None:
         count("steps", steps, least=1)
         count("logits_at_once", logits_at_once, least=1)
-        lengths = [len(text.anchors) for text in texts]
+        taken = [text.anchors[::every] for text in texts]
+        lengths = list(map(len, taken))
         if not any(lengths):
             raise PairError(
                 "expected a text with at least two generated tokens, found none; generate longer continuations"
             )
         self._base, self._drafter = base, drafter
+        self._full = full or read_texts(base, texts, [drafter.needs])
         self._width = max(1, logits_at_once // (len(texts) * base.vocab_size))
         self._tokens = _padded([text.tokens for text in texts], 0)
-        self._anchors = anchors = _padded([text.anchors for text in texts], 1)
+        self._anchors = anchors = _padded(taken, 1)
         self._aims = targets(texts, anchors, steps)
         self._real = torch.arange(anchors.shape[1])[None] < torch.tensor(lengths)[:, None]
         self.text = torch.arange(len(texts))[:, None].expand_as(self._real)[self._real]
@@ -221,9 +246,8 @@ class _Rounds:
 
     def __iter__(self) -> Iterator[tuple[DraftState, Tensor, Tensor]]:
         """The drafter's state, pending tokens int64 [B, L] and their targets int64 [B, L, K], part by part."""
-        base = self._base
+        base, full = self._base, self._full
         tokens, anchors = self._tokens.to(base.device), self._anchors.to(base.device)
-        full = base.full_pass(tokens, self._drafter.needs.layers)
         slots = torch.arange(tokens.shape[1], device=base.device).expand_as(tokens)
         parts = (torch.split(whole, self._width, dim=1) for whole in (anchors, self._aims))
         for part, aims in zip(*parts, strict=True):

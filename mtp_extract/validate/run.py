@@ -14,14 +14,13 @@ from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.io.address import public_name
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads, check_values, whole_numbers
-from mtp_extract.speculate.texts import repeats_note
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
     from mtp_extract.drafter.load import Network
-    from mtp_extract.evaluate.agreement import Continuations
     from mtp_extract.evaluate.base_model import LoadedBase
+    from mtp_extract.evaluate.pace import Status
     from mtp_extract.evaluate.prompts import Prompt
     from mtp_extract.speculate.codec import Encoded
     from mtp_extract.speculate.generate import SpeculativeGenerator
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from mtp_extract.validate.result import Validation
 
 _MOST_SAMPLES = 4096
-_MOST_REPEATED = 0.25
 
 Say = Callable[[str], None]
+Show = Callable[["Status"], None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,15 @@ class ValidationPlan:
     device: Device = "auto"
     new_tokens: Annotated[int, About("Most tokens the base adds to a prompt.", least=2)] = 64
     batch: Annotated[int, About("Prompts at a time.", least=1)] = 16
+    control_positions: Annotated[
+        int | None,
+        About(
+            "At how many positions drafters that are broken on purpose draft; by default as many as take minutes.",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
+    """They are spread over all texts."""
     samples: Annotated[int, About("Random inputs for parity.", least=1)] = 16
     timed: int = 5  # prompts to time
     seed: Annotated[int, About("Of the random inputs.")] = 0
@@ -102,11 +110,13 @@ def sample_plan(plan: ValidationPlan) -> ValidationPlan:
     )
 
 
-def run_validation(plan: ValidationPlan, say: Say = lambda line: None) -> Validation:
+def run_validation(plan: ValidationPlan, say: Say = lambda line: None, show: Show = lambda status: None) -> Validation:
     """Measure what ``plan`` asks for.
 
     Args:
         plan: at least one of ``base`` and ``source``.
+        say: told what is begun.
+        show: told how far it is, after each batch of texts.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -117,7 +127,7 @@ def run_validation(plan: ValidationPlan, say: Say = lambda line: None) -> Valida
         if directory is None:
             say("extracting the sample")
             directory = stack.enter_context(_sample())
-        return _measure(plan, directory, say, stack)
+        return _measure(plan, directory, say, show, stack)
 
 
 def _check(plan: ValidationPlan) -> None:
@@ -162,7 +172,7 @@ def _sample() -> Iterator[Path]:
             torch.set_num_threads(threads)
 
 
-def _measure(plan: ValidationPlan, directory: Path, say: Say, stack: ExitStack) -> Validation:
+def _measure(plan: ValidationPlan, directory: Path, say: Say, show: Show, stack: ExitStack) -> Validation:
     """Against the file, beside the base, and in other programs."""
     import torch
 
@@ -198,7 +208,7 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, stack: ExitStack) 
     with memory_guard("loading the drafter"):
         drafter = load_any(directory, dtype=torch.float32)
     if plan.base is not None:
-        result, cases = _beside_base(plan, plan.base, directory, result, say)
+        result, cases = _beside_base(plan, plan.base, directory, result, say, show)
     if source is not None and isinstance(drafter, MtpDrafter):
         say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, plan.seed)
@@ -212,17 +222,18 @@ def _measure(plan: ValidationPlan, directory: Path, say: Say, stack: ExitStack) 
 
 
 def _beside_base(
-    plan: ValidationPlan, base: str, directory: Path, result: Validation, say: Say
+    plan: ValidationPlan, base: str, directory: Path, result: Validation, say: Say, show: Show
 ) -> tuple[Validation, Callable[[Interface], list[Case]]]:
     """``result`` with everything that needs the base, and parity cases from it."""
     from mtp_extract.checkpoint.checkpoint import require_mtp
-    from mtp_extract.drafter.mtp import MtpDrafter
-    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
+    from mtp_extract.evaluate.agreement import continue_greedily
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
-    from mtp_extract.validate.acceptance.controls import ControlResult, run_controls
+    from mtp_extract.validate.acceptance.controls import CONTROLS, draft_together, thinned
     from mtp_extract.validate.acceptance.drafters import facts_of, measure_drafter
+    from mtp_extract.validate.acceptance.effort import Effort
     from mtp_extract.validate.acceptance.trivial import compare_trivial
+    from mtp_extract.validate.notes import notes_of
     from mtp_extract.validate.parity.cases import base_cases
     from mtp_extract.validate.result import BaseFacts
 
@@ -239,18 +250,37 @@ def _beside_base(
     _check_lengths(prompts, encoded, plan.new_tokens, generator.base.config)
     _check_widths(plan.wanted, generator.base.vocab_size)
     steps = sorted(set(plan.draft_steps))
-    controls: list[ControlResult] = []
     drafters: list[DrafterFigures] = []
+    networks = [network for network, _ in pairs]
+    # Of the controls more is known when the texts are there.
+    after = len(prompts) * (plan.new_tokens - 1)
+    sampled = after // thinned(after, steps[-1], generator.base, plan.control_positions)
+    effort = Effort(
+        networks,
+        len(prompts),
+        plan.batch,
+        ways=len(steps) + len(plan.wanted),
+        drafts=steps[-1] * (len(networks) * after + len(CONTROLS) * sampled),
+        say=say,
+        show=show,
+    )
     with memory_guard("running the base"):
         say(f"continuing {len(prompts)} prompts with the base alone")
-        written = continue_greedily(generator, prompts, encoded, new_tokens=plan.new_tokens, batch=plan.batch)
-        first = None
-        for known, (network, own) in zip(facts, pairs, strict=True):
-            of = f" with {known.name}" if plan.beside else ""
-            say(f"drafting after every token of them{of}")
-            agreement = measure_agreement(own.base, network, written, steps[-1], batch=plan.batch)
-            first = first or agreement
-            say(f"generating with {_rounds(steps, plan.wanted)}{of}")
+        sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
+        written = continue_greedily(generator, prompts, encoded, **sizes, done=effort.text())
+        say("drafting after every token of them, and with one thing broken at a time")
+        drafted = draft_together(
+            generator.base,
+            networks,
+            written,
+            steps[-1],
+            batch=plan.batch,
+            most=plan.control_positions,
+            done=effort.agreement(),
+        )
+        first, generated = drafted.agreements[0], effort.generation()
+        for known, (network, own), agreement in zip(facts, pairs, drafted.agreements, strict=True):
+            say(f"generating with {_rounds(steps, plan.wanted)}{f' with {known.name}' if plan.beside else ''}")
             drafters.append(
                 measure_drafter(
                     known,
@@ -261,15 +291,11 @@ def _beside_base(
                     first,
                     chains=steps,
                     trees=plan.wanted,
-                    batch=plan.batch,
-                    new_tokens=plan.new_tokens,
+                    **sizes,
                     timed=plan.timed,
+                    done=generated,
                 )
             )
-        assert first is not None
-        if isinstance(drafter, MtpDrafter):
-            say("the same with one thing broken at a time")
-            controls = run_controls(generator.base, drafter, written, first, batch=plan.batch)
     found = replace(
         result,
         base=BaseFacts(
@@ -285,12 +311,13 @@ def _beside_base(
             "draft_steps": steps,
             "trees": list(plan.wanted),
             "batch": plan.batch,
+            **({"control_positions": drafted.positions} if drafted.controls else {}),
             **result.settings,
         },
         trivial=compare_trivial(written, first),
-        controls=tuple(controls),
+        controls=drafted.controls,
         drafters=tuple(drafters),
-        notes=(*result.notes, *loaded.notes, *_notes(drafters, written, controlled=isinstance(drafter, MtpDrafter))),
+        notes=(*result.notes, *loaded.notes, *notes_of(drafters, written, drafted)),
     )
     return found, lambda interface: base_cases(
         generator.base, require_mtp(drafter.config), interface, written.texts, plan.samples
@@ -355,25 +382,3 @@ def _rounds(steps: Sequence[int], trees: Collection[str]) -> str:
     """What is drafted a round, in words."""
     chains = f"{', '.join(map(str, steps))} drafts a round"
     return f"{chains}, and trees of {', '.join(trees)}" if trees else chains
-
-
-def _notes(drafters: Sequence[DrafterFigures], written: Continuations, *, controlled: bool) -> Iterator[str]:
-    """What to know of the figures: prompts that a drafter may have seen, text that says little, what did not run."""
-    if tuned := [drafter.facts.name for drafter in drafters if drafter.facts.made == "tuned"]:
-        yield (
-            f"tuned: {', '.join(tuned)}; on prompts that a drafter was tuned on it does better than on others, and the "
-            "shipped ones are those that tuning takes by default: its extraction.json has what texts held out showed"
-        )
-    if written.repeated > _MOST_REPEATED:
-        yield (
-            f"{100 * written.repeated:.0f} % of the runs of eight tokens that the base writes stand earlier in the "
-            "same text: loops, which are easy to draft, so controls may do as well."
-        )
-    yield from repeats_note(len(written.texts), len(written.repeats))
-    if not controlled:
-        yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."
-    if disturbed := [drafter.facts.name for drafter in drafters if drafter.generation.disturbed]:
-        yield (
-            f"Times and speedups mean nothing here ({', '.join(disturbed)}): rounds took less time than a single token "
-            "of the base alone, so something else used the machine meanwhile. Lengths and texts do not depend on it."
-        )

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mtp_extract.drafter.arguments import DraftArguments, Transform
 from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.agreement import (
+    Asked,
     Continuations,
     WorkloadFigures,
+    at_every,
     figures,
-    measure_agreement,
+    measure_agreements,
 )
 from mtp_extract.evaluate.measured import difference_over_texts
 from mtp_extract.speculate.intervals import Interval
@@ -28,6 +31,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
 _NEGLIGIBLE = 0.05
+_MOST_LOGITS = 1 << 31  # of one control, where nobody says otherwise: 1024 positions of 8 drafts of 262 144 tokens
 
 
 @dataclass(frozen=True)
@@ -156,29 +160,77 @@ LEVEL = 1 - 0.05 / len(CONTROLS)
 """Of each control's interval: so that in 95 % of measurements none of them all misleads."""
 
 
-def run_controls(
+def altered(drafter: MtpDrafter, together: int) -> dict[str, Altered | str]:
+    """By the name of every control: the broken drafter, or in words why it is not run.
+
+    Args:
+        together: texts in the smallest batch.
+    """
+    found: dict[str, Altered | str] = {}
+    for control in CONTROLS:
+        changed = control.drafter(drafter) if control.drafter else drafter
+        if changed is None:
+            found[control.name] = "nothing to change in this drafter"
+        elif together < control.needs_texts:
+            found[control.name] = f"it needs {control.needs_texts} texts in a batch"
+        else:
+            found[control.name] = Altered(changed, transform=control.transform)
+    return found
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafters of one base drafted after the tokens of the same texts."""
+
+    agreements: tuple[Agreement, ...]  # one for each drafter
+    controls: tuple[ControlResult, ...]  # of the first of them; none of one that is no MTP drafter
+    positions: int  # at which controls drafted, of all that there are
+
+
+def draft_together(
     base: Base,
-    drafter: MtpDrafter,
+    drafters: Sequence[Drafter],
     continuations: Continuations,
-    real: Agreement,
+    steps: int,
     *,
     batch: int,
-) -> list[ControlResult]:
-    """Every control over the same positions as ``real``, with as many steps."""
-    return [_run(control, base, drafter, continuations, real, batch) for control in CONTROLS]
+    most: int | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> Drafted:
+    """Every drafter, and every control of the first, over the same texts, which the base reads once.
+
+    Args:
+        most: positions at which controls draft, spread over all texts; None for as many as take minutes.
+        done: called after each batch.
+
+    Raises:
+        PairError: no text is long enough to draft from.
+    """
+    first = drafters[0]
+    broken = altered(first, min(batch, len(continuations.usable))) if isinstance(first, MtpDrafter) else {}
+    run = {name: control for name, control in broken.items() if isinstance(control, Altered)}
+    every = thinned(sum(len(continuations.texts[index].anchors) for index in continuations.usable), steps, base, most)
+    asked = [*map(Asked, drafters), *(Asked(control, every) for control in run.values())]
+    found = measure_agreements(base, asked, continuations, steps, batch=batch, done=done)
+    agreements = dict(zip(run, found[len(drafters) :], strict=True))
+    real = at_every(found[0], continuations, every)
+    results = [
+        compare(control, real, agreements[control.name])
+        if control.name in agreements
+        else ControlResult(control, skipped=str(broken[control.name]))
+        for control in CONTROLS
+        if broken
+    ]
+    return Drafted(tuple(found[: len(drafters)]), tuple(results), len(real.anchor))
 
 
-def _run(
-    control: Control, base: Base, drafter: MtpDrafter, continuations: Continuations, real: Agreement, batch: int
-) -> ControlResult:
-    changed = control.drafter(drafter) if control.drafter else drafter
-    if changed is None:
-        return ControlResult(control, skipped="nothing to change in this drafter")
-    if min(batch, len(continuations.usable)) < control.needs_texts:
-        return ControlResult(control, skipped=f"it needs {control.needs_texts} texts in a batch")
-    altered = Altered(changed, transform=control.transform)
-    agreement = measure_agreement(base, altered, continuations, real.steps, batch=batch)
-    return compare(control, real, agreement)
+def thinned(positions: int, steps: int, base: Base, most: int | None = None) -> int:
+    """At every how many of so many positions controls draft ``steps`` tokens, so that there are ``most``, or as many as
+    take minutes.
+    """
+    if most is None:
+        most = max(1, _MOST_LOGITS // (steps * base.vocab_size))
+    return max(1, -(-positions // most))
 
 
 def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,14 @@ def measure_drafter(
     batch: int,
     new_tokens: int,
     timed: int,
+    done: Callable[[], None] = lambda: None,
 ) -> DrafterFigures:
     """How a drafter drafts.
 
     Args:
         agreement: of this drafter with the text of ``written``.
         first: of the drafter that this one is compared with.
+        done: called after each batch of texts that was generated.
     """
     overall, parts = figures(agreement), {name: written.of_workload(name) for name in written.workloads}
     conditional = [step.conditional.value for step in overall.steps]
@@ -101,7 +103,7 @@ def measure_drafter(
         facts,
         overall,
         {name: figures(agreement, rows) for name, rows in parts.items()},
-        measure_generation(generator, written, planned, batch=batch, new_tokens=new_tokens, timed=timed),
+        measure_generation(generator, written, planned, batch=batch, new_tokens=new_tokens, timed=timed, done=done),
         compare(before, after),
         {name: compare(before.of(rows), after.of(rows)) for name, rows in parts.items()},
         _pair(generator.base, drafter, written, planned, new_tokens),

@@ -7,7 +7,7 @@ are of a batch of one, where drafting pays, over a few prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -133,6 +133,7 @@ def measure_generation(
     batch: int,
     new_tokens: int,
     timed: int,
+    done: Callable[[], None] = lambda: None,
 ) -> GenerationResult:
     """Generate with each of ``draftings``.
 
@@ -141,12 +142,15 @@ def measure_generation(
         batch: prompts at a time, where nothing is timed.
         new_tokens: as the continuations were made with.
         timed: how many prompts to time, spread over the workloads.
+        done: called after each batch where nothing is timed.
     """
     texts, chosen = continuations.texts, _spread(continuations, timed)
 
-    def run(indices: Sequence[int], drafting: Drafting | None) -> list[Generation]:
+    def run(
+        indices: Sequence[int], drafting: Drafting | None, done: Callable[[], None] = lambda: None
+    ) -> list[Generation]:
         options = Options(max_new_tokens=new_tokens, drafts=0 if drafting is None else drafting.what)
-        return generate_in_batches(generator, [texts[i].prompt for i in indices], options, batch=batch)
+        return generate_in_batches(generator, [texts[i].prompt for i in indices], options, batch=batch, done=done)
 
     def one_by_one(drafting: Drafting | None) -> list[Generation]:
         return [result for index in chosen for result in run([index], drafting)]
@@ -156,7 +160,7 @@ def measure_generation(
     plain = one_by_one(None)
     results = []
     for drafting in draftings:
-        together, alone = run(range(len(texts)), drafting), one_by_one(drafting)
+        together, alone = run(range(len(texts)), drafting, done), one_by_one(drafting)
         differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
         # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
         for index, fast, slow in zip(chosen, alone, plain, strict=True):

@@ -55,6 +55,7 @@ class Settings(Record, kw_only=True, forbid_unknown_fields=True):
     draft_steps: list[Positive] | UnsetType = UNSET  #: numbers of drafts tried
     trees: list[str] | UnsetType = UNSET  #: trees tried
     batch: Positive | UnsetType = UNSET  #: prompts at a time
+    control_positions: Positive | UnsetType = UNSET  #: at how many positions controls drafted, spread over all texts
     seed: int  #: of the random inputs
 
 

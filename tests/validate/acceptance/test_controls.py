@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from mtp_extract.drafter.arguments import DraftArguments
-from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluate.agreement import Continuations, measure_agreement
+from mtp_extract.drafter.mtp import Altered, MtpDrafter
+from mtp_extract.evaluate.agreement import Continuations, at_every, measure_agreement
 from mtp_extract.speculate.generate import SpeculativeGenerator
+from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, run_controls
+from mtp_extract.validate.acceptance.controls import CONTROLS, Control, ControlResult, compare, draft_together, thinned
 from mtp_extract.validate.report.verdict import findings, verdict, why
 from mtp_extract.validate.result import Validation
 
@@ -38,8 +41,9 @@ def real(generator: SpeculativeGenerator, continuations: Continuations) -> Agree
 
 @pytest.fixture(scope="module")
 def results(generator: SpeculativeGenerator, continuations: Continuations, real: Agreement) -> dict[str, ControlResult]:
-    found = run_controls(generator.base, generator.drafter, continuations, real, batch=4)
-    return {result.control.name: result for result in found}
+    found = draft_together(generator.base, [generator.drafter], continuations, 3, batch=4)
+    assert torch.equal(found.agreements[0].drafts, real.drafts)
+    return {result.control.name: result for result in found.controls}
 
 
 def test_on_the_trained_pair(results: dict[str, ControlResult]) -> None:
@@ -160,10 +164,50 @@ def test_changes_one_part_of_the_drafter(drafter: MtpDrafter, name: str) -> None
 
 def test_says_why_one_is_not_run(generator: SpeculativeGenerator, continuations: Continuations) -> None:
     alone = Continuations(continuations.prompts[:1], continuations.texts[:1])
-    real = measure_agreement(generator.base, generator.drafter, alone, 1, batch=4)
-    found = {r.control.name: r for r in run_controls(generator.base, generator.drafter, alone, real, batch=4)}
+    drafted = draft_together(generator.base, [generator.drafter], alone, 1, batch=4)
+    found = {r.control.name: r for r in drafted.controls}
     assert found["shuffled_kv"].skipped == "it needs 2 texts in a batch"
     assert found["zero_hidden"].figures is not None
+
+
+def test_the_base_reads_a_batch_once(
+    generator: SpeculativeGenerator, continuations: Continuations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever drafts beside it, and however many controls."""
+    read: list[int] = []
+    full_pass = Base.full_pass
+    monkeypatch.setattr(Base, "full_pass", lambda *given: read.append(len(given[1])) or full_pass(*given))
+    told: list[int] = []
+    together = draft_together(
+        generator.base, [generator.drafter] * 2, continuations, 2, batch=4, done=lambda: told.append(len(read))
+    )
+    assert sum(read) == len(continuations.usable) and told == [1, 2]
+    assert torch.equal(together.agreements[0].drafts, together.agreements[1].drafts)
+
+
+def test_controls_at_some_positions(
+    generator: SpeculativeGenerator, continuations: Continuations, results: dict[str, ControlResult], real: Agreement
+) -> None:
+    """What a control drafts there is what it drafts there among all, and so is the drafter beside it."""
+    most = 40
+    drafted = draft_together(generator.base, [generator.drafter], continuations, 3, batch=4, most=most)
+    every = thinned(len(real.anchor), 3, generator.base, most)
+    kept = at_every(real, continuations, every)
+    assert every == 5 and len(kept.anchor) == drafted.positions < len(real.anchor)
+    assert set(kept.text.tolist()) == set(real.text.tolist())
+    assert torch.equal(drafted.agreements[0].drafts, real.drafts)
+    for result in drafted.controls:
+        assert result.figures is not None and result.figures.anchors == drafted.positions
+        assert result.changed <= results[result.control.name].changed
+    broken = Altered(generator.drafter, transform=BY_NAME["zero_hidden"].transform)
+    alone = at_every(measure_agreement(generator.base, broken, continuations, 3, batch=4), continuations, every)
+    assert compare(BY_NAME["zero_hidden"], kept, alone) in drafted.controls
+
+
+def test_how_many_positions_take_minutes(generator: SpeculativeGenerator) -> None:
+    assert thinned(6300, 8, generator.base) == 1  # of the sample's 512 tokens
+    assert thinned(6300, 8, cast(Base, SimpleNamespace(vocab_size=262144))) == 7
+    assert thinned(3, 8, generator.base, 100) == 1
 
 
 def placed(validation: Validation, **standings: str) -> Validation:

@@ -13,7 +13,7 @@ from mtp_extract.evaluate.base_model import load_base
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validate.acceptance.controls import CONTROLS, run_controls
+from mtp_extract.validate.acceptance.controls import CONTROLS, draft_together
 
 pytestmark = pytest.mark.xdist_group("sample pair")
 
@@ -51,7 +51,7 @@ def test_every_control_is_clearly_below(
     generator: SpeculativeGenerator, written: Continuations, real: Agreement
 ) -> None:
     assert isinstance(generator.drafter, MtpDrafter)
-    results = run_controls(generator.base, generator.drafter, written, real, batch=32)
+    results = draft_together(generator.base, [generator.drafter], written, 1, batch=32).controls
     assert [result.control for result in results] == list(CONTROLS)
     for result in results:
         assert result.standing == "below", result.control.name
