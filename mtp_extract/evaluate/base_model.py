@@ -71,8 +71,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         if local and not any((Path(where) / file).is_file() for file in _TOKENIZER_FILES):
             raise OSError(f"none of {', '.join(_TOKENIZER_FILES)}")
         tokenizer = AutoTokenizer.from_pretrained(where, **found)
-    weights = size_of(where, found, config).weights or 0
-    check_room(int(weights * _HEADROOM), placed, "the base needs")
+    _check_room(size_of(where, found, config).weights or 0, placed)
     with memory_guard("loading the base"), _explained(name, local, "model"), quiet_transformers():
         if placed is None:
             found["device_map"] = "auto"
@@ -114,6 +113,13 @@ def _configured(name: str) -> tuple[str, dict[str, Any], Any]:
             "drafts for"
         )
     return where, found, config
+
+
+def _check_room(weights: int, device: torch.device | None) -> None:
+    """Refuse a load that cannot succeed, before the machine starts to swap."""
+    check_room(int(weights * _HEADROOM), device, "the base needs")
+    if device is not None and device.type == "cuda":
+        check_room(weights, torch.device("cpu"), f"reading the base for {device} needs")
 
 
 def _check_size(name: str, config: Mapping[str, Any]) -> None:
@@ -262,12 +268,17 @@ def _check_whole(name: str, model: Any, info: Mapping[str, Any]) -> None:
         if info[key]
     ]
     tensors = (*model.named_parameters(), *model.named_buffers())
-    if odd := [key for key, value in tensors if value.is_floating_point() and not bool(torch.isfinite(value).all())]:
+    if odd := [key for key, value in tensors if value.is_floating_point() and not _is_finite(value)]:
         wrong.append(f"not finite: {few(sorted(odd))}")
     if wrong:
         raise PairError(
             f"expected every tensor of the base in {escape(name)}, found {'; '.join(wrong)}. Fetch the model again"
         )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of it is: its least and greatest number tell, in one pass without a copy, since NaN is both."""
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def _key(found: Any) -> str:

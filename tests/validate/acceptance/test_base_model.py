@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -153,6 +154,30 @@ def test_too_little_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_size, "free_memory", lambda: 1_000_000)
     with pytest.raises(MtpExtractError, match=r"too little memory on cpu: the base needs about 0\.0 GB"):
         load_base(str(base), "cpu")
+
+
+def test_the_host_needs_memory_for_what_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the whole base first, whatever room there is on the device."""
+    size, gpu = 10**9, torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * size, 2 * size))
+    for free, fits in ((size, True), (size - 1, False)):
+        monkeypatch.setattr(base_size, "free_memory", lambda free=free: free)
+        with contextlib.nullcontext() if fits else pytest.raises(MtpExtractError, match="on cpu: reading the base for"):
+            base_model._check_room(size, gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (size, size))
+    with pytest.raises(MtpExtractError, match="too little memory on cuda:0"):
+        base_model._check_room(size, gpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrong", [None, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [(0, 0), (70, 130)])
+def test_one_number_that_is_none_is_found(dtype: torch.dtype, wrong: float | None, at: tuple[int, int]) -> None:
+    whole = torch.arange(71 * 131).reshape(71, 131).to(dtype)
+    if wrong is not None:
+        whole[at] = wrong
+    assert base_model._is_finite(whole) == base_model._is_finite(whole.T) == (wrong is None)
+    assert base_model._is_finite(whole[:0])
 
 
 @pytest.mark.parametrize(
