@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
 import os
 import statistics
@@ -115,6 +116,35 @@ def comparing() -> Rows:
     return rows
 
 
+def tables() -> Rows:
+    """``mtp-inspect --against``: tables of 256 columns, side by side in one matrix of the checkpoint."""
+    from mtp_extract.checkpoint import distance
+    from mtp_extract.checkpoint.stored import StoredColumns, StoredTensor, StoredWeight
+
+    count = 8
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for role, head, same, _ in constants(work):
+            if role == "lm_head":
+                rows, columns = head.shape
+                beside = np.fromfile(same.path, np.uint16).reshape(rows, columns)
+                path = work / "beside"
+                with path.open("wb") as file:
+                    for row in range(0, rows, 4096):
+                        np.tile(beside[row : row + 4096], (1, count)).tofile(file)
+                whole = StoredWeight(path, StoredTensor("BF16", (rows, count * columns), 0, path.stat().st_size))
+                held = [(head, StoredColumns(whole, at * columns, (at + 1) * columns)) for at in range(count)]
+
+                together = getattr(distance, "measure_columns", partial(itertools.starmap, distance.measure_distance))
+                start = time.process_time()
+                deque(together(held), maxlen=0)
+                spent = time.process_time() - start
+                numbers = count * rows * columns
+                figure = f"{1e9 * spent / numbers:.1f} ns of CPU a number"
+                return [(f"`--against`, {count} tables of {columns} columns, {numbers / 1e6:.0f} M", figure)]
+    raise AssertionError("the drafter has a head")
+
+
 def inserting() -> Rows:
     """``mtp-insert``: every matrix of a drafter of E4B's shape moved, encoded and held against what it became."""
     from mtp_extract.insert.decision import decide
@@ -198,6 +228,7 @@ def finite() -> Rows:
 MEASUREMENTS: dict[str, Callable[[], Rows]] = {
     "drafting": drafting,
     "comparing": comparing,
+    "tables": tables,
     "inserting": inserting,
     "controls": controls,
     "finite": finite,

@@ -19,9 +19,17 @@ import numpy as np
 from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
 from mtp_extract.base.places import BundledBase, Place, find_base, grouped
 from mtp_extract.bundle import Opened
-from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, EQUAL_CODES, HALF_STEP, Distance, measure_distance
-from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.stored import StoredWeight
+from mtp_extract.checkpoint.distance import (
+    DIFFERENT,
+    EQUAL,
+    EQUAL_CODES,
+    HALF_STEP,
+    Distance,
+    measure_columns,
+    measure_distance,
+)
+from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insert.fit import differences
@@ -237,8 +245,21 @@ def _verdict(match: Match, pool: Executor) -> RoleVerdict:
         found = measure_distance(FilledTensor((1,)), weight)
         why = "" if found.verdict == EQUAL else "the graphs have no layer scalar, which is one of 1"
         return replace(made, verdict=found.verdict, error=found.error, why=why)
-    found = reduce(Distance.worse, (measure_distance(p.stored, p.part_of(weight), pool) for p, *_ in grouped(places)))
+    found = reduce(Distance.worse, _distances([place for place, *_ in grouped(places)], weight, pool))
     return replace(made, **vars(found))
+
+
+def _distances(places: Sequence[Place], weight: LazyTensor, pool: Executor) -> Iterator[Distance]:
+    """Of each place; tables that hold columns of the weight are held against its rows together."""
+    tables: list[tuple[ConstantTensor, StoredColumns]] = []
+    for place in places:
+        stored, part = place.stored, place.part_of(weight)
+        if isinstance(part, StoredColumns) and isinstance(stored, ConstantTensor) and stored.by_rows:
+            tables.append((stored, part))
+        else:
+            yield measure_distance(stored, part, pool)
+    if tables:
+        yield from measure_columns(tables, pool)
 
 
 def _explained(verdicts: Sequence[RoleVerdict], base: BundledBase, checkpoint: BaseCheckpoint) -> Iterator[RoleVerdict]:

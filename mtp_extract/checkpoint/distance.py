@@ -10,7 +10,7 @@ pass over both answers everything, a few rows in each thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight, read_rows
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, gathered, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
@@ -103,6 +103,7 @@ def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None 
     dtype = new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
     codes_apart: int | None = None
+    scales_alike = False
     if in_codes and isinstance(stored, ConstantTensor) and stored.by_rows:
         found = _by_rows(stored, new, dtype, pool)
         codes_apart, scales_alike = found.codes_apart, found.scales_alike
@@ -111,6 +112,36 @@ def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None 
         if in_codes and found.finite:
             assert isinstance(stored, ConstantTensor)
             codes_apart, scales_alike = _requantized(stored, new)
+    return _told(found, in_codes, codes_apart, scales_alike)
+
+
+def measure_columns(
+    tables: Sequence[tuple[ConstantTensor, StoredColumns]], pool: Executor | None = None
+) -> list[Distance]:
+    """The same of several constants that hold columns of one matrix, each with its columns, in one pass over its rows.
+
+    The rows of every constant have scales of their own (:attr:`ConstantTensor.by_rows`).
+    """
+    whole = tables[0][1].whole
+    dtype, rows = whole.dtype, whole.shape[0]
+    ask = [_part(held, own, dtype, 0, min(8, rows), True).same for held, own in tables]
+    count = max(8, _BLOCK // max(own.end - own.begin for _, own in tables) // 8 * 8)
+
+    def part(first: int) -> list[_Sums]:
+        last = min(first + count, rows)
+        read = read_rows(whole.path, whole.stored, first, last)
+        found = []
+        for (held, own), asked in zip(tables, ask, strict=True):
+            cut = read[:, own.begin * dtype.size : own.end * dtype.size].tobytes()
+            found.append(_block(held, dtype.widen(cut), dtype, first, last, asked))
+        return found
+
+    parts = (pool.map if pool is not None else map)(part, range(0, rows, count))
+    sums = [reduce(_Sums.__add__, own) for own in zip(*parts, strict=True)]
+    return [_told(found, True, found.codes_apart, found.scales_alike) for found in sums]
+
+
+def _told(found: _Sums, in_codes: bool, codes_apart: int | None, scales_alike: bool) -> Distance:
     if not found.finite:
         return Distance(DIFFERENT, math.inf, None, None, "the checkpoint holds values that are not finite")
     squares, reference = found.squares, found.reference
@@ -188,18 +219,19 @@ def _part(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, las
     columns = rows_of(stored.shape)[1]
     count, found = max(8, _BLOCK // columns // 8 * 8), _Sums(same=ask)
     for begin in range(first, last, count):
-        found += _block(stored, new, dtype, begin, min(begin + count, last), found.same)
+        end = min(begin + count, last)
+        found += _block(stored, _joined(new.floats(begin, end)), dtype, begin, end, found.same)
         if not found.finite:
             break
     return found
 
 
-def _block(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
+def _block(stored: ConstantTensor, given: Floats, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:
     storage, factor = stored.source.storage, stored.factor
     shape = (-1, storage.columns)
     own = slice(*(row * rows_of(stored.shape)[1] // storage.columns for row in (first, last)))
     held_scale, held_zero = (part.reshape(-1)[own] for part in (stored.scale, stored.zero_point))
-    given = _joined(new.floats(first, last)).reshape(shape)
+    given = given.reshape(shape)
     wanted = given if factor == 1 else (given.astype(np.float64) * factor).astype(np.float32)
     with np.errstate(invalid="ignore"):
         low, high = given.min(), given.max()
@@ -213,7 +245,7 @@ def _block(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, la
         codes -= held_zero.astype(np.float32)[:, None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # In steps: neither overflows nor vanishes where the weights do.
-        steps = wanted / held_scale[:, None]
+        steps = np.divide(wanted, held_scale[:, None], dtype=np.float32)
         steps -= codes
         most = max(float(steps.max()), -float(steps.min()))
         by_row = np.einsum("ij,ij->i", steps, steps).astype(np.float64)

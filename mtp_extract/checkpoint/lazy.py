@@ -171,7 +171,7 @@ class ConstantTensor:
     @property
     def by_rows(self) -> bool:
         """Whether rows, or blocks of them, have scales of their own and lie in the order of the weight."""
-        return not self.transposed and not self.folded and self.source.storage.by_rows
+        return not (self.transposed or self.folded or self.offset) and self.source.storage.by_rows
 
     @property
     def scheme(self) -> Packing | None:

@@ -13,8 +13,10 @@ import pytest
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import distance
-from mtp_extract.checkpoint.distance import EQUAL, measure_distance
+from mtp_extract.checkpoint.distance import EQUAL, measure_columns, measure_distance
+from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ArrayTensor, ConstantTensor, read_floats
+from mtp_extract.checkpoint.stored import StoredColumns, StoredTensor, StoredWeight
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
@@ -112,3 +114,32 @@ def test_numbers_that_are_not_equal_are_not_rounded_to_the_end(
     monkeypatch.setattr(distance, "_is_same", lambda held, *rest: asked.append(held.size) or is_same(held, *rest))
     measure_distance(constant, ArrayTensor(read_floats(constant) * np.float32(1.001)))
     assert asked == [8 * constant.shape[1]]
+
+
+def test_columns_of_one_matrix_are_read_together(
+    matrices: dict[str, ConstantTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every table of several in one pass over whole rows, with what a pass for each finds."""
+    shape = next(constant.shape for constant in matrices.values() if constant.shape[1] % 32 == 0)
+    chosen = [constant for constant in matrices.values() if constant.shape == shape]
+    assert len(chosen) > 1
+    beside = np.concatenate([read_floats(constant) for constant in chosen], axis=1)
+    beside[:, shape[1] :] *= np.float32(1.01)
+    path, stored = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
+    path.write_bytes(stored)
+    whole = StoredWeight(path, StoredTensor("BF16", beside.shape, 0, len(stored)))
+    tables = [
+        (constant, StoredColumns(whole, at * shape[1], (at + 1) * shape[1])) for at, constant in enumerate(chosen)
+    ]
+    alone = [measure_distance(constant, columns) for constant, columns in tables]
+    read: list[int] = []
+    monkeypatch.setattr(distance, "_BLOCK", 16 * shape[1])
+    rows = distance.read_rows
+    monkeypatch.setattr(distance, "read_rows", lambda *given: read.append(given[3] - given[2]) or rows(*given))
+    with ThreadPoolExecutor(3) as pool:
+        together = measure_columns(tables, pool)
+    assert sum(read) == shape[0] and max(read) == 16
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours.verdict, ours.codes_apart) == (theirs.verdict, theirs.codes_apart)
+        assert ours.error == pytest.approx(theirs.error) and ours.steps == theirs.steps
+    assert len({found.verdict for found in together}) > 1
