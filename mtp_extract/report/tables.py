@@ -207,7 +207,9 @@ def _agreement(agreement: Mapping[str, Any], alone: bool) -> Iterator[Table]:
 
 def _controls(controls: Mapping[str, Row], agreement: Row | None, trivial: Mapping[str, Row]) -> Table:
     rate, below = _rate("top1"), percent("difference", "difference_ci95")
-    real = [("real drafter", rate(agreement), "", _mean(agreement), "nothing")] if agreement else []
+    counts = {step["n"] for row in (agreement, *controls.values()) if row for step in (row["steps"] or ())[:1]}
+    name = "real drafter" if len(counts) < 2 else "real drafter, everywhere"
+    real = [(name, rate(agreement), "", _mean(agreement), "nothing")] if agreement else []
     broken = ((name, rate(f), below(f), _mean(f), f"{f['what']}: {f['why']}") for name, f in controls.items())
     knows = "a drafter that knows nothing of the base"
     return Table(
@@ -219,9 +221,8 @@ def _controls(controls: Mapping[str, Row], agreement: Row | None, trivial: Mappi
             *((name, share(found["top1"], None), below(found), "", knows) for name, found in trivial.items()),
         ),
         about=(
-            "The same positions with one thing broken on purpose, and what trivial drafters reach there. The "
-            "difference is in percentage points, with its interval over texts, which allows for there being seven "
-            "controls."
+            "The same with one thing broken on purpose, and what trivial drafters reach. The difference is at the same "
+            "positions, in percentage points, with its interval over texts, which allows for seven controls."
         ),
         figures=("controls_by_step",),
     )

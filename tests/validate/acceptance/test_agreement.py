@@ -21,13 +21,15 @@ from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.intervals import difference_interval, share_interval
 from mtp_extract.speculate.teacher import Agreement, Text
+from mtp_extract.validate.acceptance.controls import CONTROLS, ControlResult, Drafted
 from mtp_extract.validate.acceptance.trivial import compare_trivial
-from mtp_extract.validate.run import _notes
+from mtp_extract.validate.notes import notes_of
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
 
 STEPS = 3
+NOTHING = Agreement(*torch.zeros(2, 5, dtype=torch.long), *torch.zeros(3, 5, 1, dtype=torch.long))
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +160,17 @@ def test_what_repeats_in_the_continuation_alone() -> None:
 
 
 def test_a_note_says_that_the_base_loops() -> None:
-    def notes(tokens: int) -> list[str]:
+    def notes(tokens: int, sampled: int = 0) -> list[str]:
         """Of a base that writes three tokens over and over: of ``tokens`` - 7 runs of eight, three are different."""
         text = Text((0, *(1 + index % 3 for index in range(tokens))), 1)
-        return list(_notes((), Continuations((Prompt("code", "x"),), (text,)), controlled=True))
+        drafted = Drafted((NOTHING,), (ControlResult(CONTROLS[0]),), len(NOTHING.anchor) - sampled)
+        return list(notes_of((), Continuations((Prompt("code", "x"),), (text,)), drafted))
 
     assert notes(11) == [], "a quarter, which is allowed"
     (note,) = notes(12)
     assert note.startswith("40 % of the runs of eight tokens")
+    (note,) = notes(11, sampled=3)
+    assert note.startswith("Controls drafted at 2 of 5 positions")
 
 
 def test_an_interval_stays_within_what_can_be() -> None:
