@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import mtp_extract
 from mtp_extract.errors import HubError, MtpExtractError, PairError
-from mtp_extract.evaluate import base_size
+from mtp_extract.evaluate import base_model, base_size
 from mtp_extract.evaluate.base_model import load_base, memory_guard
 from mtp_extract.validate.run import ValidationPlan, run_validation
 
