@@ -11,6 +11,7 @@ fields (``cli/_planned.py``), and the function holds the same bounds against wha
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -64,7 +65,32 @@ class Bytes(int):
         return cls(float(found[1]) * _UNITS[unit])
 
 
+def key_from(variable: str) -> str:
+    """The key that the environment variable holds.
+
+    Raises:
+        MtpExtractError: it holds none.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        found = "something else" if key else "none"
+        raise MtpExtractError(
+            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {found}. Set it.",
+            remedies=("key",),
+        )
+    return key
+
+
 # What more than one plan asks for.
+ApiKey = Annotated[
+    str | None,
+    About(
+        "The environment variable that holds the servers' key.",
+        metavar="VARIABLE",
+        names=("--api-key-env",),
+        parse=key_from,
+    ),
+]
 Workloads = Annotated[
     Path | None,
     About("Prompts as .txt, .json, .jsonl or .csv; by default about 100 of ours.", metavar="FILE"),

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.options import About, Workloads
-
-
-def key_from(variable: str) -> str:
-    """The key that the environment variable holds.
-
-    Raises:
-        MtpExtractError: it holds none.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something else" if key else "none"
-        raise MtpExtractError(
-            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {found}. Set it.",
-            remedies=("key",),
-        )
-    return key
+from mtp_extract.options import About, ApiKey, Workloads
 
 
 @dataclass(frozen=True)
@@ -39,15 +21,7 @@ class BenchPlan:
     model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
         None
     )
-    key: Annotated[
-        str | None,
-        About(
-            "The environment variable that holds the servers' key.",
-            metavar="VARIABLE",
-            names=("--api-key-env",),
-            parse=key_from,
-        ),
-    ] = field(default=None, repr=False)
+    key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=1)] = 128
     temperature: Annotated[float, About("0 is greedy; then texts are compared.", least=0)] = 0.0
     concurrency: Annotated[int, About("Requests at a time, in groups.", least=1, most=1024)] = 1

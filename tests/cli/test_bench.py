@@ -19,10 +19,10 @@ from helpers.schemas import validator
 from helpers.web import Page
 
 from mtp_extract.bench import run as serving
-from mtp_extract.bench.kinds import Counters
 from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, BenchPlan, Group, Side, run_benchmark, together
-from mtp_extract.bench.server import Answer
+from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.server import Answer
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}

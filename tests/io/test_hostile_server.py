@@ -14,7 +14,7 @@ from helpers.hub_fixtures import Patient, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 from helpers.raw_server import RawServer, Say, drip, raw_server
 
-from mtp_extract.bench.server import Server
+from mtp_extract.engines.server import Server
 from mtp_extract.errors import MtpExtractError, SourceError
 from mtp_extract.io import http, http_library
 from mtp_extract.io.remote import RemoteSource, open_remote
@@ -142,7 +142,7 @@ def test_a_hub_that_never_ends(soon: None, patience: Patient, monkeypatch: pytes
 @pytest.mark.parametrize("script", NEVER.values(), ids=NEVER)
 def test_a_server_of_models_that_never_ends(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     """However long an answer may take: a page is no answer."""
-    monkeypatch.setattr("mtp_extract.bench.server._PAGE_TIMEOUT", WINDOW)
+    monkeypatch.setattr("mtp_extract.engines.server._PAGE_TIMEOUT", WINDOW)
     with (
         raw_server(script) as server,
         pytest.raises(MtpExtractError, match=r"expected an answer within|is not HTTP|expected a") as caught,

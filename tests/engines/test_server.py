@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import pytest
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
-from mtp_extract.bench.kinds import KINDS, Counters, impossible, recognise
-from mtp_extract.bench.plan import key_from
-from mtp_extract.bench.server import Server
+from mtp_extract.engines.kinds import KINDS, Counters, impossible, recognise
+from mtp_extract.engines.server import Server
 from mtp_extract.errors import MtpExtractError, ServerError
+from mtp_extract.options import key_from
 
 PROMPT = "class Foo(object):"
 

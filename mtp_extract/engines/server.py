@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from mtp_extract.bench.kinds import Counters, at, impossible, recognise
+from mtp_extract.engines.kinds import Counters, at, impossible, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
 from mtp_extract.io.http_library import FaultError, faults, hide_queries, http_library
