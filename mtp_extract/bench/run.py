@@ -27,8 +27,9 @@ from msgspec import convert
 
 from mtp_extract.bench.fields import Figures, Settings, Side
 from mtp_extract.bench.plan import BenchPlan
+from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters, impossible
-from mtp_extract.engines.server import Answer, Server
+from mtp_extract.engines.server import Server
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values

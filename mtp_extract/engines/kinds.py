@@ -140,7 +140,7 @@ def impossible(counted: Counters, asked: int, answers: int = 1, seconds: float |
 def at(value: Any, *keys: str) -> Any:
     """What ``keys`` lead to in nested JSON objects; None where they lead nowhere."""
     for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
+        value = value.get(key) if isinstance(value, dict) else None
     return value
 
 

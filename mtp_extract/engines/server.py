@@ -1,8 +1,7 @@
 """An OpenAI-compatible server: vLLM, SGLang, llama-server, mlx-vlm's, and what speaks as they do.
 
 Answers are streamed, and each piece is timed as it arrives. What a server sends is untrusted: bounded in size and
-time, checked in type. The client of io/http.py is not used, as it may be offline, or hold what an application put
-there for the Hub.
+time, checked in type.
 """
 
 from __future__ import annotations
@@ -10,23 +9,25 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from mtp_extract.engines.kinds import Counters, at, impossible, recognise
+from mtp_extract.engines.answer import Answer, EndedError, Reading, json_object, listed
+from mtp_extract.engines.connection import Connection
+from mtp_extract.engines.kinds import Counters, at, recognise
 from mtp_extract.errors import MtpExtractError, ServerError, escape
 from mtp_extract.io.address import WebAddress, origin_of
-from mtp_extract.io.http_library import FaultError, faults, hide_queries, http_library
-from mtp_extract.io.watchdog import watched
 
-_CONNECT_TIMEOUT = 10.0  # seconds
+T = TypeVar("T")
+
 _PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
-_KEEP_ALIVE = 4.0  # seconds a connection is kept; servers close theirs after 5
-_LARGEST_PAGE, _LARGEST_EVENT, _LARGEST_TOKEN = 1 << 24, 1 << 22, 1 << 14  # bytes
+_LARGEST_PAGE = 1 << 24  # bytes
 _MOST_NAMED = 8
+_CHAT = "/v1/chat/completions"
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, or messages: dicts with ``role`` and ``content``."""
 
 _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     401: ("wants a key, or does not accept this one", ("key",)),
@@ -35,23 +36,6 @@ _REFUSED: Mapping[int, tuple[str, tuple[str, ...]]] = {
     503: ("is not available: it may still be loading its model, or have too much to do. Try later", ()),
 }
 """What a status says of a server, and the arguments that may help."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer. None is what the server does not tell."""
-
-    text: str  # all that was written, reasoning included, in order
-    tokens: int | None  # generated, as the server counts
-    first_tokens: int  # of these, those that came with the first text: 1 unless the server tells otherwise
-    first_s: float | None  # seconds from sending the request to the first text; None if there was none
-    seconds: float
-    """From the first text to the last event of the text, the one that says why it ended among them; 0 where all of the
-    text came at once."""
-    finish_reason: str | None
-    told: Counters | None
-    impossible: tuple[str, ...] = ()
-    """What the server told that cannot be of this answer, and so stands in none of the above."""
 
 
 class Server:
@@ -76,7 +60,7 @@ class Server:
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0) -> None:
         self._root, login = _parse(url)
         self.name = WebAddress(self._root).name
-        self._timeout, self._ended = timeout, False
+        self._timeout = timeout
         self._secrets = [secret for secret in (key, *login) if secret]
         headers = {"Accept-Encoding": "identity"}
         if key is not None:
@@ -85,33 +69,31 @@ class Server:
             pair = base64.b64encode(":".join(login).encode()).decode()
             headers["Authorization"] = f"Basic {pair}"
             self._secrets.append(pair)
-        library = http_library()
-        hide_queries()
-        self._client = library.Client(
-            headers=headers,
-            timeout=_limits(timeout),
-            limits=library.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE),
-        )
+        self._connection = Connection(self._root, headers)
         try:
-            self._recognise(model)
+            self.run(self._recognise(model))
         except BaseException:
-            self._client.close()
+            self._connection.close()
             raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._client.close()
+        self._connection.close()
 
-    def _recognise(self, model: str | None) -> None:
-        header, listed = self._get("/v1/models")
-        entries = [entry for entry in _list(at(listed, "data")) if isinstance(at(entry, "id"), str)]
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns, or raises, in the loop where requests are made."""
+        return self._connection.run(work)
+
+    async def _recognise(self, model: str | None) -> None:
+        header, models = await self._get("/v1/models")
+        entries = [entry for entry in listed(at(models, "data")) if isinstance(at(entry, "id"), str)]
         if not entries:
             raise ServerError(f"{self.name}: expected an OpenAI-compatible server, found none that lists its models.")
         self.kind = recognise(header, [entry.get("owned_by") for entry in entries])
         self.model = self._choose(model, entries)
-        self.version = self._version(header)
+        self.version = await self._version(header)
 
     def _choose(self, model: str | None, entries: Sequence[Mapping[str, Any]]) -> str:
         names = [str(entry["id"]) for entry in entries]
@@ -128,12 +110,12 @@ class Server:
             remedies=("model",),
         )
 
-    def _version(self, header: str) -> str | None:
+    async def _version(self, header: str) -> str | None:
         if not self.kind.version:
             return header.partition("/")[2] or None if self.kind.header else None
         page, *keys = self.kind.version
         try:
-            found = at(self._get(page)[1], *keys)
+            found = at((await self._get(page))[1], *keys)
         except ServerError:
             return None  # a proxy may let /v1 alone through
         return found if isinstance(found, str) else None
@@ -144,20 +126,22 @@ class Server:
         Raises:
             ServerError: what it tells are no counters.
         """
-        if not self.kind.page:
-            return None
-        with self._page("/metrics") as response:
-            if response.status_code != 200:
+        return self.run(self._named(self._counters())) if self.kind.page else None
+
+    async def _counters(self) -> Counters | None:
+        async with self._connection.request("/metrics", self._page_timeout) as response:
+            if response.status != 200:
                 return None
-            text = self._body(response).decode("utf-8", "replace")
-            found = self.kind.of_page(text)
+            found = self.kind.of_page((await self._body(response)).decode("utf-8", "replace"))
         # Without these nobody can say whose the others are.
         return None if found.requests is None and found.tokens is None else found
 
-    def ask(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, max_tokens: int, chat: bool = True, **more: Any
-    ) -> Answer:
-        """Send one prompt and read the answer as it comes.
+    def ask(self, prompt: Prompt, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
+        """What :meth:`answer` returns, for who asks one thing at a time."""
+        return self.run(self.answer(prompt, max_tokens=max_tokens, chat=chat, **more))
+
+    async def answer(self, prompt: Prompt, *, max_tokens: int, chat: bool = True, **more: Any) -> Answer:
+        """Send one prompt and read the answer as it comes; to be run by :meth:`run`, among others.
 
         Args:
             prompt: text, or the messages of a chat.
@@ -169,110 +153,60 @@ class Server:
             MtpExtractError: there is no answer, or none that ends.
         """
         body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens, **self.kind.request}
-        if chat:
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            path, body["messages"] = "/v1/chat/completions", said
+        if not isinstance(prompt, str):
+            path, body["messages"] = _CHAT, list(prompt)
+        elif chat:
+            path, body["messages"] = _CHAT, [{"role": "user", "content": prompt}]
         else:
             path, body["prompt"] = "/v1/completions", prompt
-        content = json.dumps(body | more).encode()
-        headers = {"Content-Type": "application/json"}
-        post = self._client.stream("POST", self._root + path, content=content, headers=headers)
-        with self._request(self._timeout) as sent, post as response:
-            if response.status_code == 404:
+        return await self._named(self._stream(path, json.dumps(body | more).encode(), max_tokens))
+
+    async def _stream(self, path: str, content: bytes, max_tokens: int) -> Answer:
+        sent = time.perf_counter()
+        async with self._connection.request(path, self._timeout, content) as response:
+            if response.status == 404:
                 remedies = ("chat_template", "model")
                 raise ServerError(
                     f"expected {path} and the model {escape(self.model)}, found one missing (404)", remedies=remedies
                 )
-            if response.status_code != 200:
-                raise self._refused(response)
+            if response.status != 200:
+                raise await self._refused(response)
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise ServerError(f"expected a stream of events, found {escape(kind) or 'nothing'}")
-            return self._read(response, sent, max_tokens)
+            reading = Reading(self.kind, sent, max_tokens, self._timeout)
+            try:
+                async for piece in response.content.iter_any():
+                    reading.take(time.perf_counter(), piece)
+            except EndedError as error:
+                raise ServerError(f"the answer ended in an error{self._quoted(error.page)}") from None
+            return reading.answer()
 
-    def _read(self, response: Any, sent: float, asked: int) -> Answer:
-        pieces: list[str] = []
-        tokens: int | None = None
-        first = last = 0.0
-        first_tokens, reason, counters, done = 1, None, None, False
-        for now, data in self._events(response, _LARGEST_EVENT + _LARGEST_TOKEN * asked):
-            if data == b"[DONE]":
-                done = True
-                break
-            event = _json(data)
-            if event.get("error"):
-                raise ServerError(f"the answer ended in an error{self._quoted(event)}")
-            count = at(event, "usage", "completion_tokens")
-            if isinstance(count, int) and not isinstance(count, bool):
-                tokens = count
-            counters = self.kind.of_answer(event) or counters
-            for choice in _list(event.get("choices")):
-                text = _text(choice)
-                if text and not pieces:
-                    first, first_tokens = now, tokens or 1
-                if text:
-                    pieces.append(text)
-                last = now
-                given = at(choice, "finish_reason")
-                reason = escape(given) if isinstance(given, str) else reason
-        if not done and reason is None:
-            raise ServerError("the answer ended before its end")
-        wrong = impossible(counters, asked, seconds=self._timeout) if counters is not None else ()
-        if wrong:
-            counters = None
-        if tokens is None and counters is not None:
-            tokens = counters.tokens
-        # A text is at least one token, and no more than asked for.
-        if tokens is not None and not (first_tokens if pieces else 0) <= tokens <= asked:
-            wrong += (f"{escape(tokens, 24)} tokens of an answer of {len(pieces)} pieces and at most {asked} tokens",)
-            tokens, first_tokens = None, 1
-        return Answer(
-            text="".join(pieces),
-            tokens=tokens,
-            first_tokens=first_tokens,
-            first_s=first - sent if pieces else None,
-            # All of the text at once says when it was sent, not how long it took.
-            seconds=last - first if len(pieces) > 1 else 0.0,
-            finish_reason=reason,
-            told=counters,
-            impossible=wrong,
-        )
-
-    def _events(self, response: Any, largest: int) -> Iterator[tuple[float, bytes]]:
-        """The data of each event, with the time at which it was here."""
-        rest, size = b"", 0
-        for piece in response.iter_raw():
-            now = time.perf_counter()
-            size += len(piece)
-            *lines, rest = (rest + piece).split(b"\n")
-            if len(rest) > _LARGEST_EVENT or size > largest:
-                raise ServerError("the answer is too large for one")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    yield now, line[5:].strip()
-
-    def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
+    async def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
         """The ``Server`` header and the JSON of a page."""
-        with self._page(path) as response:
-            if response.status_code == 404:
-                raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
-            if response.status_code != 200:
-                raise self._refused(response)
-            return response.headers.get("server", ""), _json(self._body(response))
+        return await self._named(self._page(path))
 
-    def _body(self, response: Any) -> bytes:
+    async def _page(self, path: str) -> tuple[str, Mapping[str, Any]]:
+        async with self._connection.request(path, self._page_timeout) as response:
+            if response.status == 404:
+                raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
+            if response.status != 200:
+                raise await self._refused(response)
+            return response.headers.get("server", ""), json_object(await self._body(response))
+
+    async def _body(self, response: Any) -> bytes:
         body = bytearray()
-        for piece in response.iter_raw():
+        async for piece in response.content.iter_any():
             body += piece
             if len(body) > _LARGEST_PAGE:
                 raise ServerError(f"expected a page of at most {_LARGEST_PAGE >> 20} MiB, found one that does not end")
         return bytes(body)
 
-    def _refused(self, response: Any) -> ServerError:
-        status = int(response.status_code)
+    async def _refused(self, response: Any) -> ServerError:
+        status = response.status
         what, remedies = _REFUSED.get(status, ("does not answer as an OpenAI-compatible server does", ()))
         try:
-            said = self._quoted(_json(self._body(response)))
+            said = self._quoted(json_object(await self._body(response)))
         except ServerError:
             said = ""
         return ServerError(f"the server {what} ({status}){said}", remedies=remedies)
@@ -285,46 +219,20 @@ class Server:
             said = said.replace(secret, "…")
         return f": {escape(said.strip().rstrip('.'))}" if said.strip() else ""
 
-    @contextmanager
-    def _page(self, path: str) -> Iterator[Any]:
-        """The answer for a page, which takes no computing."""
-        seconds = min(self._timeout, _PAGE_TIMEOUT)
-        get = self._client.stream("GET", self._root + path, timeout=_limits(seconds))
-        with self._request(seconds), get as response:
-            yield response
+    @property
+    def _page_timeout(self) -> float:
+        """Seconds for a page, which takes no computing."""
+        return min(self._timeout, _PAGE_TIMEOUT)
 
-    @contextmanager
-    def _request(self, seconds: float) -> Iterator[float]:
-        """One request, which yields the time at which it begins; its errors name the server.
-
-        All of it has to be over within ``seconds``, head and body. Then every request of this server ends with it.
-        """
-        begun = time.perf_counter()
+    async def _named(self, work: Awaitable[T]) -> T:
+        """What ``work`` returns; its errors name the server."""
         try:
-            with faults(self.name), watched(seconds, self._end):
-                yield begun
-        except FaultError as fault:
-            if self._ended or time.perf_counter() - begun >= seconds:
-                remedies = ("timeout",) * (seconds == self._timeout)
-                raise ServerError(
-                    f"{self.name}: expected an answer within {seconds:g} seconds.", remedies=remedies
-                ) from None
-            advice = "Check that it runs, and its address" if fault.kind else "Its log may say why, if it speaks HTTP"
-            raise ServerError(f"{self.name}: {fault}. {advice}.", remedies=("timeout",) * bool(fault.kind)) from None
+            return await work
         except ServerError as error:
             text = str(error)
-            if not text.startswith(self.name):
-                raise ServerError(f"{self.name}: {text.rstrip('.')}.", remedies=error.remedies) from None
-            raise
-
-    def _end(self) -> None:
-        self._ended = True
-        self._client.close()
-
-
-def _limits(seconds: float) -> Any:
-    """Of connecting, and of each read: the whole is the watch's affair."""
-    return http_library().Timeout(seconds, connect=min(seconds, _CONNECT_TIMEOUT))
+            if text.startswith(self.name):
+                raise
+            raise ServerError(f"{self.name}: {text.rstrip('.')}.", remedies=error.remedies) from None
 
 
 def _parse(url: str) -> tuple[str, tuple[str, ...]]:
@@ -342,25 +250,3 @@ def _parse(url: str) -> tuple[str, tuple[str, ...]]:
         raise MtpExtractError(f"{shown}: expected the URL of a server, such as http://localhost:8000.")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", "")), login
-
-
-def _json(data: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, Mapping):
-        raise ServerError(f"expected a JSON object, found {escape(data[:60].decode('utf-8', 'replace')) or 'nothing'}")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(choice: Any) -> str:
-    """What an event adds to the text: of a completion, or of a chat."""
-    delta = at(choice, "delta")
-    # Some say the same thought under both names.
-    found = at(choice, "text"), at(delta, "reasoning") or at(delta, "reasoning_content"), at(delta, "content")
-    return "".join(text for text in found if isinstance(text, str))

@@ -21,8 +21,8 @@ from helpers.web import Page
 from mtp_extract.bench import run as serving
 from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, BenchPlan, Group, Side, run_benchmark, together
+from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
-from mtp_extract.engines.server import Answer
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
@@ -251,7 +251,7 @@ def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: P
     assert found.total.server.tokens is None
     assert found.total.server.throughput is None
     rates = [figures.server.tokens_per_s for figures in (found.total, *found.workloads.values())]
-    assert all(rate is not None and rate < 1e6 for rate in rates)
+    assert all(rate is None or rate < 1e6 for rate in rates)
     assert "4503599627370496 tokens of an answer" in report["findings"][0]
     assert "1 times" in report["findings"][0]
 

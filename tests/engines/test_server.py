@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import pytest
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
+from mtp_extract.engines.answer import Reading
 from mtp_extract.engines.kinds import KINDS, Counters, impossible, recognise
 from mtp_extract.engines.server import Server
 from mtp_extract.errors import MtpExtractError, ServerError
@@ -64,7 +65,7 @@ def test_an_answer(connect: Connect, any_server: ModelServer) -> None:
     assert answer.tokens == (None if any_server.kind == "unknown" else 6)
     assert answer.first_s is not None
     assert answer.first_s > 0
-    assert answer.seconds > 0
+    assert answer.prompt_tokens == (None if any_server.kind == "unknown" else 5)
     counted = account(6)
     drafts = {name: counted[name] for name in ("drafted", "accepted")}
     assert answer.told == {
@@ -155,6 +156,37 @@ def test_text_that_comes_at_once_has_no_speed(connect: Connect, vllm: ModelServe
     vllm.overrides["/v1/completions"] = answer
     found = server.ask(PROMPT, max_tokens=3, chat=False)
     assert (found.tokens, found.seconds, found.text) == (3, 0.0, "a b c")
+
+
+def test_times_are_those_of_arrival() -> None:
+    """Pieces may end anywhere; what comes in one came at one time."""
+    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
+    events = [TEXT | used(2), TEXT, {"choices": [{"text": "b"}]} | used(4), FINISHED]
+    data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
+    reading = Reading(kind, 10.0, 5, 60.0)
+    for now, piece in ((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:])):
+        reading.take(now, piece)
+    answer = reading.answer()
+    assert (answer.text, answer.tokens, answer.first_tokens) == ("aab", 4, 2)
+    assert (answer.first_s, answer.seconds, answer.gaps) == (1.0, 2.0, (0.5, 0.0))
+
+
+def test_token_ids_are_taken_where_they_are_all_there() -> None:
+    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
+
+    def ids(*given: Any) -> tuple[int, ...] | None:
+        reading = Reading(kind, 0.0, 9, 60.0)
+        events = [*({"choices": [{"text": "a", "token_ids": some}]} for some in given), used(3) | FINISHED]
+        for event in events:
+            reading.take(1.0, b"data: " + json.dumps(event).encode() + b"\n")
+        return reading.answer().token_ids
+
+    assert ids([5], [7, 0]) == (5, 7, 0)
+    assert ids([5], [7]) is None, "fewer than were counted"
+    assert ids([5], [7, -1]) is None
+    assert ids([5], [7, True]) is None
+    assert ids("567") is None
 
 
 def test_what_a_page_rounds_is_not_taken() -> None:
