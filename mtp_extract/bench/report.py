@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mtp_extract.bench.fields import Figures, Side
 from mtp_extract.bench.run import Benchmark
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
-from mtp_extract.report.columns import Column, Row, Table, decimal, item, number, percent, share
+from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
 from mtp_extract.report.page import page, plain_json
 from mtp_extract.report.tables import words
 from mtp_extract.report.web import web_page
@@ -24,7 +24,7 @@ _BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
 _FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
 BENCH_LISTED = listing(_BENCH, _FILES)
 """Everything that a report of a benchmark consists of, and that may be replaced."""
-_VERSION = 1
+_VERSION = 2
 _NOT_TOLD = "not told"
 
 
@@ -56,7 +56,7 @@ def as_json(found: Benchmark) -> dict[str, Any]:
             findings=_findings(found),
             notes=list(_notes(found)),
             servers={"baseline": None, **servers},
-            groups={"baseline": None, **found.groups},
+            windows={"baseline": None, **found.windows},
         )
     )
     return report
@@ -87,8 +87,12 @@ def _findings(found: Benchmark) -> list[str]:
     if baseline is not None and baseline.drafted:
         listed.append(f"the baseline drafts too ({baseline.drafted} drafts): it is none")
     for side, asked in found.servers.items():
-        groups = found.groups[side]
-        said = [what for g in groups for what in (*g.impossible, *(what for a in g.answers for what in a.impossible))]
+        windows = found.windows[side]
+        answers = [asked.answer for window in windows for asked in window.asked]
+        said = [
+            *chain.from_iterable(w.impossible for w in windows),
+            *chain.from_iterable(a.impossible for a in answers),
+        ]
         if said:
             listed.append(f"{asked.name} tells what cannot be, {len(said)} times, left out of all figures: {said[0]}")
     for name in found.workloads:
@@ -105,23 +109,29 @@ def _notes(found: Benchmark) -> Iterator[str]:
         asked = sum(found.settings["prompts"].values())
         yield f"{asked + found.repeats} prompts, {found.repeats} of them repeats, which were not asked."
     for side, server in found.servers.items():
-        groups = found.groups[side]
-        answers = [answer for group in groups for answer in group.answers]
-        others = sum(group.disturbed for group in groups)
+        windows = found.windows[side]
+        answers = [asked.answer for window in windows for asked in window.asked]
+        others = sum(window.disturbed for window in windows)
         if others:
             yield (
-                f"{server.name}: its counters moved by other than these requests {others} of {len(groups)} times, so "
+                f"{server.name}: its counters moved by other than these requests {others} of {len(windows)} times, so "
                 "somebody else used it; then they were left out, and times are not of these requests alone."
             )
-        uncounted = sum(not group.by_text("drafted") for group in groups)
+        uncounted = sum(len(window.asked) for window in windows if not window.by_text("drafted"))
         if uncounted:
-            yield f"{server.name} ({server.kind.name}): drafts are not told for {uncounted} of {len(groups)} groups."
+            yield f"{server.name} ({server.kind.name}): drafts are not told for {uncounted} of {len(answers)} answers."
+        elif any(of.server.counted == 0 for of in found.workloads.values()) and side == "server":
+            yield (
+                f"{server.name} ({server.kind.name}) tells drafts of all requests together: of a workload they are "
+                "known where requests are sent one at a time, or where its answers tell them."
+            )
         untold = sum(answer.tokens is None and not answer.impossible for answer in answers)
         if untold:
             yield f"{server.name}: how many tokens an answer has is not told for {untold} of {len(answers)}."
         whole = sum(bool(answer.text) and answer.seconds == 0 for answer in answers)
         if whole:
             yield f"{server.name}: {whole} of {len(answers)} answers came in one piece, which tells no time of tokens."
+        yield from _in_flight(found, side)
     if len(found.servers) > 1:
         ours, theirs = (found.servers[side] for side in ("server", "baseline"))
         if (ours.kind, ours.version) != (theirs.kind, theirs.version):
@@ -135,17 +145,33 @@ def _notes(found: Benchmark) -> Iterator[str]:
         yield "Without a baseline there is nothing to compare speed and text with."
 
 
+def _in_flight(found: Benchmark, side: str) -> Iterator[str]:
+    """Where fewer were in flight than asked for, and where the client held them up."""
+    windows, settings, name = found.windows[side], found.settings, found.servers[side].name
+    most = max(window.in_flight_max for window in windows)
+    mean = sum(window.in_flight_mean * (window.wall or 0) for window in windows) / sum(w.wall or 0 for w in windows)
+    if settings["rate"] is not None or settings["concurrency"] > 1:
+        few = ""
+        if settings["rate"] is None and most < settings["concurrency"]:
+            few = f", of {settings['concurrency']} wanted: give more prompts, or ask them more often"
+        yield f"{name}: {mean:.1f} requests were in flight on the mean, {most} at most{few}."
+    slow = [window.client for window in windows if window.client.limited]
+    if slow:
+        yield (
+            f"{name}: the client is the limit in {len(slow)} of {len(windows)} windows: it computed for up to "
+            f"{max(c.busy for c in slow):.0%} of the time, and was up to {max(c.lag_ms for c in slow):.1f} ms late. "
+            "Times there are longer than the server's. Ask fewer at a time, or from an idle machine."
+        )
+
+
 def _rate(side: Side) -> str:
     return number(side.tokens_per_s, ".1f", side.tokens_per_s_ci95, none=_NOT_TOLD)
-
-
-_told = partial(decimal, none=_NOT_TOLD)
 
 
 def _speedup(row: Row) -> str:
     of = row["of"]
     compared = row["side"] == "server" and of["baseline"]
-    return number(of["speedup"], ".2f", of["speedup_ci95"], none=_NOT_TOLD) if compared else ""
+    return number(of["speedup"], ".2f", of["speedup_ci95"]) if compared else ""
 
 
 def _same_text(row: Row) -> str:
@@ -154,7 +180,7 @@ def _same_text(row: Row) -> str:
 
 
 def _mean_length(row: Row) -> str:
-    mean = _told("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
+    mean = decimal("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
     return str(mean(row)) if row["rounds"] else "–"
 
 
@@ -162,22 +188,50 @@ _SPEED: Sequence[Column] = (
     ("workload", item("workload")),
     ("texts", item("of.texts")),
     ("side", item("side")),
-    ("tokens/s", _told("tokens_per_s", ".1f", "tokens_per_s_ci95")),
+    ("tokens/s", decimal("tokens_per_s", ".1f", "tokens_per_s_ci95")),
     ("speedup", _speedup),
-    ("throughput", _told("throughput", ".1f")),
-    ("first token ms", _told("first_token_ms", ".1f", "first_token_ms_ci95")),
-    ("ms a token", _told("inter_token_ms", ".2f")),
     ("same text", _same_text),
+)
+
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+
+
+def _latency(name: str, path: str, interval: str = "") -> Cell:
+    """Of a row, a number of its latency; a dash where there is none."""
+    cell = decimal(path, ".1f", interval)
+    return lambda row: cell(row[name]) if row[name] else DASH
+
+
+_LATENCY: Sequence[Column] = (
+    ("workload", item("workload")),
+    ("side", item("side")),
+    *(
+        column
+        for name, shown in _LATENCIES.items()
+        for column in (
+            (f"{shown} ms mean", _latency(f"{name}_ms", "mean", "ci95")),
+            (f"{shown} median", _latency(f"{name}_ms", "median")),
+            (f"{shown} p99", _latency(f"{name}_ms", "p99")),
+        )
+    ),
+)
+
+_THROUGHPUT: Sequence[Column] = (
+    ("side", item("side")),
+    ("requests", item("requests")),
+    ("request throughput (req/s)", decimal("request_throughput", ".2f")),
+    ("output token throughput (tok/s)", decimal("output_throughput", ".1f")),
+    ("request goodput (req/s)", decimal("request_goodput", ".2f")),
 )
 
 _DRAFTS: Sequence[Column] = (
     ("workload", item("workload")),
     ("side", item("side")),
     ("answers counted", item("counted")),
-    ("accepted", _told("accepted", "d")),
-    ("drafted", _told("drafted", "d")),
+    ("accepted", decimal("accepted", "d")),
+    ("drafted", decimal("drafted", "d")),
     ("acceptance %", percent("acceptance", "acceptance_ci95")),
-    ("rounds", _told("rounds", "d")),
+    ("rounds", decimal("rounds", "d")),
     ("mean length", _mean_length),
 )
 
@@ -202,8 +256,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         rows,
         about=(
             "Tokens per second: tokens after those of the first text, as the server counts them, over the time from "
-            "first text to last event, both added up over all answers. Throughput: all tokens over the time in which "
-            "requests were under way. Speedup: the time the baseline takes for as many tokens, over the server's. "
+            "first text to last event, both added up over all answers. Speedup: the time the baseline takes for as "
+            "many tokens, over the server's. "
             "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
             "rounding may part them. In brackets: 95 % intervals, over texts; none with fewer than "
             f"{LEAST_TEXTS}."
@@ -211,12 +265,30 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         first=True,
     )
     yield Table.of(
+        "Throughput",
+        _THROUGHPUT,
+        [row for row in rows if row["workload"] == "all"],
+        about="Over the time in which requests were under way. Goodput: of those that took no longer than wanted.",
+    )
+    yield Table.of(
+        "Latency",
+        _LATENCY,
+        rows,
+        about=(
+            "As vllm bench serve has it. TTFT: from request to first text. TPOT: of an answer, time per token after "
+            "the first text. ITL: between two texts; a drafter's server sends several tokens in one. E2EL: from "
+            "request to the end of the answer."
+        ),
+    )
+    if not any(row["counted"] for row in rows):
+        return
+    yield Table.of(
         "Drafts",
         _DRAFTS,
         rows,
         about=(
             "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
-            f"groups of texts where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
+            f"windows of requests where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
         first=True,
     )

@@ -25,7 +25,7 @@ def command(
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
     Tokens/s with its drafter, and without where --baseline names a server that has none; drafts and accepted drafts by
-    the server's own counters. What a server does not tell is called "not told".
+    the server's own counters.
     """
     from mtp_extract.bench.report import BENCH_LISTED, as_json, tables, write_bench
     from mtp_extract.bench.run import run_benchmark

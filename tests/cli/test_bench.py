@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.bounds import HANG
 from helpers.model_server import KEY, MANNERS, ModelServer, account, model_server, words_of
@@ -19,8 +25,13 @@ from helpers.schemas import validator
 from helpers.web import Page
 
 from mtp_extract.bench import run as serving
+from mtp_extract.bench.fields import Figures, Side
+from mtp_extract.bench.figures import figures, side_of
+from mtp_extract.bench.load import Client, Load, load, poisson
+from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
 from mtp_extract.bench.report import as_json, tables, write_bench
-from mtp_extract.bench.run import Benchmark, BenchPlan, Group, Side, run_benchmark, together
+from mtp_extract.bench.run import Benchmark, run_benchmark
+from mtp_extract.bench.windows import Asked, Window
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
@@ -71,21 +82,26 @@ def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: 
     """Told in answers or on the page, by text or by group: the sums are the same."""
     found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, repeat=2))
     checked(found)
-    for name, figures in (*found.workloads.items(), ("all", found.total)):
+    # Of what rolls, a page of counters tells no workload.
+    together = concurrency > 1 and found.servers["server"].kind.name in ("llama-server", "vLLM")
+    told = found.servers["server"].kind.name != "vLLM"
+    for name, of in (*found.workloads.items(), ("all", found.total)):
         names = list(FEW) if name == "all" else [name]
         texts = sum(len(FEW[workload]) for workload in names)
         drafted, accepted, rounds = (2 * summed(what, names) for what in ("drafted", "accepted", "rounds"))
-        assert drafts_of(figures.server) == (2 * texts, drafted, accepted, rounds)
-        assert figures.server.acceptance == accepted / drafted
-        assert figures.server.mean_accepted_length == pytest.approx(1 + accepted / rounds)
-        assert figures.server.tokens == 2 * summed("tokens", names)
-        assert (figures.texts, figures.identical, figures.compared) == (texts, 2 * texts, 2 * texts)
+        assert of.server.tokens == 2 * summed("tokens", names)
+        assert (of.texts, of.identical, of.compared) == (texts, 2 * texts, 2 * texts)
+        if together and name != "all":
+            assert drafts_of(of.server) == ((2 * texts, drafted, accepted, None) if told else (0, None, None, None))
+            assert of.server.output_throughput is None
+            continue
+        assert drafts_of(of.server) == (2 * texts, drafted, accepted, rounds)
+        assert of.server.acceptance == accepted / drafted
+        assert of.server.mean_accepted_length == pytest.approx(1 + accepted / rounds)
     # A text and its repeats are one: more of the same text makes nothing more certain.
     once = run_benchmark(plan(prompts, *pair, concurrency=concurrency)).total.server.mean_accepted_length_ci95
     twice = found.total.server.mean_accepted_length_ci95
-    # Where only groups are told apart, five texts in groups of two are three.
-    few = concurrency == 2 and found.servers["server"].kind.name in ("llama-server", "vLLM")
-    assert (once is None, twice is None) == (few, few)
+    assert (once is None, twice is None) == (together, together), "where only windows are told apart, there is one"
     assert twice == pytest.approx(once)
 
 
@@ -131,6 +147,83 @@ def test_the_two_are_asked_in_turn(pair: tuple[ModelServer, ModelServer], prompt
         one.answer = lambda prompt, most, name=name, own=own: (order.append(name), own(prompt, most))[1]
     run_benchmark(plan(prompts, server, baseline, warm_up=0))
     assert order == ["server", "baseline", "baseline", "server"] * 2 + ["server", "baseline"]
+    order.clear()
+    found = run_benchmark(plan(prompts, server, baseline, warm_up=0, concurrency=3, repeat=4))
+    # Twelve requests fill three places four times: three turns of five are one window, and the fourth another.
+    assert order == ["server"] * 15 + ["baseline"] * 15 + ["baseline"] * 5 + ["server"] * 5
+    assert [len(window.asked) for window in found.windows["server"]] == [15, 5]
+
+
+def test_windows_are_full_of_all_workloads(tmp_path: Path) -> None:
+    """As many in flight as were asked for, over all prompts; each window has every workload as all of them do."""
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps({"code": [f"c{n}" for n in range(24)], "prose": [f"p{n}" for n in range(8)]}))
+    waiting = threading.Barrier(4)
+    with model_server("vLLM") as server:
+        own = server.answer
+        # Nobody is answered before four are there.
+        server.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
+        found = run_benchmark(plan(path, server, warm_up=0, concurrency=4))
+    windows = found.windows["server"]
+    assert [window.in_flight_max for window in windows] == [4, 4]
+    assert all(1 < window.in_flight_mean <= 4 for window in windows)
+    counts = [Counter(asked.workload for asked in window.asked) for window in windows]
+    assert counts == [{"code": 12, "prose": 4}] * 2
+    report = checked(found)
+    assert any("requests were in flight on the mean, 4 at most." in note for note in report["notes"])
+
+
+def test_fewer_prompts_than_places(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    report = checked(run_benchmark(plan(prompts, pair[0], concurrency=64)))
+    assert any("of 64 wanted: give more prompts, or ask them more often" in note for note in report["notes"])
+
+
+def test_requests_that_arrive_at_a_rate(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    found = run_benchmark(plan(prompts, pair[0], rate=1000.0))
+    (window,) = found.windows["server"]
+    sent = [asked.sent_s for asked in window.asked]
+    assert all(at >= due for at, due in zip(sent, poisson(1000.0, 5, 0), strict=True))
+    assert checked(found)["settings"]["rate"] == 1000
+
+
+def test_poisson_arrivals() -> None:
+    """As many a second as asked for, and as spread as the process has them: mean and deviation of gaps are alike."""
+    times = poisson(50.0, 4000, 3)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert times[0] == 0
+    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(1 / 50, rel=0.1)
+    assert poisson(50.0, 4000, 3) == times != poisson(50.0, 4000, 4)
+
+
+def test_asked_until_the_interval_is_narrow(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the interval of each turn: 4 %, 4 % and 2 %; and no more than so often."""
+    widths = iter([0.04, 0.04, 0.02])
+    monkeypatch.setattr(Figures, "width", property(lambda self: next(widths)))
+    found = run_benchmark(plan(prompts, pair[0], until=0.03))
+    assert checked(found)["settings"]["repeat"] == 3
+    monkeypatch.setattr(Figures, "width", property(lambda self: 0.5))
+    monkeypatch.setattr(serving, "_MOST_TURNS", 4)
+    found = run_benchmark(plan(prompts, pair[0], until=0.03))
+    assert {asked.turn for window in found.windows["server"] for asked in window.asked} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.03", 0.03)])
+def test_shares(text: str, share: float) -> None:
+    assert share_of(text) == pytest.approx(share)
+    for wrong in ("0%", "100%", "three", "", "-1%", "nan"):
+        with pytest.raises(ValueError, match="expected a share such as 3%"):
+            share_of(wrong)
+
+
+def test_limits() -> None:
+    assert limits_of("ttft:200,tpot:30.5ms") == {"ttft": 200, "tpot": 30.5}
+    assert limits_of("e2el:9 ttft:1") == {"e2el": 9, "ttft": 1}
+    for wrong in ("", "ttft", "itl:3", "ttft:-1", "ttft:3s"):
+        with pytest.raises(ValueError, match="expected limits such as"):
+            limits_of(wrong)
 
 
 def test_warming_up_is_not_measured(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
@@ -146,11 +239,11 @@ def test_a_server_that_tells_nothing(prompts: Path) -> None:
     report = checked(found)
     side = found.total.server
     assert drafts_of(side) == (0, None, None, None)
-    assert (side.tokens, side.tokens_per_s, side.throughput, side.acceptance) == (None, None, None, None)
-    assert side.first_token_ms is not None
+    assert (side.tokens, side.tokens_per_s, side.output_throughput, side.acceptance) == (None, None, None, None)
+    assert side.ttft_ms is not None
     assert report["verdict"] == "Measured: not told tokens/s; drafts are not told."
     assert report["notes"][:2] == [
-        f"{server.url} (unknown): drafts are not told for 5 of 5 groups.",
+        f"{server.url} (unknown): drafts are not told for 5 of 5 answers.",
         f"{server.url}: how many tokens an answer has is not told for 5 of 5.",
     ]
     assert "Without a baseline" in report["notes"][-1]
@@ -185,7 +278,7 @@ def test_counters_that_start_again(
 
     server.answer = restarted
     found = run_benchmark(plan(prompts, server))
-    assert [group.disturbed for group in found.groups["server"]] == [False, True, False, False, False]
+    assert [window.disturbed for window in found.windows["server"]] == [False, True, False, False, False]
     assert found.total.server.counted == 4
     checked(found)
 
@@ -205,7 +298,7 @@ def test_counters_that_move_as_none_can(
 
     server.answer = twisted
     found = run_benchmark(plan(prompts, server, warm_up=0))
-    assert all(group.disturbed for group in found.groups["server"])
+    assert all(window.disturbed for window in found.windows["server"])
     assert found.total.server.drafted is None
     checked(found)
 
@@ -249,8 +342,8 @@ def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: P
     found = run_benchmark(plan(prompts, server, baseline, warm_up=0))
     report = checked(found)
     assert found.total.server.tokens is None
-    assert found.total.server.throughput is None
-    rates = [figures.server.tokens_per_s for figures in (found.total, *found.workloads.values())]
+    assert found.total.server.output_throughput is None
+    rates = [of.server.tokens_per_s for of in (found.total, *found.workloads.values())]
     assert all(rate is None or rate < 1e6 for rate in rates)
     assert "4503599627370496 tokens of an answer" in report["findings"][0]
     assert "1 times" in report["findings"][0]
@@ -273,7 +366,7 @@ def test_names_stay_names_in_the_pages(prompts: Path, tmp_path: Path) -> None:
     assert "&lt;img src=x onerror=alert(1)>" in page
     assert re.search(r"(?<!\\)[\[`]", page) is None
     assert {line for line in page.splitlines() if line.startswith("#")} == {
-        line for line in page.splitlines() if re.match(r"# Benchmark of http|## (Setting|Speed|Drafts|Notes)$", line)
+        line for line in page.splitlines() if re.match(r"# Benchmark of http|## [A-Z][a-z]+$", line)
     }
     names = {tag for tag, _ in Page((tmp_path / "out" / "bench.html").read_text()).elements}
     assert not names & {"img", "script", "a"}
@@ -310,25 +403,36 @@ def answer(tokens: int | None, seconds: float, first_s: float | None = 0.5, told
     return Answer("text", tokens, 1, first_s, seconds, "length", told)
 
 
-def groups(*answers: Answer, wall: float = 4.0, turn: int = 0) -> list[Group]:
-    return [Group("code", (index,), turn, (one,), wall, None, False) for index, one in enumerate(answers)]
+QUIET = Client(0.1, 0.2)
+
+
+def window(*asked: Asked, wall: float = 4.0, page: Counters | None = None) -> Window:
+    return Window(asked, 0.0, wall, 1.0, 1, QUIET, page, False)
+
+
+def windows(*answers: Answer, wall: float = 4.0, turn: int = 0) -> list[Window]:
+    return [
+        window(Asked("code", index, turn, 0.0, (one.first_s or 0) + one.seconds, one), wall=wall)
+        for index, one in enumerate(answers)
+    ]
 
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
-    fast = groups(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + groups(answer(11, 3.0), turn=1)
-    slow = groups(answer(11, 4.0), answer(41, 6.0)) + groups(answer(6, 2.0), turn=1)
-    found = serving._figures({"server": fast, "baseline": slow}, [], {"code"})
+    fast = windows(answer(11, 1.0), answer(21, 1.0, first_s=0.1)) + windows(answer(11, 3.0), turn=1)
+    slow = windows(answer(11, 4.0), answer(41, 6.0)) + windows(answer(6, 2.0), turn=1)
+    found = figures({"server": fast, "baseline": slow}, [], {"code"})
     assert found.server.tokens_per_s == pytest.approx((10 + 20 + 10) / 5)
-    assert found.server.inter_token_ms == pytest.approx(125)
-    assert found.server.throughput == pytest.approx(43 / 12)
-    assert found.server.first_token_ms == pytest.approx(1e3 * 1.1 / 3)
+    assert found.server.request_throughput == pytest.approx(3 / 12)
+    assert found.server.output_throughput == pytest.approx(43 / 12)
+    assert found.server.ttft_ms is not None
+    assert found.server.ttft_ms.mean == pytest.approx(1e3 * 1.1 / 3)
     assert found.baseline is not None
     assert found.baseline.tokens_per_s == pytest.approx((10 + 40 + 5) / 12)
     # The first text: 6 s for 15 tokens where 20 were written, so 8; the second: 6 s for 40, so 3 for 20.
     assert found.speedup == pytest.approx((8 + 3) / (4 + 1))
     assert found.speedup_ci95 is None, "two texts"
-    more = [groups(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
-    faster = serving._figures({"server": more[0], "baseline": more[1]}, [], {"code"})
+    more = [windows(*(answer(11, seconds * time) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
+    faster = figures({"server": more[0], "baseline": more[1]}, [], {"code"})
     assert faster.speedup == pytest.approx(2)
     assert faster.speedup_ci95 == pytest.approx([2, 2])
 
@@ -336,12 +440,12 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
 def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
     few = [answer(11, time) for time in (1.0, 1.2) * 3]
     many = [answer(11, time) for time in (1.0, 1.2) * 20]
-    assert serving._side(groups(*few[:4])).tokens_per_s_ci95 is None
-    narrow, wide = (serving._side(groups(*answers)).tokens_per_s_ci95 for answers in (many, few))
+    assert side_of(windows(*few[:4])).tokens_per_s_ci95 is None
+    narrow, wide = (side_of(windows(*answers)).tokens_per_s_ci95 for answers in (many, few))
     assert narrow is not None
     assert wide is not None
     assert 0 < wide[0] < narrow[0] < 400 / 44 < narrow[1] < wide[1]
-    even = serving._side(groups(*[answer(11, 2.0)] * 5))
+    even = side_of(windows(*[answer(11, 2.0)] * 5))
     assert even.tokens_per_s_ci95 is not None
     assert (even.tokens_per_s, even.tokens_per_s_ci95) == (5, [5, 5])
 
@@ -357,28 +461,98 @@ def test_intervals_get_narrower_with_texts_and_hold_what_is_even() -> None:
     ],
 )
 def test_answers_without_a_speed(odd: Answer) -> None:
-    alone = serving._side(groups(odd))
-    assert (alone.tokens_per_s, alone.tokens_per_s_ci95, alone.inter_token_ms) == (None, None, None)
-    beside = serving._side(groups(answer(11, 2.0), odd))
+    alone = side_of(windows(odd))
+    assert (alone.tokens_per_s, alone.tokens_per_s_ci95, alone.tpot_ms) == (None, None, None)
+    beside = side_of(windows(answer(11, 2.0), odd))
     assert beside.tokens_per_s == 5
 
 
 def test_a_page_that_contradicts_the_answers_adds_nothing() -> None:
     told = Counters(drafted=8, accepted=4, tokens=7)
     page = Counters(tokens=7, drafted=8, accepted=4, rounds=2)
-    group = Group("code", (0,), 0, (answer(7, 1.0, told=told),), 1.0, page, False)
-    assert drafts_of(serving._side([group])) == (1, 8, 4, 2)
-    wrong = dataclasses.replace(group, page=dataclasses.replace(page, drafted=9))
-    assert drafts_of(serving._side([wrong])) == (1, 8, 4, None)
+    one = window(Asked("code", 0, 0, 0.0, 1.5, answer(7, 1.0, told=told)), page=page)
+    assert drafts_of(side_of([one])) == (1, 8, 4, 2)
+    wrong = dataclasses.replace(one, page=dataclasses.replace(page, drafted=9))
+    assert drafts_of(side_of([wrong])) == (1, 8, 4, None)
 
 
-def test_the_first_error_ends_a_group() -> None:
-    def fails() -> int:
-        raise ServerError("no")
+def test_latency_is_as_vllm_has_it() -> None:
+    """By NumPy's percentiles, of what the definitions of `vllm bench serve` come to."""
+    gaps = [(0.1, 0.3), (0.2, 0.2, 0.5), (0.4,)]
+    answers = [
+        dataclasses.replace(answer(len(some) + 1, sum(some), 0.5 + number), gaps=some)
+        for number, some in enumerate(gaps)
+    ]
+    found = side_of(windows(*answers), {"ttft": 1600, "tpot": 250})
+    every = 1e3 * np.array([gap for some in gaps for gap in some])
+    expected = {
+        "itl_ms": every,
+        "ttft_ms": np.array([500, 1500, 2500]),
+        "tpot_ms": np.array([400 / 2, 900 / 3, 400 / 1]),
+        "e2el_ms": np.array([900, 2400, 2900]),
+    }
+    for name, values in expected.items():
+        latency = getattr(found, name)
+        assert (latency.mean, latency.median, latency.std) == pytest.approx(
+            (values.mean(), np.median(values), values.std())
+        )
+        assert latency.p99 == pytest.approx(np.percentile(values, 99))
+    # The second takes too long for a token, the third for both.
+    assert found.request_goodput == pytest.approx(1 / 12)
 
-    assert together([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
+
+def run_load(*given: Any) -> Load:
+    return asyncio.run(load(*given))
+
+
+def test_the_next_is_sent_as_soon_as_one_has_ended() -> None:
+    """Two at a time, by events alone: the third begins when the first ends, while the second is still under way."""
+    order: list[str] = []
+    ends = [asyncio.Event() for _ in range(3)]
+
+    async def ask(number: int) -> Answer:
+        order.append(f"+{number}")
+        if number == 2:
+            ends[1].set()
+        if number == 0:
+            ends[0].set()
+        await ends[number if number < 2 else 0].wait()
+        order.append(f"-{number}")
+        return answer(2, 1.0)
+
+    found = run_load(ask, 3, 2)
+    assert order.index("-0") < order.index("+2") < order.index("-1")
+    assert (found.in_flight_max, len(found.sent)) == (2, 3)
+    assert 0 < found.in_flight_mean <= 2
+
+
+def test_the_first_error_ends_a_load() -> None:
+    ended = []
+
+    async def ask(number: int) -> Answer:
+        try:
+            if number == 1:
+                raise ServerError("no")
+            await asyncio.sleep(HANG)
+        finally:
+            ended.append(number)
+        return answer(2, 1.0)
+
     with pytest.raises(ServerError, match="no"):
-        together([lambda: 1, fails, lambda: 3])
+        run_load(ask, 5, 3)
+    with pytest.raises(ServerError, match="no"):
+        run_load(ask, 5, 3, [0.0, 0.0, 0.0, HANG, HANG])
+    assert 0 in ended
+
+
+def test_a_client_that_is_the_limit_says_so(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+    assert not Client(0.79, 9.9).limited
+    found = run_benchmark(plan(prompts, pair[0]))
+    for client in (Client(0.8, 0.0), Client(0.0, 10.0)):
+        slow = {"server": tuple(dataclasses.replace(window, client=client) for window in found.windows["server"])}
+        report = checked(dataclasses.replace(found, windows=slow))
+        assert any("the client is the limit in 5 of 5 windows" in note for note in report["notes"])
+        assert report["windows"]["server"][0]["client"]["limited"] is True
 
 
 @pytest.mark.parametrize(
@@ -499,5 +673,16 @@ def test_help_and_server_load_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"]
     shown = run("--help")
-    for option in ("--baseline", "--prompts", "--api-key-env", "--concurrency", "--timeout", "--report", "--json"):
+    for option in (
+        "--baseline",
+        "--prompts",
+        "--api-key-env",
+        "--concurrency",
+        "--rate",
+        "--until",
+        "--goodput",
+        "--timeout",
+        "--report",
+        "--json",
+    ):
         assert option in shown.stdout
