@@ -23,11 +23,11 @@ from typing import Any
 
 from mtp_extract.bench.fields import Figures, Settings
 from mtp_extract.bench.figures import figures
-from mtp_extract.bench.load import MOST_AT_A_TIME, load, poisson
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.bench.windows import Asked, Window, total
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters, impossible
+from mtp_extract.engines.load import MOST_AT_A_TIME, load, poisson
 from mtp_extract.engines.server import Server
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import fill

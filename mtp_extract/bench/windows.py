@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from mtp_extract.bench.load import Client
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.load import Client
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,7 @@ class Tuning(Record):
     texts: dict[str, Count]
     #: share of the held-out texts' sequences of 8 generated tokens that stand in a training text too
     shared_sequences: Share
+    text_from: TextFrom | None  #: the server that wrote the texts; null where the base at hand did
     steps_done: Count  #: of the optimizer
     best_step: Count  #: the one after which the watched texts were at their best: these weights are what was written
     interrupted: bool  #: whether it was stopped before its end
@@ -336,6 +337,24 @@ class Tuning(Record):
     tuned_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that was tuned
     #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
     changed: dict[str, Positive]
+
+
+class TextFrom(Record):
+    """A server that wrote the texts, and how far it has the base at hand; by up to 32 of them."""
+
+    kind: str  #: as `mtp-bench` calls it
+    version: str | None  #: as it says
+    model: str  #: as it calls the base
+    texts: Count  #: that were looked at
+    positions: Count  #: tokens of theirs
+    #: share of them that the base at hand would have written, given all before; null for sampled text
+    agreement: Share | None
+    #: by how many nats a token they are less likely to the base at hand than what it writes itself; null for greedy
+    surprise: float | None
+    #: share of the prompts that have as many tokens there as here; null where it does not say
+    prompts_alike: Share | None
+    #: share of the texts whose tokens were told; of the others they are those that the tokenizer makes of the text
+    tokens_told: Share
 
 
 class Recipe(Record):
@@ -368,6 +387,7 @@ class OrderedHead(Record):
     seed: Count  #: of anchors, the order of states and sampled text
     texts: dict[str, Count]  #: as of a tuning
     shared_sequences: Share  #: as of a tuning
+    text_from: TextFrom | None  #: as of a tuning
     states: Positive  #: of the drafter's rounds, over the trained texts and over such after random tokens
     states_made: Count  #: for tokens that text seldom leads to: the other part of what it was made from
     tokens_used: Positive  #: tokens that were the dense head's choice in any state over the trained texts

@@ -57,6 +57,7 @@ class Kind:
     counts: Mapping[str, str] = field(default_factory=dict)  # our names of these counters → the server's
     none_is_zero: bool = False  # the counters of an answer lack those of drafts where nothing was drafted
     page: Mapping[str, str] = field(default_factory=dict)  # the same of its counters since its start, on ``/metrics``
+    ids: Mapping[str, Any] = field(default_factory=dict)  # what to ask for, so that an answer has its token ids
     exact_below: int = _LARGEST  # what the page writes of larger counts is rounded, and not taken
 
     def of_answer(self, event: Mapping[str, Any]) -> Counters | None:
@@ -200,6 +201,7 @@ KINDS = (
         owner="vllm",
         version=("/version", "version"),
         request=_ALL_USAGE,
+        ids={"return_token_ids": True},
         answer=("metrics", "speculative_decoding"),
         counts={
             "rounds": "num_spec_steps",

@@ -17,6 +17,7 @@ from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.seen import seen
+from mtp_extract.tune.served import Served, said_of
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
 
@@ -45,6 +46,7 @@ class Corpus:
     # says; none after text by people
     otherwise: tuple[Text, ...] = ()
     other_temperature: float = 1.0  # at which it wrote that: 1 where the setting is greedy, else 0
+    text_from: Mapping[str, Any] | None = None  # the server that wrote the texts, and how far it is this base
 
     @property
     def trained(self) -> tuple[Text, ...]:
@@ -60,12 +62,13 @@ class Corpus:
             "held_out": len(self.held_out),
             "repeats": self.repeats,
         }
-        return {"texts": texts, "shared_sequences": round(self.shared, 4)}
+        return {"texts": texts, "shared_sequences": round(self.shared, 4), "text_from": self.text_from}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That held-out texts repeat one another."""
-        return repeats_note(len(self.held_out) + self.repeats, self.repeats)
+        """That held-out texts repeat one another, and who wrote them."""
+        source = () if self.text_from is None else (said_of(self.text_from),)
+        return *source, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
 
     @cached_property
     def shared(self) -> float:
@@ -111,15 +114,18 @@ class Corpus:
             share=pair.share,
             drafts=0 if setting.directory is None else Writing.drafts,
         )
+        if setting.text_from is not None:
+            writing = Served.of(writing, setting)
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         by_base = setting.text is None
         prompts = [*(item for side in sides.values() for item in side if by_base), *guards]
         again = [*sides[TRAINED], *sides[HELD_OUT]] if by_base else []
         for writer, items in ((writing, prompts), (other, again)):
             if items:
-                pair.say(f"continuing {len(items)} prompts with the base at temperature {writer.temperature:g}")
+                pair.say(f"continuing {len(items)} prompts with {writer.author} at temperature {writer.temperature:g}")
                 writer.prepare(items, tell)
         pair.accelerator.wait_for_everyone()
+        sources = [writer.checked(items) for writer, items in ((writing, prompts), (other, again)) if items]
 
         def written(writer: Writing, items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
             return list(zip(items, writer.texts(items), strict=True)) if items else []
@@ -146,24 +152,25 @@ class Corpus:
             drawn = [text for _, text in written(other, sides[TRAINED])]
             # What stands in a prompt is as good to learn from as what the base drew.
             kinds.append([replace(text, prompt_length=1) for text in drawn])
-            if not setting.temperature:
+            if not setting.temperature and setting.text_from is None:
                 writer, places = writing.branches(drawn)
                 pair.say(f"continuing {len(places)} places within these")
                 writer.prepare(places, tell)
                 pair.accelerator.wait_for_everyone()
                 kinds.append(writer.texts(places))
-        sources = [None, *(item for item, _ in held_out)]
+        origins = [None, *(item for item, _ in held_out)]
         return cls(
             kinds=tuple(_learned(kind, steps) for kind in kinds),
             watched=tuple(text for _, text in watched),
             held_out=tuple(text for _, text in held_out),
             workloads=tuple(item.workload for item, _ in held_out),
             own=len(own),
-            units=tuple(accumulate(item is not before for before, item in pairwise(sources))),
+            units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
             names=tuple(_name(item) for item, _ in held_out),
             repeats=len(candidates) - len(held_out),
             otherwise=tuple(text for _, text in otherwise),
             other_temperature=other.temperature,
+            text_from=next(iter(sources), None),
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
 from mtp_extract.io.place import PathLike, check_place, files_of
-from mtp_extract.options import BASE, About, Bytes, Device, check_values
+from mtp_extract.options import BASE, About, ApiKey, Bytes, Device, check_values
 
 Force = Annotated[bool, About("Write also what is not better.")]
 
@@ -36,6 +36,19 @@ class Setting:
     text: Annotated[
         Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
     ] = None
+    text_from: Annotated[
+        str | None,
+        About(
+            "An OpenAI-compatible server that has the base, and writes its texts: http://localhost:8000.", metavar="URL"
+        ),
+    ] = None
+    text_model: Annotated[
+        str | None, About("As that server calls the base; needed where it serves several.", metavar="NAME")
+    ] = None
+    text_key: ApiKey = field(default=None, repr=False)
+    text_concurrency: Annotated[int, About("Texts that it writes at a time.", least=1, most=1024)] = 16
+    text_timeout: Annotated[float, About("Seconds that one may take.", least=0.1)] = 600.0
+    text_unlike: Annotated[bool, About("Train on its texts though they are not this base's.")] = False
     new_tokens: Annotated[int, About("Most tokens of each of the base's texts.", least=2)] = 256
     temperature: Annotated[float, About("At which the base is served, and writes the text; 0 is greedy.", least=0)] = (
         0.0
@@ -99,6 +112,10 @@ class Setting:
         """
         if self.prompts is not None and self.text is not None:
             raise MtpExtractError("expected prompts or texts, found both; leave one out", remedies=("prompts", "text"))
+        if self.text is not None and self.text_from is not None:
+            raise MtpExtractError(
+                "expected texts by people or by a server, found both; leave one out", remedies=("text", "text_from")
+            )
         if self.text is not None and self.temperature:
             raise MtpExtractError(
                 "expected text of the base itself for sampled serving, found text by people, which has another "

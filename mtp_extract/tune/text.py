@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -48,6 +48,11 @@ class Writing:
     share: tuple[int, int] = (0, 1)  # (index of this process, number of processes)
     drafts: int = 3  # a round; 0 for the base alone
 
+    @property
+    def author(self) -> str:
+        """Who writes, for whoever waits."""
+        return "the base"
+
     def prepare(self, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None] = lambda status: None) -> None:
         """Write what is not stored yet, of this process's share; ``tell`` is called after every batch.
 
@@ -73,6 +78,10 @@ class Writing:
         """The text of each, once every process has prepared its share."""
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
+
+    def checked(self, items: Sequence[Prompt]) -> Mapping[str, Any] | None:
+        """Who wrote the texts, for the record; None for the base at hand."""
+        return None
 
     def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Encoded]]:
         """What writes half as many tokens after random places of ``texts``, and what it is to continue there.
@@ -139,9 +148,13 @@ class Writing:
 
     def _stored(self) -> dict[str, Text]:
         found = {}
-        for path in sorted(self.folder.glob(f"texts-{self._key}-*.jsonl")):
+        for path in self._paths():
             found.update(_read(path))
         return found
+
+    def _paths(self) -> list[Path]:
+        """Files of text, of every process."""
+        return sorted(self.folder.glob(f"texts-{self._key}-*.jsonl"))
 
     def _write(self, seed: int, prompts: Sequence[Encoded]) -> None:
         sampling = Sampling(self.temperature)
@@ -156,6 +169,10 @@ class Writing:
             }
             for prompt, result in zip(prompts, results, strict=True)
         ]
+        self._keep(lines)
+
+    def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add texts to those that are stored."""
         path = self.folder / f"texts-{self._key}-{self.share[0]}.jsonl"
         size = sum(len(line) for line in _whole_lines(path)) if path.is_file() else 0
         with writing_to(self.folder), open(path, "ab") as file:
@@ -168,13 +185,18 @@ class Writing:
 
 def _read(path: Path) -> dict[str, Text]:
     try:
-        rows = [json.loads(line) for line in _whole_lines(path)]
+        rows = stored_rows(path)
         return {row["name"]: Text(tuple(map(int, row["tokens"])), int(row["prompt_length"])) for row in rows}
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{escape(path)}: expected text that the base wrote, found a file that cannot be read. Remove it to have "
             "it written again."
         ) from error
+
+
+def stored_rows(path: Path) -> list[Any]:
+    """What the whole lines of a file of texts hold."""
+    return [json.loads(line) for line in _whole_lines(path)]
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

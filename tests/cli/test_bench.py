@@ -27,13 +27,13 @@ from helpers.web import Page
 from mtp_extract.bench import run as serving
 from mtp_extract.bench.fields import Figures, Side
 from mtp_extract.bench.figures import figures, side_of
-from mtp_extract.bench.load import Client, Load, load, poisson
 from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
 from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, run_benchmark
 from mtp_extract.bench.windows import Asked, Window
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.load import Client, Load, load, poisson
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,6 +89,11 @@ def words_of(prompt: str, most: int) -> list[str]:
     return [f" {len(prompt)}.{number}" for number in range(min(most, 7 + len(prompt) % 4))]
 
 
+def prompt_of(asked: dict[str, Any]) -> Any:
+    """The text of a request; of a chat, what was said first."""
+    return asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
+
+
 def account(tokens: int) -> dict[str, int]:
     """What drafting four at a time comes to, of which two are accepted where so many are left."""
     rounds = -(-(tokens - 1) // 3)
@@ -101,10 +106,32 @@ def account(tokens: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class Written:
+    """What is written after one prompt.
+
+    Attributes:
+        pieces: the text of each event.
+        sizes: tokens in each.
+        counted: what drafting came to, as :func:`account` has it; ``accepted_0`` and so on by position, where known.
+        finish: why it ended.
+        ids: the tokens of each piece, where they are told.
+        prompt_tokens: of the prompt.
+    """
+
+    pieces: Sequence[str]
+    sizes: Sequence[int]
+    counted: Mapping[str, int]
+    finish: str = "length"
+    ids: Sequence[Sequence[int]] | None = None
+    prompt_tokens: int = 5
+
+
 class ModelServer:
     """Start with :func:`model_server`.
 
     Attributes:
+        write: makes the answer to a request; by default of what ``answer`` gives, as :func:`account` counts it.
         drafts: whether it has a drafter.
         key: asked for, if any.
         told: whether vLLM tells counters in its answers, as it does when it is started so.
@@ -123,6 +150,7 @@ class ModelServer:
         self.lies: dict[str, int] = {}
         self.models = [{"id": MODEL, **self.manner.listed}]
         self.answer: Callable[[str, int], list[str]] = words_of
+        self.write: Callable[[dict[str, Any]], Written] = self.plain
         self.overrides: dict[str, Callable[[Any], None]] = {}
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.seen: list[tuple[str, str | None]] = []
@@ -153,6 +181,13 @@ class ModelServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def plain(self, asked: dict[str, Any]) -> Written:
+        """Of what ``answer`` gives, ``burst`` tokens in the first event and one in each other."""
+        tokens = self.answer(prompt_of(asked), asked["max_tokens"])
+        groups = [tokens[: self.burst], *([token] for token in tokens[self.burst :])]
+        pieces, sizes = ["".join(group) for group in groups], [len(group) for group in groups]
+        return Written(pieces, sizes, account(len(tokens)))
+
     def page(self) -> str:
         """The page of counters: as it was, and what was asked since."""
         text = (PAGES / self.manner.page).read_text(encoding="utf-8")
@@ -164,6 +199,10 @@ class ModelServer:
             assert found is not None
             value = float(found[2]) + self.moved[what]
             text = text[: found.start(2)] + f"{value}" + text[found.end(2) :]
+        for what in [what for what in self.moved if what.startswith("accepted_")]:
+            found = re.search(rf'^.*_per_pos_total\{{.*position="{what[9:]}"\}} (\S+)$', text, re.MULTILINE)
+            if self.drafts and found is not None:
+                text = text[: found.start(1)] + f"{float(found[1]) + self.moved[what]}" + text[found.end(1) :]
         return text
 
 
@@ -241,28 +280,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def events(self, asked: dict[str, Any]) -> Iterator[Any]:
         state, chat = self.state, "messages" in asked
-        prompt = asked["messages"][0]["content"] if chat else asked["prompt"]
-        tokens = state.answer(prompt, asked["max_tokens"])
+        prompt, written = prompt_of(asked), state.write(asked)
         options = asked.get("stream_options") or {}
-        count = len(tokens)
+        given, count = written.prompt_tokens, sum(written.sizes)
 
         def usage(so_far: int) -> dict[str, Any]:
-            return {"usage": {"prompt_tokens": 5, "completion_tokens": so_far, "total_tokens": 5 + so_far}}
+            return {"usage": {"prompt_tokens": given, "completion_tokens": so_far, "total_tokens": given + so_far}}
 
         if chat:
             yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-        groups = [tokens[: state.burst], *([token] for token in tokens[state.burst :])]
         sent = 0
-        for group in groups:
-            sent += len(group)
-            text = "".join(group)
+        for number, (text, size) in enumerate(zip(written.pieces, written.sizes, strict=True)):
+            sent += size
             event: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": None}]}
             event["choices"][0] |= {"delta": {"content": text}} if chat else {"text": text}
+            if asked.get("return_token_ids") and written.ids is not None:
+                event["choices"][0]["token_ids"] = list(written.ids[number])
             if options.get("continuous_usage_stats"):
                 event |= usage(sent)
             yield event
-        yield {"choices": [{"index": 0, "finish_reason": "length", **({"delta": {}} if chat else {"text": ""})}]}
-        counted = account(count) if state.drafts else {**account(count), "rounds": 0, "drafted": 0, "accepted": 0}
+        yield {"choices": [{"index": 0, "finish_reason": written.finish, **({"delta": {}} if chat else {"text": ""})}]}
+        none = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
+        counted = {**written.counted} if state.drafts else {**written.counted, **none}
         with state.lock:
             state.moved.update(counted)
             state.moved.update({name: value * state.others for name, value in counted.items()})
