@@ -87,7 +87,7 @@ class Server:
         return self._connection.run(work)
 
     async def _recognise(self, model: str | None) -> None:
-        header, models = await self._get("/v1/models")
+        header, models = await self.get("/v1/models")
         entries = [entry for entry in listed(at(models, "data")) if isinstance(at(entry, "id"), str)]
         if not entries:
             raise ServerError(f"{self.name}: expected an OpenAI-compatible server, found none that lists its models.")
@@ -115,7 +115,7 @@ class Server:
             return header.partition("/")[2] or None if self.kind.header else None
         page, *keys = self.kind.version
         try:
-            found = at((await self._get(page))[1], *keys)
+            found = at((await self.get(page))[1], *keys)
         except ServerError:
             return None  # a proxy may let /v1 alone through
         return found if isinstance(found, str) else None
@@ -182,8 +182,12 @@ class Server:
                 raise ServerError(f"the answer ended in an error{self._quoted(error.page)}") from None
             return reading.answer()
 
-    async def _get(self, path: str) -> tuple[str, Mapping[str, Any]]:
-        """The ``Server`` header and the JSON of a page."""
+    async def get(self, path: str) -> tuple[str, Mapping[str, Any]]:
+        """The ``Server`` header and the JSON of a page; to be run by :meth:`run`.
+
+        Raises:
+            ServerError: there is no such page, or it is no JSON object.
+        """
         return await self._named(self._page(path))
 
     async def _page(self, path: str) -> tuple[str, Mapping[str, Any]]:

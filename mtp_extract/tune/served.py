@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.load import load
 from mtp_extract.engines.server import Server
-from mtp_extract.errors import PairError, escape
+from mtp_extract.errors import PairError, ServerError, escape
+from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.loss import LOGITS_AT_ONCE
@@ -34,6 +36,9 @@ LEAST_AGREEMENT = 0.9
 
 MOST_SURPRISE = 0.25
 """Nats a token, of sampled text."""
+
+_ARGUMENTS = {"key": "text_key", "model": "text_model", "timeout": "text_timeout", "concurrency": "text_concurrency"}
+"""What a server's arguments are called in a setting."""
 
 _LOOKED_AT = 32  # texts
 _KEPT_AT_ONCE = 16  # texts
@@ -63,7 +68,7 @@ class Served(Writing):
         def connect() -> Server:
             return Server(url, model=setting.text_model, key=setting.text_key, timeout=setting.text_timeout)
 
-        with connect() as server:
+        with _arguments(), connect() as server:
             kind, version, model = server.kind.name, server.version, server.model
         same: dict[str, Any] = {one.name: getattr(writing, one.name) for one in fields(Writing)}
         return cls(
@@ -105,7 +110,7 @@ class Served(Writing):
         mine, stored = list(distinct.values())[number::processes], self._stored()
         missing = [(item, prompt) for item, prompt in mine if self._name(prompt) not in stored]
         if missing:
-            with self.connect() as server:
+            with _arguments(), self.connect() as server:
                 self._ask_for(server, missing, len(mine), tell)
 
     def _ask_for(
@@ -224,6 +229,16 @@ class Served(Writing):
                 own = likely.gather(1, tokens[:, None])[:, 0]
                 found.append((logits.argmax(-1) == tokens, -own - entropy))
             yield torch.cat([hits for hits, _ in found]), torch.cat([excess for _, excess in found])
+
+
+@contextmanager
+def _arguments() -> Iterator[None]:
+    """Errors of a server inside name the arguments of a setting."""
+    try:
+        yield
+    except ServerError as error:
+        remedies = tuple(_ARGUMENTS.get(name, name) for name in error.remedies)
+        raise ServerError(str(error), remedies=remedies) from None
 
 
 def said_of(text_from: Mapping[str, Any]) -> str:

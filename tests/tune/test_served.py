@@ -13,7 +13,7 @@ from helpers.loop_server import writer
 from helpers.model_server import ModelServer, Written, model_server
 from helpers.schemas import validator
 
-from mtp_extract.errors import MtpExtractError, PairError
+from mtp_extract.errors import MtpExtractError, PairError, ServerError
 from mtp_extract.pipeline.check import verify
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.pair import Pair
@@ -162,6 +162,20 @@ def test_thoughts_without_tokens_are_no_text(
     ]
     assert stored
     assert all(len(row["tokens"]) == row["prompt_length"] for row in stored)
+
+
+def test_what_a_server_wants_is_named_as_the_setting_has_it(
+    plan: Callable[..., TuningPlan], served: ModelServer, tmp_path: Path
+) -> None:
+    served.key = "sesame"
+    made = of_server(plan, tmp_path / "tuned", served)
+    with pytest.raises(ServerError, match="wants a key") as caught:
+        Corpus.of(Pair(made.setting))
+    assert caught.value.remedies == ("text_key",)
+    served.overrides["/v1/completions"] = lambda handler: handler.json({"error": "slow down"}, 429)
+    with pytest.raises(ServerError, match="limits the rate") as caught:
+        Corpus.of(Pair(replace(made.setting, text_key="sesame")))
+    assert caught.value.remedies == ("text_concurrency",)
 
 
 def test_text_of_people_or_of_a_server(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
