@@ -92,6 +92,8 @@ class Side(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen 
     #: 1 + accepted / rounds
     mean_accepted_length: Annotated[float, Meta(extra_json_schema={"minimum": 1})] | None
     mean_accepted_length_ci95: Bounds | None  #: its interval; as above
+    #: by place in a round, from the first: share of the rounds in which the draft there was accepted
+    acceptance_by_position: list[Share] | None
 
 
 class Latency(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
@@ -156,3 +158,4 @@ class Counters(Record):
     drafted: Count | None  #: drafts judged
     accepted: Count | None  #: of these
     ms: NotNegative | None  #: the server's own time of generation
+    positions: list[Count] | None  #: of the accepted drafts, those in each place of a round, from the first

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
+from operator import add
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -82,8 +84,19 @@ def side_of(windows: Sequence[Window], goodput: Mapping[str, float] | None = Non
         "rounds": rounds,
         "mean_accepted_length": sum(emitted) / rounds if rounds else None,
         "mean_accepted_length_ci95": _length_interval(windows),
+        "acceptance_by_position": _by_position(windows),
     }
     return convert(found, Side)
+
+
+def _by_position(windows: Sequence[Window]) -> list[float] | None:
+    """Accepted drafts by place, over rounds; None unless each window tells them, and rounds in which they can be."""
+    pages = [window.page for window in windows if window.page is not None and window.page.positions is not None]
+    if not pages or len(pages) < len(windows):
+        return None
+    counted = reduce(add, pages)
+    rounds, places = counted.rounds or 0, counted.positions or ()
+    return [count / rounds for count in places] if rounds and all(0 <= count <= rounds for count in places) else None
 
 
 def _ttft(asked: Asked) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,9 @@ def command(
     out: Annotated[
         Path | None, About("Write bench.json and pages of it there.", names=("--report",), metavar="DIR")
     ] = None,
+    save: Annotated[
+        Path | None, About("Write the server's figures in the JSON of vllm bench serve too.", metavar="FILE")
+    ] = None,
     overwrite: OverwriteReport = False,
     print_json: AsJson = False,
 ) -> None:
@@ -29,13 +33,19 @@ def command(
     """
     from mtp_extract.bench.report import BENCH_LISTED, as_json, tables, write_bench
     from mtp_extract.bench.run import run_benchmark
-    from mtp_extract.io.place import check_place
+    from mtp_extract.bench.vllm import as_vllm
+    from mtp_extract.io.place import check_place, staged
 
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(plan.prompts,), listed=BENCH_LISTED)
+    if save is not None:
+        check_place(save, overwrite=overwrite, inputs=(plan.prompts,))
     found = run_benchmark(plan, doing_unless(print_json))
     files = write_bench(found, out, overwrite=overwrite, inputs=(plan.prompts,)) if out is not None else []
     report = as_json(found)
+    if save is not None:
+        with staged(save, overwrite=overwrite, inputs=(plan.prompts,)) as stage:
+            stage.write_text(json.dumps(as_vllm(report), indent=2) + "\n", encoding="utf-8")
     if print_json:
         write_json(report)
         return
@@ -46,6 +56,8 @@ def command(
         say(part.title)
         table(part.rows, part.columns)
     say_notes(report["notes"])
+    if save is not None:
+        say(f"Wrote {escape(save)}")
     if files:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 

@@ -11,6 +11,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import add, sub
 from typing import Any
 
 from mtp_extract.errors import ServerError, escape
@@ -32,16 +34,24 @@ class Counters:
     drafted: int | None = None  # drafts it judged
     accepted: int | None = None  # of these
     ms: float | None = None  # its own time of generation, in milliseconds
+    positions: tuple[int, ...] | None = None  # of the accepted drafts, those in each place of a round, from the first
 
     def __sub__(self, other: Counters) -> Counters:
-        return self._with(other, lambda a, b: a - b)
+        return self._with(other, sub)
 
     def __add__(self, other: Counters) -> Counters:
-        return self._with(other, lambda a, b: a + b)
+        return self._with(other, add)
 
     def _with(self, other: Counters, what: Any) -> Counters:
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
-        return Counters(**{name: None if None in pair else what(*pair) for name, pair in pairs.items()})
+        found: dict[str, Any] = {
+            name: None if None in pair else what(*pair) for name, pair in pairs.items() if name != "positions"
+        }
+        positions = None
+        if self.positions is not None and other.positions is not None:
+            places = zip_longest(self.positions, other.positions, fillvalue=0)
+            positions = tuple(what(a, b) for a, b in places)
+        return Counters(**found, positions=positions)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Kind:
     counts: Mapping[str, str] = field(default_factory=dict)  # our names of these counters → the server's
     none_is_zero: bool = False  # the counters of an answer lack those of drafts where nothing was drafted
     page: Mapping[str, str] = field(default_factory=dict)  # the same of its counters since its start, on ``/metrics``
+    positions: str = ""  # what accepted drafts by their place in a round are called there
     ids: Mapping[str, Any] = field(default_factory=dict)  # what to ask for, so that an answer has its token ids
     exact_below: int = _LARGEST  # what the page writes of larger counts is rounded, and not taken
 
@@ -69,7 +80,7 @@ class Kind:
         sent = at(event, *self.answer) if self.answer else None
         if not isinstance(sent, Mapping) or not any(key in sent for key in self.counts.values()):
             return None
-        found = {name: _count(key, sent.get(key)) for name, key in self.counts.items() if name != "ms"}
+        found: dict[str, Any] = {name: _count(key, sent.get(key)) for name, key in self.counts.items() if name != "ms"}
         drafts = [name for name in ("rounds", "drafted", "accepted") if name in found]
         if self.none_is_zero and all(found[name] is None for name in drafts):
             found |= dict.fromkeys(drafts, 0)
@@ -86,9 +97,10 @@ class Kind:
         """
         names = {metric: name for name, metric in self.page.items()}
         found: dict[str, int] = {}
+        places: dict[int, int] = {}
         for line in text.splitlines():
             named = _METRIC.match(line)
-            if named is None or named[0] not in names:
+            if named is None or named[0] not in {*names, self.positions}:
                 continue
             value: list[str] = line[named.end() :].rpartition("}")[2].split()
             try:
@@ -97,10 +109,18 @@ class Kind:
             except (ValueError, OverflowError, IndexError):
                 whole = value[0] if value else "nothing"
             count = _count(named[0], whole) or 0
+            if named[0] == self.positions:
+                if (place := _PLACE.search(line)) is not None:
+                    places[int(place[1])] = places.get(int(place[1]), 0) + count
+                continue
             found[names[named[0]]] = found.get(names[named[0]], 0) + count
-        return Counters(**{name: count for name, count in found.items() if count < self.exact_below})
+        known: dict[str, Any] = {name: count for name, count in found.items() if count < self.exact_below}
+        # Those of all places are all that were accepted, or tell of something else.
+        by_place = tuple(places.get(place, 0) for place in range(max(places, default=-1) + 1))
+        return Counters(**known, positions=by_place if by_place and sum(by_place) == known.get("accepted") else None)
 
 
+_PLACE = re.compile(r'position="([0-9]{1,3})"')
 _METRIC = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 
 
@@ -170,6 +190,7 @@ KINDS = (
             "drafted": "llamacpp:spec_decode_num_draft_tokens_total",
             "accepted": "llamacpp:spec_decode_num_accepted_tokens_total",
         },
+        positions="llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
         exact_below=10**6,  # it writes six digits
     ),
     Kind(
@@ -215,6 +236,7 @@ KINDS = (
             "drafted": "vllm:spec_decode_num_draft_tokens_total",
             "accepted": "vllm:spec_decode_num_accepted_tokens_total",
         },
+        positions="vllm:spec_decode_num_accepted_tokens_per_pos_total",
     ),
 )
 """Every kind whose counters are known."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.bounds import HANG
-from helpers.model_server import KEY, MANNERS, ModelServer, account, model_server, words_of
+from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, model_server, words_of
 from helpers.schemas import validator
 from helpers.web import Page
 
@@ -30,6 +30,7 @@ from mtp_extract.bench.figures import figures, side_of
 from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
 from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, run_benchmark
+from mtp_extract.bench.vllm import as_vllm
 from mtp_extract.bench.windows import Asked, Window
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
@@ -335,6 +336,33 @@ def test_counters_that_cannot_be_of_what_was_asked(
     assert found.total.server.tokens == summed("tokens")
 
 
+def test_drafts_by_their_place_in_a_round(prompts: Path, tmp_path: Path) -> None:
+    """As the page counts them; and all of it in the keys of vllm bench serve."""
+    counted = {"requests": 1, "tokens": 5, "rounds": 2, "drafted": 6, "accepted": 3, "accepted_0": 2, "accepted_1": 1}
+    with model_server("vLLM") as server:
+        server.write = lambda asked: Written(["a", "b"], [2, 3], counted)
+        found = run_benchmark(plan(prompts, server, concurrency=2, warm_up=0, goodput={"ttft": 1e6}))
+        # Drafts in the second place of more rounds than there were.
+        server.write = lambda asked: Written(["a", "b"], [2, 3], counted | {"accepted_0": 0, "accepted_1": 3})
+        wrong = run_benchmark(plan(prompts, server, warm_up=0))
+    assert found.total.server.acceptance_by_position == [1, 0.5, 0, 0]
+    assert wrong.total.server.acceptance_by_position is None
+    report = checked(found)
+    saved = as_vllm(report)
+    assert (saved["completed"], saved["total_output_tokens"], saved["max_concurrency"]) == (5, 25, 2)
+    assert saved["spec_decode_acceptance_rate"] == 50
+    assert saved["spec_decode_acceptance_length"] == 1 + 15 / 10
+    assert (saved["spec_decode_num_drafts"], saved["spec_decode_draft_tokens"]) == (10, 30)
+    assert saved["spec_decode_accepted_tokens"] == 15
+    assert saved["spec_decode_per_position_acceptance_rates"] == [1, 0.5, 0, 0]
+    (window,) = report["windows"]["server"]
+    assert saved["duration"] == window["wall"]
+    assert saved["request_throughput"] == saved["request_goodput"] == pytest.approx(5 / window["wall"])
+    assert saved["output_throughput"] == pytest.approx(25 / window["wall"])
+    assert saved["mean_e2el_ms"] == report["total"]["server"]["e2el_ms"]["mean"]
+    assert saved["request_rate"] == "inf"
+
+
 def test_tokens_that_cannot_be(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
     """2^52 tokens of 8, of one text in five: no speed of that text, and none of all of them."""
     server, baseline = pair
@@ -612,8 +640,14 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_p
     assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: bench.html, bench.json, bench.md"
     for file in (tmp_path / "out").iterdir():
         assert KEY not in file.read_text()
-    printed = run(server.url, *common, *key, "--json", "--no-chat-template", "--concurrency", "3", THE_KEY=KEY)
+    saved = tmp_path / "saved.json"
+    more = ["--json", "--no-chat-template", "--concurrency", "3", "--goodput", "ttft:9e", "--save", str(saved)]
+    refused = run(server.url, *common, *key, *more, THE_KEY=KEY)
+    assert (refused.returncode, "expected limits such as ttft:200,tpot:30" in refused.stderr) == (2, True)
+    more[5] = "ttft:90000"
+    printed = run(server.url, *common, *key, *more, THE_KEY=KEY)
     assert printed.returncode == 0, printed.stderr
+    assert json.loads(saved.read_text()) == as_vllm(json.loads(printed.stdout))
     validator("bench")(json.loads(printed.stdout))
     assert server.asked[-1][0] == "/v1/completions"
     again = run(server.url, *common, *key, "--report", str(tmp_path / "out"), THE_KEY=KEY)

@@ -107,7 +107,7 @@ def test_counters_of_the_pages() -> None:
     """The numbers that stand in the files, over all label sets."""
     kinds = {kind.name: kind for kind in KINDS}
     pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
-    assert kinds["vLLM"].of_page(pages["vLLM"]) == Counters(5, 493, 131, 524, 321)
+    assert kinds["vLLM"].of_page(pages["vLLM"]) == Counters(5, 493, 131, 524, 321, positions=(109, 91, 69, 52))
     assert kinds["SGLang"].of_page(pages["SGLang"]) == Counters(requests=2, tokens=192, rounds=55)
     llama = dict(line.split(" ") for line in pages["llama-server"].splitlines() if not line.startswith("#"))
     assert kinds["llama-server"].of_page(pages["llama-server"]) == Counters(
@@ -115,6 +115,7 @@ def test_counters_of_the_pages() -> None:
         rounds=int(llama["llamacpp:spec_decode_num_drafts_total"]),
         drafted=int(llama["llamacpp:spec_decode_num_draft_tokens_total"]),
         accepted=int(llama["llamacpp:spec_decode_num_accepted_tokens_total"]),
+        positions=(4721, 4060, 3434, 2772),
     )
 
 
@@ -202,7 +203,19 @@ def test_counters_move(connect: Connect, vllm: ModelServer) -> None:
     after = server.counters()
     assert before is not None
     assert after is not None
+    # This server does not count its drafts by their places.
     assert after - before == Counters(**account(6))
+
+
+def test_drafts_by_place() -> None:
+    kind = next(kind for kind in KINDS if kind.name == "vLLM")
+    name = "vllm:spec_decode_num_accepted_tokens"
+    page = f'{name}_total 7\n{name}_per_pos_total{{position="0"}} 4\n{name}_per_pos_total{{a="1",position="2"}} 3\n'
+    found = kind.of_page(page)
+    assert found == Counters(accepted=7, positions=(4, 0, 3))
+    assert (found - Counters(accepted=2, positions=(2,))).positions == (2, 0, 3)
+    assert (found - Counters(accepted=2)).positions is None
+    assert kind.of_page(page.replace(" 7", " 8")).positions is None, "others than all that were accepted"
 
 
 def test_a_page_that_is_not_there(connect: Connect, vllm: ModelServer) -> None:
