@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,25 @@ from typing import Any
 from mtp_extract._version import __version__
 from mtp_extract.bench import fields
 from mtp_extract.bench.fields import Figures, Side
+from mtp_extract.bench.pictures import PICTURES, drawings
 from mtp_extract.bench.run import Benchmark
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
+from mtp_extract.report.drawing import draw
 from mtp_extract.report.page import page, plain_json
+from mtp_extract.report.svg import inline
 from mtp_extract.report.tables import words
 from mtp_extract.report.web import web_page
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
 _BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
-_FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE})
+_FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE, *(f"{name}.{end}" for name in PICTURES for end in ("png", "svg"))})
 BENCH_LISTED = listing(_BENCH, _FILES)
 """Everything that a report of a benchmark consists of, and that may be replaced."""
 _VERSION = 2
 _NOT_TOLD = "not told"
+_MOST_NAMED = 8  # prompts of a workload
 
 
 def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inputs: Inputs = ()) -> list[str]:
@@ -35,12 +40,19 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
         OutputError: it cannot be written there.
     """
     report = as_json(found)
+    title, shown = f"Benchmark of {found.servers['server'].name}", list(tables(report))
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
         (stage / _BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        for name, make in ((_PAGE, page), (_WEB_PAGE, web_page)):
-            shown = make(f"Benchmark of {found.servers['server'].name}", report, tables(report))
-            (stage / name).write_text(shown, encoding="utf-8")
-    return sorted(_FILES)
+        told = {**report, "notes": [*report["notes"]]}
+        drawn: list[str] = []
+        if find_spec("matplotlib") is not None:
+            drawn = draw(drawings(), report, stage)
+        else:
+            told["notes"].append("Nothing is drawn: matplotlib is missing, which the extra validate brings.")
+        (stage / _PAGE).write_text(page(title, told, shown, drawn, PICTURES), encoding="utf-8")
+        svg = {n: inline((stage / f"{n}.svg").read_text(encoding="utf-8"), n, PICTURES[n]) for n in drawn}
+        (stage / _WEB_PAGE).write_text(web_page(title, told, shown, svg, PICTURES), encoding="utf-8")
+        return sorted(path.name for path in stage.iterdir())
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:
@@ -100,7 +112,9 @@ def _findings(found: Benchmark) -> list[str]:
             f"{index + 1} at character {at + 1}" for of, index, at in found.differences if of == name
         )
         if places:
-            listed.append(f"{name}: the text leaves the baseline's in prompt {', '.join(places)}")
+            more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
+            named = ", ".join(list(places)[:_MOST_NAMED])
+            listed.append(f"{name}: the text leaves the baseline's in prompt {named}{more}")
     return listed
 
 
@@ -243,7 +257,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         side: f"{s['url']} ({s['kind']}{' ' + s['version'] if s['version'] else ''}), model {s['model']}"
         for side, s in servers.items()
     }
-    settings = {name.replace("_", " "): words(value) for name, value in report["settings"].items()}
+    settings = {name.replace("_", " "): words(value) for name, value in report["settings"].items() if value is not None}
     yield Table(title="Setting", columns=("", ""), rows=(*named.items(), *settings.items()))
     rows = [
         {**of[side], "workload": name, "side": side, "of": of}
@@ -262,6 +276,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "rounding may part them. In brackets: 95 % intervals, over texts; none with fewer than "
             f"{LEAST_TEXTS}."
         ),
+        figures=("speed_by_workload",),
         first=True,
     )
     yield Table.of(
@@ -269,6 +284,7 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         _THROUGHPUT,
         [row for row in rows if row["workload"] == "all"],
         about="Over the time in which requests were under way. Goodput: of those that took no longer than wanted.",
+        figures=("over_time",),
     )
     yield Table.of(
         "Latency",
@@ -290,5 +306,6 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
             "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
             f"windows of requests where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
+        figures=("acceptance_by_workload", "acceptance_by_position"),
         first=True,
     )

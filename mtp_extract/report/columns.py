@@ -29,7 +29,7 @@ class Table:
     after: str = ""
     """What the numbers come to, in plain text."""
     figures: tuple[str, ...] = ()
-    """Of :data:`~mtp_extract.report.tables.FIGURES`, those that show the same."""
+    """Names of the report's figures that show the same."""
     detail: bool = False
     """Only for who looks closer."""
     first: bool = False

@@ -1,90 +1,34 @@
-"""The figures of a report, each as PNG and SVG, drawn from what ``report.json`` holds; and that of a training.
+"""The figures of a report, drawn from what ``report.json`` holds; and that of a training.
 
-Those of a report are one panel each, narrow enough to be read on a phone. The real drafter is drawn heavier, and direct
-labels stand where a legend would cover data.
+The real drafter is drawn heavier, and direct labels stand where a legend would cover data.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.errors import escape
 from mtp_extract.report.colours import light
+from mtp_extract.report.drawing import (
+    MARKERS,
+    OTHERS,
+    bars,
+    beside_bars,
+    by_row,
+    dots,
+    draw,
+    legend,
+    panel,
+    pyplot,
+    short,
+)
 from mtp_extract.report.tables import FIGURES, best_methods, method
-
-_WIDTH = 4.6
-_OTHERS = ("orange", "sky", "green", "purple", "vermilion", "brown", "faint")
-_MARKERS = ("s", "^", "v", "D", "P", "X", "*")
-_LONGEST = 28  # characters of a label
-_STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": light("line"),
-    "axes.axisbelow": True,
-    "figure.dpi": 150,
-    "savefig.bbox": "tight",
-    # Text stays text: also what looks like mathematics in a name.
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-}
 
 
 def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
     """Draw what ``report`` has data for into ``folder``; names without an ending, in order of the report."""
-    import matplotlib
-
-    pyplot = _pyplot()
-    drawn = []
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # A picture has boxes for letters that the font lacks; the SVG has the letters.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        for name, draw in zip(FIGURES, _DRAWN, strict=True):
-            figure = draw(report, pyplot)
-            if figure is None:
-                continue
-            figure.savefig(folder / f"{name}.png")
-            # The same data gives the same file.
-            with matplotlib.rc_context({"svg.hashsalt": name}):
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            pyplot.close(figure)
-            drawn.append(name)
-    return drawn
-
-
-def _pyplot() -> Any:
-    """Matplotlib's drawing functions, for files alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _panel(pyplot: Any, height: float) -> tuple[Any, Any]:
-    figure, axes = pyplot.subplots(figsize=(_WIDTH, height), layout="constrained")
-    return figure, axes
-
-
-def _short(name: str) -> str:
-    name = escape(name)
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 1]}…{name[-_LONGEST // 2 :]}"
-
-
-def _bars(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
-    """How far error bars reach below and above; not at all where there is no interval."""
-    pairs = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
-    return [
-        [max(0.0, value - low) for value, (low, _) in zip(values, pairs, strict=True)],
-        [max(0.0, high - value) for value, (_, high) in zip(values, pairs, strict=True)],
-    ]
+    return draw(dict(zip(FIGURES, _DRAWN, strict=True)), report, folder)
 
 
 def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float] | None]]:
@@ -97,7 +41,7 @@ def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int],
 def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, shift: float = 0.0, **style: Any) -> None:
     places, values, intervals = _percents(steps, rate)
     axes.errorbar(
-        [place + shift for place in places], values, yerr=_bars(values, intervals), capsize=2.5, elinewidth=1, **style
+        [place + shift for place in places], values, yerr=bars(values, intervals), capsize=2.5, elinewidth=1, **style
     )
 
 
@@ -106,11 +50,7 @@ def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xticks([step["step"] for step in steps])
 
 
-def _legend(figure: Any, columns: int = 1) -> None:
-    figure.legend(loc="outside lower left", ncols=columns)
-
-
-def _methods(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _methods(report: Mapping[str, Any], plots: Any) -> Any:
     """Of every drafter the best chain and the best tree: what a round yields."""
     rows = [
         (drafter, name)
@@ -120,16 +60,16 @@ def _methods(report: Mapping[str, Any], pyplot: Any) -> Any:
     ]
     if not rows:
         return None
-    figure, axes = _panel(pyplot, 1.0 + 0.5 * len(rows))
+    figure, axes = panel(plots, 1.0 + 0.5 * len(rows))
     kinds = {}
     for place, (drafter, name) in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
         found, speedup = drafter["generation"][name], drafter["arithmetic"]["speedups"][name]["measured"]
         mean, interval = found["mean_accepted_length"], found["mean_accepted_length_ci95"]
         kind, colour = ("a chain", "blue") if found["tree"] is None else ("a tree", "vermilion")
         kinds[kind] = axes.barh(place, mean - 1, left=1, color=light(colour), height=0.3)
-        ends = _bars([mean], [interval])
+        ends = bars([mean], [interval])
         axes.errorbar([mean], [place], xerr=ends, color=light("ink"), capsize=3, elinewidth=1, linestyle="none")
-        label = f"{_short(drafter['name'])}: {method(_short(name))}"
+        label = f"{short(drafter['name'])}: {method(short(name))}"
         axes.annotate(label, (1, place), (0, 9), textcoords="offset points", va="bottom", fontsize=10)
         text = f"{mean:.2f}" + ("" if speedup is None else f", {speedup:.2f}×")
         axes.annotate(text, (mean + ends[1][0], place), (5, 0), textcoords="offset points", va="center", fontsize=10)
@@ -150,43 +90,43 @@ _RATES = {
 }
 
 
-def _acceptance(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _acceptance(report: Mapping[str, Any], plots: Any) -> Any:
     """The drafter's rates by step."""
     if report["agreement"] is None:
         return None
     steps = report["agreement"]["steps"]
-    figure, axes = _panel(pyplot, 4.2)
+    figure, axes = panel(plots, 4.2)
     for rate, (colour, marker, label) in _RATES.items():
         places, values, intervals = _percents(steps, rate)
         axes.plot(places, values, color=light(colour), marker=marker, markersize=5, label=label)
-        below, above = _bars(values, intervals)
+        below, above = bars(values, intervals)
         low, high = ([v + d for v, d in zip(values, ends, strict=True)] for ends in ([-b for b in below], above))
         axes.fill_between(places, low, high, color=light(colour), alpha=0.18, linewidth=0)
     axes.set_ylabel("rate (%); bands: 95 % intervals")
     axes.set_ylim(0, 103)
     _by_step(axes, steps)
-    _legend(figure)
+    legend(figure)
     return figure
 
 
-def _controls(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _controls(report: Mapping[str, Any], plots: Any) -> Any:
     """Its top-1 beside every control's."""
     controls = {name: found["steps"] for name, found in (report["controls"] or {}).items() if found["steps"]}
     if not controls:
         return None
     real = report["agreement"]["steps"]
-    figure, axes = _panel(pyplot, 4.6)
+    figure, axes = panel(plots, 4.6)
     # Wide and light, underneath: a control that scores as well is then seen, not covered.
     style: dict[str, Any] = {"color": light("pale"), "marker": "o", "linewidth": 7, "markersize": 11, "zorder": 1}
     _line(axes, real, "top1", label="real drafter", **style)
     for index, (name, steps) in enumerate(controls.items()):
-        colour, marker = light(_OTHERS[index % len(_OTHERS)]), _MARKERS[index % len(_MARKERS)]
+        colour, marker = light(OTHERS[index % len(OTHERS)]), MARKERS[index % len(MARKERS)]
         label = name.replace("_", " ")
         _line(axes, steps, "top1", label=label, color=colour, marker=marker, linewidth=1.2, markersize=4.5)
     axes.set_ylabel("top-1 agreement (%)")
     axes.set_ylim(0, 103)
     _by_step(axes, real)
-    _legend(figure, 2)
+    legend(figure, 2)
     return figure
 
 
@@ -195,83 +135,72 @@ def _rows(agreement: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: found for name, found in (*agreement["workloads"].items(), ("all", agreement)) if found["n"]}
 
 
-def _by_row(axes: Any, labels: Sequence[str]) -> None:
-    axes.set_yticks(range(len(labels) - 1, -1, -1), labels)
-    axes.set_ylim(-0.6, len(labels) - 0.4)
-    axes.grid(visible=False, axis="y")
-
-
-def _dots(axes: Any, value: float, interval: Sequence[float] | None, place: float, **style: Any) -> None:
-    bars = _bars([value], [interval])
-    axes.errorbar([value], [place], xerr=bars, capsize=3, linestyle="none", **style)
-
-
-def _workloads(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _workloads(report: Mapping[str, Any], plots: Any) -> Any:
     """Top-1 and top-5 of the first step, by workload."""
     if report["agreement"] is None:
         return None
     rows = _rows(report["agreement"])
-    figure, axes = _panel(pyplot, 1.2 + 0.5 * len(rows))
+    figure, axes = panel(plots, 1.2 + 0.5 * len(rows))
     for rate, shift in (("top1", 0.12), ("top5", -0.12)):
         colour, marker, _ = _RATES[rate]
         for place, found in zip(range(len(rows) - 1, -1, -1), rows.values(), strict=True):
             _, (value, *_), (interval, *_) = _percents(found["steps"], rate)
-            _dots(axes, value, interval, place + shift, color=light(colour), marker=marker)
+            dots(axes, value, interval, place + shift, color=light(colour), marker=marker)
         axes.plot([], [], color=light(colour), marker=marker, linestyle="none", label=rate.replace("top", "top-"))
-    _by_row(axes, [f"{_short(name)}\nn = {found['n']}" for name, found in rows.items()])
+    by_row(axes, [f"{short(name)}\nn = {found['n']}" for name, found in rows.items()])
     axes.set_xlabel("first draft agrees with the base (%)")
     axes.set_xlim(min(axes.get_xlim()[0], 90), 100.5)
-    _legend(figure, 2)
+    legend(figure, 2)
     return figure
 
 
 def _look(index: int) -> dict[str, Any]:
     """Of one drafter among several; the first is the one that is validated."""
-    colours, markers = ("blue", *_OTHERS), ("o", *_MARKERS)
+    colours, markers = ("blue", *OTHERS), ("o", *MARKERS)
     return {"color": light(colours[index % len(colours)]), "marker": markers[index % len(markers)]}
 
 
-def _lengths(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _lengths(report: Mapping[str, Any], plots: Any) -> Any:
     """Mean accepted length by workload, of every drafter."""
     drafters = report["drafters"]
     if not drafters or all(drafter["agreement"]["mean_accepted_length"] is None for drafter in drafters):
         return None
     rows = _rows(drafters[0]["agreement"])
-    figure, axes = _panel(pyplot, 1.2 + (0.36 + 0.14 * len(drafters)) * len(rows))
+    figure, axes = panel(plots, 1.2 + (0.36 + 0.14 * len(drafters)) * len(rows))
     for index, drafter in enumerate(drafters):
         found = _rows(drafter["agreement"])
         shift = 0.6 * (0.5 - (index + 0.5) / len(drafters))
         for place, name in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
             mean, interval = found[name]["mean_accepted_length"], found[name]["mean_accepted_length_ci95"]
             if mean is not None:
-                _dots(axes, mean, interval, place + shift, markersize=5, **_look(index))
+                dots(axes, mean, interval, place + shift, markersize=5, **_look(index))
         if len(drafters) > 1:
-            axes.plot([], [], linestyle="none", label=_short(drafter["name"]), **_look(index))
-    _by_row(axes, [_short(name) for name in rows])
+            axes.plot([], [], linestyle="none", label=short(drafter["name"]), **_look(index))
+    by_row(axes, [short(name) for name in rows])
     axes.set_xlabel(f"tokens a round, {len(drafters[0]['agreement']['steps'])} drafts; bars: 95 % intervals")
     axes.set_xlim(left=1)
     if len(drafters) > 1:
-        _legend(figure)
+        legend(figure)
     return figure
 
 
-def _drafters(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _drafters(report: Mapping[str, Any], plots: Any) -> Any:
     """Conditional acceptance by step, a line a drafter."""
     drafters = report["drafters"] or []
     if len(drafters) < 2:
         return None
-    figure, axes = _panel(pyplot, 3.4 + 0.2 * len(drafters))
+    figure, axes = panel(plots, 3.4 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
         # Beside each other: bars of drafters that are nearly alike would hide one another.
         shift = 0.08 * (index - (len(drafters) - 1) / 2)
         width = 1.3 if index else 2.2
         steps = drafter["agreement"]["steps"]
-        label = _short(drafter["name"])
+        label = short(drafter["name"])
         _line(axes, steps, "conditional", shift, label=label, markersize=5, linewidth=width, **_look(index))
     axes.set_ylabel("conditional acceptance (%)")
     axes.set_ylim(top=101)
     _by_step(axes, drafters[0]["agreement"]["steps"])
-    _legend(figure)
+    legend(figure)
     return figure
 
 
@@ -282,16 +211,16 @@ def _by_count(generation: Mapping[str, Any], chains: bool) -> tuple[list[int], l
     return [part["drafts"] for part in measured], [part["mean_accepted_length"] for part in measured]
 
 
-def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _by_drafts(report: Mapping[str, Any], plots: Any) -> Any:
     """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
     drafters = report["drafters"] or ()
     if not any(_by_count(drafter["generation"], chains)[0] for drafter in drafters for chains in (True, False)):
         return None
-    figure, axes = _panel(pyplot, 3.6 + 0.2 * len(drafters))
+    figure, axes = panel(plots, 3.6 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
         look = _look(index)
         chains, trees = (_by_count(drafter["generation"], of_chains) for of_chains in (True, False))
-        label, width = _short(drafter["name"]), 1.3 if index else 2.2
+        label, width = short(drafter["name"]), 1.3 if index else 2.2
         axes.plot(*chains, label=label, markersize=5, linewidth=width, **look)
         hollow: dict[str, Any] = {"linestyle": "none", "markersize": 8, "markerfacecolor": light("page")}
         axes.plot(*trees, **hollow, **look)
@@ -299,7 +228,7 @@ def _by_drafts(report: Mapping[str, Any], pyplot: Any) -> Any:
     axes.set_ylabel("tokens a round")
     axes.set_ylim(bottom=1)
     axes.set_xlim(left=0)
-    _legend(figure)
+    legend(figure)
     return figure
 
 
@@ -308,32 +237,24 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: found for name, found in (report["generation"] or {}).items() if found["draft_ms"] is not None}
 
 
-def _beside_bars(axes: Any, labels: Sequence[str], ends: Sequence[float], texts: Sequence[str]) -> None:
-    """Name the rows of horizontal bars, and write beside each what it comes to."""
-    _by_row(axes, labels)
-    axes.set_xlim(0, 1.32 * max(ends))
-    for place, end, text in zip(range(len(labels) - 1, -1, -1), ends, texts, strict=True):
-        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=10)
-
-
-def _speeds(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _speeds(report: Mapping[str, Any], plots: Any) -> Any:
     """Tokens a second, by what was drafted."""
     measured = _measured(report)
     if not measured:
         return None
     base = next(iter(measured.values()))["base_tokens_per_s"]
     speeds = [base, *(found["speculative_tokens_per_s"] for found in measured.values())]
-    figure, axes = _panel(pyplot, 0.9 + 0.36 * len(speeds))
+    figure, axes = panel(plots, 0.9 + 0.36 * len(speeds))
     colours = [light("faint"), *([light("blue")] * len(measured))]
     axes.barh(range(len(speeds) - 1, -1, -1), speeds, color=colours, height=0.62)
     axes.axvline(base, color=light("faint"), linewidth=1, linestyle="--")
     texts = [f"{base:.3g}", *(f"{speed:.3g}, {speed / base:.2f}×" for speed in speeds[1:])]
-    _beside_bars(axes, ["base alone", *map(method, map(_short, measured))], speeds, texts)
+    beside_bars(axes, ["base alone", *map(method, map(short, measured))], speeds, texts)
     axes.set_xlabel("tokens a second, batch of one")
     return figure
 
 
-def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
+def _rounds(report: Mapping[str, Any], plots: Any) -> Any:
     """Where the time of a round goes, and what it yields."""
     measured = _measured(report)
     if not measured:
@@ -341,15 +262,15 @@ def _rounds(report: Mapping[str, Any], pyplot: Any) -> Any:
     base = report["arithmetic"]["base_ms"]
     verify = [base, *(found["verify_ms"] for found in measured.values())]
     draft = [0.0, *(found["draft_ms"] for found in measured.values())]
-    figure, axes = _panel(pyplot, 1.3 + 0.36 * len(verify))
+    figure, axes = panel(plots, 1.3 + 0.36 * len(verify))
     places = range(len(verify) - 1, -1, -1)
     axes.barh(places, verify, color=light("vermilion"), height=0.62, label="verify: the base")
     axes.barh(places, draft, left=verify, color=light("blue"), height=0.62, label="draft: the drafter")
     texts = ["1 token", *(f"{found['mean_accepted_length']:.2f} tokens" for found in measured.values())]
     ends = [first + second for first, second in zip(verify, draft, strict=True)]
-    _beside_bars(axes, ["base alone", *map(method, map(_short, measured))], ends, texts)
+    beside_bars(axes, ["base alone", *map(method, map(short, measured))], ends, texts)
     axes.set_xlabel("time of a round (ms)")
-    _legend(figure, 2)
+    legend(figure, 2)
     return figure
 
 
@@ -359,10 +280,10 @@ _DRAWN = (_methods, _acceptance, _controls, _workloads, _lengths, _by_drafts, _s
 
 def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Of a training: loss by step, and mean accepted length on the watched texts where it was measured, as a PNG."""
-    pyplot = _pyplot()
+    plots = pyplot()
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     lengths = [(entry["step"], entry["mean_accepted_length"]) for entry in history if "loss" not in entry]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plots.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes, points, colour, marker, title in (
         (left, losses, "blue", "", "loss of a step"),
         (right, lengths, "vermilion", "o", "mean accepted length, watched texts"),
@@ -372,4 +293,4 @@ def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_xlabel("step")
         axes.grid(color=light("line"))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.close(figure)

@@ -22,14 +22,20 @@ def plain_json(value: Any) -> Any:
     return value
 
 
-def page(title: str, report: Mapping[str, Any], tables: Iterable[Table], figures: Sequence[str] = ()) -> str:
+def page(
+    title: str,
+    report: Mapping[str, Any],
+    tables: Iterable[Table],
+    figures: Sequence[str] = (),
+    captions: Mapping[str, str] = FIGURES,
+) -> str:
     """A report in Markdown: verdict and findings first, then ``tables``, with those of their ``figures`` there are."""
     parts = [f"# {plain(title)}", f"**{plain(report['verdict'])}**"]
     if report["findings"]:
         parts += ["Findings:", listed(report["findings"])]
     for table in tables:
         parts.append(table.markdown())
-        if shown := [f"![{FIGURES[name]}]({name}.png)" for name in table.figures if name in figures]:
+        if shown := [f"![{captions[name]}]({name}.png)" for name in table.figures if name in figures]:
             parts.append(" ".join(shown))
     if report["notes"]:
         parts += ["## Notes", listed(report["notes"])]

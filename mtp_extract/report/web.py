@@ -24,13 +24,20 @@ _NUMBER = re.compile(r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?|–")
 _WITH_INTERVAL = re.compile(rf"({_NUMBER.pattern}) (\(.*\)[×%]?)")
 
 
-def web_page(title: str, report: Mapping[str, Any], tables: Iterable[Table], drawn: Mapping[str, str] = {}) -> str:
+def web_page(
+    title: str,
+    report: Mapping[str, Any],
+    tables: Iterable[Table],
+    drawn: Mapping[str, str] = {},
+    captions: Mapping[str, str] = FIGURES,
+) -> str:
     """A report in HTML: verdict and findings first, then ``tables`` with their figures.
 
     Args:
         title: its heading.
         report: ``verdict``, ``findings``, ``notes`` and ``tool``; ``proven`` and ``refuted`` where there are such.
         tables: those that matter first come first and stand open, the others are folded.
+        captions: of every figure there may be.
         drawn: figures there are, name → SVG, as :func:`~mtp_extract.report.svg.inline` gives it.
     """
     return _PAGES.render(
@@ -41,7 +48,7 @@ def web_page(title: str, report: Mapping[str, Any], tables: Iterable[Table], dra
         parts=re.split(r"(?<=;) ", report["verdict"]),
         tables=sorted(tables, key=lambda table: not table.first),
         drawn=drawn,
-        captions=FIGURES,
+        captions=captions,
         colours=COLOURS,
     )
 

@@ -24,9 +24,11 @@ from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, mo
 from helpers.schemas import validator
 from helpers.web import Page
 
+from mtp_extract.bench import pictures
 from mtp_extract.bench import run as serving
 from mtp_extract.bench.fields import Figures, Side
 from mtp_extract.bench.figures import figures, side_of
+from mtp_extract.bench.pictures import PICTURES
 from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
 from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, run_benchmark
@@ -37,6 +39,7 @@ from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.load import Client, Load, load, poisson
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
 
+PAGES = ("bench.html", "bench.json", "bench.md")
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
 TOKENS = 8
 COUNTED = {name: [account(len(words_of(text, TOKENS))) for text in texts] for name, texts in FEW.items()}
@@ -336,6 +339,14 @@ def test_counters_that_cannot_be_of_what_was_asked(
     assert found.total.server.tokens == summed("tokens")
 
 
+def test_what_falls_into_a_bin() -> None:
+    """All of it, wherever spans begin and end."""
+    spans = [(0.0, 60.0, 120.0), (2.5, 4.0, 3.0), (7.0, 7.0, 5.0), (59.5, 60.0, 1.0)]
+    found = pictures._spread(iter(spans), 1.0)
+    assert sum(found) == pytest.approx(129)
+    assert (found[2], found[3], found[7], found[59]) == pytest.approx((2 + 1, 2 + 2, 2 + 5, 2 + 1))
+
+
 def test_drafts_by_their_place_in_a_round(prompts: Path, tmp_path: Path) -> None:
     """As the page counts them; and all of it in the keys of vllm bench serve."""
     counted = {"requests": 1, "tokens": 5, "rounds": 2, "drafted": 6, "accepted": 3, "accepted_0": 2, "accepted_1": 1}
@@ -392,7 +403,8 @@ def test_names_stay_names_in_the_pages(prompts: Path, tmp_path: Path) -> None:
     page = (tmp_path / "out" / "bench.md").read_text()
     assert "<" not in page
     assert "&lt;img src=x onerror=alert(1)>" in page
-    assert re.search(r"(?<!\\)[\[`]", page) is None
+    pictures = "|".join(f"!\\[{shown}\\]\\({name}.png\\)" for name, shown in PICTURES.items())
+    assert re.search(r"(?<!\\)[\[`]", re.sub(pictures, "", page)) is None
     assert {line for line in page.splitlines() if line.startswith("#")} == {
         line for line in page.splitlines() if re.match(r"# Benchmark of http|## [A-Z][a-z]+$", line)
     }
@@ -592,20 +604,34 @@ def test_plans_of_nothing(pair: tuple[ModelServer, ModelServer], prompts: Path, 
         run_benchmark(dataclasses.replace(plan(prompts, pair[0]), **change))
 
 
-def test_a_report_is_there_whole_or_not_at_all(pair: tuple[ModelServer, ModelServer], prompts: Path) -> None:
+def test_a_report_is_there_whole_or_not_at_all(
+    pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, baseline = pair
     found = run_benchmark(plan(prompts, server, baseline))
     target = prompts.parent / "bench"
-    assert write_bench(found, target) == ["bench.html", "bench.json", "bench.md"]
+    files = write_bench(found, target)
+    assert files == sorted(path.name for path in target.iterdir())
+    # This server does not count drafts by their places.
+    drawn = set(PICTURES) - {"acceptance_by_position"}
+    assert set(files) == {
+        "bench.html",
+        "bench.json",
+        "bench.md",
+        *(f"{n}.{end}" for n in drawn for end in ("png", "svg")),
+    }
     assert json.loads((target / "bench.json").read_text()) == checked(found)
     page = (target / "bench.md").read_text()
     shown = Page((target / "bench.html").read_text())
     for table in tables(checked(found)):
         assert table.markdown() in page
         assert table.title in shown.within("h2")
+    assert all(f"![{PICTURES[name]}]({name}.png)" in page for name in drawn)
     with pytest.raises(OutputError, match="exists"):
         write_bench(found, target)
-    write_bench(found, target, overwrite=True)
+    monkeypatch.setattr("mtp_extract.bench.report.find_spec", lambda name: None)
+    assert write_bench(found, target, overwrite=True) == list(PAGES)
+    assert "Nothing is drawn: matplotlib is missing" in (target / "bench.md").read_text()
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -637,9 +663,12 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, tmp_p
     assert done.stdout.splitlines()[0] == report["verdict"]
     assert f"{summed('accepted')} of {summed('drafted')} drafts accepted" in report["verdict"]
     assert "in 5 of 5 answers" in report["verdict"]
-    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: bench.html, bench.json, bench.md"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"Wrote {tmp_path / 'out'}/: {', '.join(sorted(p.name for p in (tmp_path / 'out').iterdir()))}"
+    )
     for file in (tmp_path / "out").iterdir():
-        assert KEY not in file.read_text()
+        assert KEY.encode() not in file.read_bytes()
     saved = tmp_path / "saved.json"
     more = ["--json", "--no-chat-template", "--concurrency", "3", "--goodput", "ttft:9e", "--save", str(saved)]
     refused = run(server.url, *common, *key, *more, THE_KEY=KEY)

@@ -164,6 +164,7 @@ class ModelServer:
 
         class Listener(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 1024  # many come at once
 
             def handle_error(self, *args: Any) -> None:
                 error = sys.exc_info()[1]
