@@ -15,7 +15,7 @@ from mtp_extract.engines.answer import Answer
 MOST_AT_A_TIME = 1024
 """Requests in flight at most, whatever the rate."""
 
-_TICK = 0.02  # seconds between looks at how late the client is
+_TICK = 0.05  # seconds between looks at how late the client is
 _BUSIEST, _LATEST = 0.8, 0.01  # a client is the limit from this share of a core on, or so many seconds late on the mean
 
 

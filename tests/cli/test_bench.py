@@ -542,7 +542,7 @@ def test_latency_is_as_vllm_has_it() -> None:
 
 
 def run_load(*given: Any) -> Load:
-    return asyncio.run(load(*given))
+    return asyncio.run(asyncio.wait_for(load(*given), HANG))
 
 
 def test_the_next_is_sent_as_soon_as_one_has_ended() -> None:
