@@ -11,7 +11,7 @@ from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, S
 
 FORMAT_VERSION = 4
 """Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it.
-4: of a tuning the rounds, what training has not seen, and single texts."""
+4: of a tuning who wrote the texts, the rounds, what training has not seen, and single texts."""
 
 Shape = list[Count]
 

@@ -65,7 +65,7 @@ class Connection:
 
     async def _open(self, headers: Mapping[str, str]) -> aiohttp.ClientSession:
         parts = urlsplit(self._root)
-        proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+        proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         # Certificates are trusted as everywhere in this package.
         trusted = http_library().create_ssl_context() if parts.scheme == "https" else False
         return aiohttp.ClientSession(

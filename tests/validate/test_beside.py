@@ -74,6 +74,7 @@ TUNING = {
     "numbers": 1,
     "texts": {"trained": 1},
     "shared_sequences": 0.0,
+    "text_from": None,
     "steps_done": 1,
     "best_step": 1,
     "interrupted": False,
