@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -147,20 +147,12 @@ class Corpus:
         own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], learned), steps)
         held_out = _unrepeated(candidates, learned)
         otherwise = _unrepeated(_with_rounds(written(other, again[len(sides[TRAINED]) :]), steps), learned)
-        kinds = [[text for _, text in trained]]
+        kinds: list[Sequence[Text]] = [[text for _, text in trained]]
         if by_base:
-            drawn = [text for _, text in written(other, sides[TRAINED])]
-            # What stands in a prompt is as good to learn from as what the base drew.
-            kinds.append([replace(text, prompt_length=1) for text in drawn])
-            if not setting.temperature and setting.text_from is None:
-                writer, places = writing.branches(drawn)
-                pair.say(f"continuing {len(places)} places within these")
-                writer.prepare(places, tell)
-                pair.accelerator.wait_for_everyone()
-                kinds.append(writer.texts(places))
+            kinds += _beside(pair, writing, [text for _, text in written(other, sides[TRAINED])], tell)
         origins = [None, *(item for item, _ in held_out)]
         return cls(
-            kinds=tuple(_learned(kind, steps) for kind in kinds),
+            kinds=tuple(filter(None, (_learned(kind, steps) for kind in kinds))),
             watched=tuple(text for _, text in watched),
             held_out=tuple(text for _, text in held_out),
             workloads=tuple(item.workload for item, _ in held_out),
@@ -203,6 +195,20 @@ def _name(item: Prompt) -> str:
     said = item.content if isinstance(item.content, str) else item.content[-1].get("content")
     start = " ".join(str(said).split())[:_NAME]
     return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
+
+
+def _beside(
+    pair: Pair, writing: Writing, drawn: Sequence[Text], tell: Callable[[Status], None]
+) -> Iterator[Sequence[Text]]:
+    """What is learned beside the text as ``writing`` has it: ``drawn`` at the other temperature, and text within it."""
+    # What stands in a prompt is as good to learn from as what the base drew.
+    yield [replace(text, prompt_length=1) for text in drawn]
+    if not writing.temperature and pair.setting.text_from is None:
+        writer, places = writing.branches(drawn)
+        pair.say(f"continuing {len(places)} places within these")
+        writer.prepare(places, tell)
+        pair.accelerator.wait_for_everyone()
+        yield writer.texts(places)
 
 
 def _unrepeated(
