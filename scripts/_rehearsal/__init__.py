@@ -1,0 +1,1 @@
+"""What ``rehearse.py`` is made of: a pair of the real geometry, and commands that are measured."""

@@ -1,0 +1,150 @@
+"""The sections of a base: embedders, and a decoder whose signatures are several prefills, decode and verify.
+
+Weights are random codes in the types of the published bundles. What the graphs compute is Gemma 4's text model with
+plain attention in floats; published ones have INT8 caches, attention in composites, and static INT8 activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .blocks import attended, fed_forward, gelu, rotated
+from .graph import Graph, Model
+from .shapes import Shape
+
+VERIFY = 5
+"""Tokens of the signature that verifies drafts."""
+
+
+def embedder(shape: Shape) -> Model:
+    """Tokens → embeddings, times the root of their width."""
+    model = Model()
+    graph = model.graph("embedder")
+    found = _lookup(graph, _tokens(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
+    graph.outputs["embeddings"] = graph.times(found, shape.width**0.5)
+    graph.sign("embedder")
+    return model
+
+
+def per_layer_embedder(shape: Shape) -> Model:
+    """Tokens → embeddings of every layer, from a table a layer."""
+    model = Model()
+    graph = model.graph("per_layer_embedder")
+    tokens = _tokens(graph)
+    rows = []
+    for layer in range(shape.layers):
+        found = _lookup(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
+        rows.append(graph.times(graph.reshape(found, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
+    graph.outputs["embeddings"] = graph.joined(rows, 2)
+    graph.sign("per_layer_embedder")
+    return model
+
+
+def _tokens(graph: Graph) -> int:
+    flat = graph.op("RESHAPE", [graph.input("token_ids", [1, 1], "i32"), graph.constant([1], "i32")], [1], kind="i32")
+    return graph.op("MAXIMUM", [flat, graph.constant([0], "i32")], [1], kind="i32")
+
+
+def _lookup(graph: Graph, tokens: int, key: str, rows: int, width: int, bits: int) -> int:
+    found = graph.op("EMBEDDING_LOOKUP", [tokens, graph.matrix(key, rows, width, bits)], [1, width])
+    return graph.reshape(found, [1, 1, width])
+
+
+def decoder(shape: Shape) -> Model:
+    """The decoder, its constants in a section of weights."""
+    model = Model(external=True)
+    for length in shape.prefills:
+        _Signature(shape, model.graph(f"prefill_{length}"), length).prefill()
+    for name, length in (("decode", 1), ("verify", VERIFY)):
+        _Signature(shape, model.graph(name), length).decode(name)
+    return model
+
+
+@dataclass
+class _Signature:
+    shape: Shape
+    graph: Graph
+    tokens: int
+
+    def prefill(self) -> None:
+        """Fill the caches: it ends with K and V of the last layer that owns any."""
+        stream = self._inputs()
+        for layer in range(self.shape.owners - 1):
+            stream = self._layer(layer, stream)
+        last = self.shape.owners - 1
+        self._own_cache(last, self.graph.norm(stream, f"{last}.input"))
+        self._finish(f"prefill_{self.tokens}")
+
+    def decode(self, name: str) -> None:
+        """Up to the logits."""
+        graph, shape = self.graph, self.shape
+        stream = self._inputs()
+        for layer in range(shape.layers):
+            stream = self._layer(layer, stream)
+        graph.outputs["activations"] = graph.norm(stream, "norm")
+        logits = graph.linear(graph.outputs["activations"], "lm_head", shape.vocab, shape.embedding_bits)
+        bounded = graph.op("TANH", [graph.times(logits, 1 / shape.soft_cap)], graph.shape(logits))
+        graph.outputs["logits"] = graph.times(bounded, shape.soft_cap)
+        self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        for layer, pair in self.caches.items():
+            for which, value in zip("kv", pair, strict=True):
+                self.graph.outputs[f"kv_cache_{which}_{layer}"] = value
+        self.graph.sign(name)
+
+    def _inputs(self) -> int:
+        graph, shape, tokens = self.graph, self.shape, self.tokens
+        embeddings = graph.input("embeddings", [1, tokens, shape.width])
+        own = graph.input("per_layer_embeddings", [1, tokens, shape.layers, shape.per_layer])
+        self.position = graph.input("input_pos", [tokens], "i32")
+        self.mask = graph.input("mask", [1, 1, tokens, shape.cache], "bool")
+        self.caches: dict[int, tuple[int, int]] = {}
+        slot = graph.part(self.position, [0], [1], "i32")
+        zero = graph.constant([0], "i32")
+        self.start = graph.joined([zero, zero, slot, zero], 0, "i32")
+        projected = graph.linear(embeddings, "model_projection", shape.layers * shape.per_layer, 8)
+        projected = graph.reshape(graph.times(projected, shape.width**-0.5), graph.shape(own))
+        both = graph.plus(graph.norm(projected, "projection_norm"), own)
+        self.per_layer = graph.times(both, 2**-0.5)
+        return embeddings
+
+    def _layer(self, layer: int, stream: int) -> int:
+        graph, shape = self.graph, self.shape
+        normed = graph.norm(stream, f"{layer}.input")
+        if layer < shape.owners:
+            self._own_cache(layer, normed)
+        kind = shape.types[layer]
+        query = graph.norm(self._heads(layer, normed, f"{layer}.q", shape.heads), f"{layer}.qn")
+        query = rotated(graph, query, self.position, kind)
+        mixed = attended(graph, query, *self.caches[shape.cache_of(layer)], self.mask)
+        mixed = graph.linear(mixed, f"{layer}.o", shape.width, 4)
+        stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
+        bits = shape.shared_ffn_bits if layer >= shape.owners else 4
+        stream = fed_forward(graph, stream, f"{layer}.", shape.ffn_of(layer), bits)
+        return graph.times(self._own_embedding(layer, stream), 0.5 + layer / 100)
+
+    def _own_embedding(self, layer: int, stream: int) -> int:
+        graph, shape, tokens = self.graph, self.shape, self.tokens
+        gate = gelu(graph, graph.linear(stream, f"{layer}.per_layer_gate", shape.per_layer, 8))
+        own = graph.part(self.per_layer, [0, 0, layer, 0], [1, tokens, 1, shape.per_layer])
+        product = graph.op("MUL", [gate, graph.reshape(own, graph.shape(gate))], graph.shape(gate))
+        projected = graph.linear(product, f"{layer}.per_layer_projection", shape.width, 8)
+        return graph.plus(stream, graph.norm(projected, f"{layer}.post_per_layer"))
+
+    def _heads(self, layer: int, normed: int, key: str, heads: int) -> int:
+        made = self.graph.linear(normed, key, heads * self.shape.head(layer), 4)
+        return self.graph.reshape(made, [1, self.tokens, heads, self.shape.head(layer)])
+
+    def _own_cache(self, layer: int, normed: int) -> None:
+        graph, shape = self.graph, self.shape
+        slots = [1, shape.kv_heads, shape.cache, shape.head(layer)]
+        key = graph.norm(self._heads(layer, normed, f"{layer}.k", shape.kv_heads), f"{layer}.kn")
+        key = rotated(graph, key, self.position, shape.types[layer])
+        value = graph.norm(self._heads(layer, normed, f"{layer}.v", shape.kv_heads))
+        written = []
+        for which, new in zip("kv", (key, value), strict=True):
+            cache = graph.input(f"kv_cache_{which}_{layer}", slots)
+            moved = graph.transpose(new, [0, 2, 1, 3])
+            written.append(graph.op("DYNAMIC_UPDATE_SLICE", [cache, moved, self.start], slots))
+        self.caches[layer] = written[0], written[1]

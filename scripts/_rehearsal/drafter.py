@@ -1,0 +1,57 @@
+"""The drafter's section: four layers that read the base's caches; matrices in INT8, feed-forward and head in INT4."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .blocks import attended, fed_forward, rotated
+from .graph import Graph, Model
+from .shapes import FULL, SLIDING, Shape
+
+TYPES = (SLIDING, SLIDING, SLIDING, FULL)
+
+
+def drafter(shape: Shape) -> Model:
+    """The model of the section ``mtp_drafter``; its constants lie behind the flatbuffer."""
+    model = Model()
+    graph = model.graph("mtp_drafter")
+    activations = graph.input("activations", [1, 1, 2 * shape.width])
+    position = graph.input("input_pos", [1], "i32")
+    mask = graph.input("mask", [1, 1, 1, shape.cache], "bool")
+    owner = {kind: max(i for i in range(shape.owners) if shape.types[i] == kind) for kind in (SLIDING, FULL)}
+    caches = {
+        kind: tuple(
+            graph.input(f"kv_cache_{which}_{index}", [1, shape.kv_heads, shape.cache, shape.head(index)])
+            for which in "kv"
+        )
+        for kind, index in owner.items()
+    }
+    near = _windowed(graph, shape, position, mask)
+    stream = graph.linear(activations, "pre_projection", shape.drafter_width, 8)
+    for layer, kind in enumerate(TYPES):
+        head = shape.head(owner[kind])
+        normed = graph.norm(stream, f"{layer}.pre_attention")
+        query = graph.linear(normed, f"{layer}.q", shape.drafter_heads * head, 8)
+        query = graph.norm(graph.reshape(query, [1, 1, shape.drafter_heads, head]), f"{layer}.qn")
+        query = rotated(graph, query, position, kind)
+        key, value = caches[kind]
+        mixed = attended(graph, query, key, value, mask if kind == FULL else near)
+        mixed = graph.linear(mixed, f"{layer}.o", shape.drafter_width, 8)
+        stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
+        stream = graph.times(fed_forward(graph, stream, f"{layer}.", shape.drafter_ffn, 4), 0.4 + 0.1 * layer)
+    state = graph.norm(stream, "final")
+    logits = graph.linear(state, "lm_head", shape.vocab, 4)
+    bounded = graph.op("TANH", [graph.times(logits, 1 / shape.soft_cap)], graph.shape(logits))
+    graph.outputs["logits"] = graph.times(bounded, shape.soft_cap)
+    graph.outputs["projected_activations"] = graph.linear(state, "post_projection", shape.width, 8)
+    graph.sign("mtp_drafter")
+    return model
+
+
+def _windowed(graph: Graph, shape: Shape, position: int, mask: int) -> int:
+    slots = np.arange(shape.cache).reshape(1, 1, 1, -1)
+    size = list(slots.shape)
+    causal = graph.op("GREATER_EQUAL", [position, graph.constant(slots, "i32")], size, kind="bool")
+    near = graph.op("LESS", [position, graph.constant(slots + shape.window, "i32")], size, kind="bool")
+    both = graph.op("LOGICAL_AND", [causal, near], size, kind="bool")
+    return graph.op("LOGICAL_AND", [mask, both], size, kind="bool")

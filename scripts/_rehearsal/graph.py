@@ -1,0 +1,275 @@
+"""TFLite models written by code: subgraphs that share their constants, whose bytes lie outside the flatbuffer.
+
+A constant of some size is a :class:`Stored`: so many random bytes at an offset behind the flatbuffer or in a section of
+weights, written when the file is. Small ones are inline. Signatures share codes, and each has scales of its own, as
+Google's exporters have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import flatbuffers
+import flatbuffers.flexbuffers
+import numpy as np
+import numpy.typing as npt
+from ai_edge_litert import schema_py_generated as schema
+
+_BITS = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
+_TYPES = {"f32": schema.TensorType.FLOAT32, "i32": schema.TensorType.INT32, "bool": schema.TensorType.BOOL}
+_ALIGNMENT = 16
+_GROUP = "tflite_weights"
+_PIECE = 1 << 24
+_ATTRIBUTES = bytes(flatbuffers.flexbuffers.Dumps({"epsilon": 1e-6}))
+_LATER = 1 << 40
+"""An offset that is not known yet, of as many bytes as one that is."""
+
+
+@dataclass
+class Stored:
+    """Bytes outside of the flatbuffer: random codes, or given ones."""
+
+    size: int
+    data: bytes | None = None
+    at: int = 0
+
+
+@dataclass
+class Model:
+    """A model in the making. ``external``: whether constants lie in a section of their own."""
+
+    external: bool = False
+    stored: dict[str, Stored] = field(default_factory=dict)
+    _places: dict[str, int] = field(default_factory=dict)
+    _codes: dict[str, int] = field(default_factory=dict)
+    _end: int = 0
+
+    def __post_init__(self) -> None:
+        self.tree = schema.ModelT()
+        self.tree.version, self.tree.description = 3, b"rehearsal"
+        self.tree.operatorCodes, self.tree.subgraphs, self.tree.signatureDefs = [], [], []
+        self.tree.buffers = [schema.BufferT()]
+        if self.external:
+            group = schema.ExternalBufferGroupT()
+            group.name = _GROUP.encode()
+            self.tree.externalBufferGroups, self.tree.externalBuffers = [group], []
+
+    def graph(self, name: str) -> Graph:
+        """A new subgraph."""
+        made = schema.SubGraphT()
+        made.name, made.tensors, made.operators, made.inputs, made.outputs = name.encode(), [], [], [], []
+        self.tree.subgraphs.append(made)
+        return Graph(self, made, len(self.tree.subgraphs) - 1)
+
+    def code(self, name: str) -> int:
+        """Index of the operator called ``name``."""
+        if name not in self._codes:
+            code = schema.OperatorCodeT()
+            code.builtinCode = getattr(schema.BuiltinOperator, name)
+            code.deprecatedBuiltinCode = min(code.builtinCode, 127)
+            self._codes[name] = len(self.tree.operatorCodes)
+            self.tree.operatorCodes.append(code)
+        return self._codes[name]
+
+    def place(self, key: str, size: int, data: bytes | None) -> int:
+        """Buffer, or external buffer, of the constant ``key``; one for all that ask for it."""
+        if key in self._places:
+            return self._places[key]
+        stored = self.stored[key] = Stored(size, data, self._end)
+        self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self.external:
+            made = schema.ExternalBufferT()
+            made.id, made.group = 0x80000000 | len(self.tree.externalBuffers), 0
+            made.offset, made.length, made.packing = stored.at, size, b"unpacked"
+            self.tree.externalBuffers.append(made)
+            self._places[key] = made.id
+        else:
+            buffer = schema.BufferT()
+            buffer.offset, buffer.size = _LATER + stored.at, size
+            self.tree.buffers.append(buffer)
+            self._places[key] = len(self.tree.buffers) - 1
+        return self._places[key]
+
+    def inline(self, data: bytes) -> int:
+        """A buffer of its own inside the flatbuffer."""
+        buffer = schema.BufferT()
+        buffer.data = np.frombuffer(data, np.uint8)
+        self.tree.buffers.append(buffer)
+        return len(self.tree.buffers) - 1
+
+    def packed(self) -> bytes:
+        """The flatbuffer, with true offsets."""
+        data = self._pack()
+        if not self.external and self.stored:
+            start = -(-len(data) // _ALIGNMENT) * _ALIGNMENT
+            for buffer in self.tree.buffers:
+                if buffer.offset >= _LATER:
+                    buffer.offset += start - _LATER
+            data = self._pack()
+            data += bytes(start - len(data))
+        return data
+
+    def _pack(self) -> bytes:
+        builder = flatbuffers.Builder(1 << 20)
+        builder.Finish(self.tree.Pack(builder), b"TFL3")
+        return bytes(builder.Output())
+
+    @property
+    def outside(self) -> int:
+        """Bytes of the constants outside of the flatbuffer."""
+        return self._end
+
+    def write_outside(self, file: BinaryIO, generator: np.random.Generator) -> None:
+        """Write them, from where ``file`` is."""
+        for stored in self.stored.values():
+            for first in range(0, stored.size, _PIECE):
+                count = min(_PIECE, stored.size - first)
+                file.write(generator.bytes(count) if stored.data is None else stored.data[first : first + count])
+            file.write(bytes(-stored.size % _ALIGNMENT))
+
+
+@dataclass
+class Graph:
+    """A subgraph in the making; values are the indices of its tensors."""
+
+    model: Model
+    made: Any
+    index: int
+    inputs: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+
+    def shape(self, value: int) -> list[int]:
+        """Its shape."""
+        return list(self.made.tensors[value].shape)
+
+    def tensor(self, shape: Sequence[int], kind: str = "f32") -> int:
+        """A tensor without a buffer."""
+        tensor = schema.TensorT()
+        tensor.name, tensor.shape = f"t{len(self.made.tensors)}".encode(), [int(size) for size in shape]
+        tensor.type, tensor.buffer = _TYPES[kind], 0
+        self.made.tensors.append(tensor)
+        return len(self.made.tensors) - 1
+
+    def input(self, name: str, shape: Sequence[int], kind: str = "f32") -> int:
+        """An input of the signature."""
+        self.inputs[name] = self.tensor(shape, kind)
+        return self.inputs[name]
+
+    def constant(self, values: npt.ArrayLike, kind: str = "f32", key: str = "") -> int:
+        """A constant: with ``key`` outside of the flatbuffer, and shared."""
+        array = np.asarray(values, np.float32 if kind == "f32" else np.int32)
+        index = self.tensor(array.shape, kind)
+        data = array.tobytes()
+        self._put(index, self.model.place(key, len(data), data) if key else self.model.inline(data), bool(key))
+        return index
+
+    def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
+        """Random codes that graphs share, with scales and zero points of this graph, one a row."""
+        index = self.tensor((rows, width))
+        tensor = self.made.tensors[index]
+        tensor.type = _BITS[bits]
+        tensor.quantization = schema.QuantizationParametersT()
+        # Their deviation is that of the base's own weights.
+        tensor.quantization.scale = np.full(rows, 3.5 / 2**bits * width**-0.5, np.float32)
+        tensor.quantization.zeroPoint = np.zeros(rows, np.int64)
+        self._put(index, self.model.place(key, rows * width * bits // 8, None), True)
+        return index
+
+    def _put(self, index: int, place: int, outside: bool) -> None:
+        tensor = self.made.tensors[index]
+        if outside and self.model.external:
+            tensor.externalBuffer = place
+        else:
+            tensor.buffer = place
+
+    def op(self, name: str, inputs: Sequence[int], shape: Sequence[int], options: Any = None, kind: str = "f32") -> int:
+        """An operator of one result."""
+        made = schema.OperatorT()
+        made.opcodeIndex, made.inputs = self.model.code(name), list(inputs)
+        made.outputs = [self.tensor(shape, kind)]
+        if isinstance(options, schema.StableHLOCompositeOptionsT):
+            made.builtinOptions2 = options
+            made.builtinOptions2Type = schema.BuiltinOptions2.StableHLOCompositeOptions
+        elif options is not None:
+            made.builtinOptions = options
+            made.builtinOptionsType = getattr(schema.BuiltinOptions, type(options).__name__.removesuffix("T"))
+        self.made.operators.append(made)
+        return int(made.outputs[0])
+
+    def reshape(self, value: int, shape: Sequence[int]) -> int:
+        """``value`` in another shape."""
+        return self.op("RESHAPE", [value, self.constant(list(shape), "i32")], shape)
+
+    def transpose(self, value: int, axes: Sequence[int]) -> int:
+        """``value`` with its axes in another order."""
+        shape = self.shape(value)
+        return self.op("TRANSPOSE", [value, self.constant(list(axes), "i32")], [shape[axis] for axis in axes])
+
+    def part(self, value: int, begin: Sequence[int], size: Sequence[int], kind: str = "f32") -> int:
+        """A slice."""
+        return self.op("SLICE", [value, self.constant(begin, "i32"), self.constant(size, "i32")], size, kind=kind)
+
+    def joined(self, values: Sequence[int], axis: int, kind: str = "f32") -> int:
+        """``values`` one after the other along ``axis``."""
+        options = schema.ConcatenationOptionsT()
+        options.axis = axis
+        shape = self.shape(values[0])
+        shape[axis] = sum(self.shape(value)[axis] for value in values)
+        return self.op("CONCATENATION", values, shape, options, kind)
+
+    def times(self, value: int, number: float) -> int:
+        """``value`` times a constant."""
+        return self.op("MUL", [value, self.constant(number)], self.shape(value))
+
+    def plus(self, left: int, right: int) -> int:
+        """Their sum, in the shape of ``left``."""
+        return self.op("ADD", [left, right], self.shape(left))
+
+    def linear(self, value: int, key: str, rows: int, bits: int) -> int:
+        """A product with a matrix ``[rows, width of value]``."""
+        *front, width = self.shape(value)
+        options = schema.FullyConnectedOptionsT()
+        # Without it, LiteRT makes two axes of what has three.
+        options.keepNumDims = True
+        return self.op("FULLY_CONNECTED", [value, self.matrix(key, rows, width, bits), -1], [*front, rows], options)
+
+    def norm(self, value: int, key: str = "") -> int:
+        """RMSNorm over the last axis, a composite with a body of its own; without ``key`` it has no weight."""
+        shape = self.shape(value)
+        body = self.model.graph(f"rms_norm.{self.index}.{len(self.made.operators)}")
+        x = body.input("x", shape)
+        options = schema.ReducerOptionsT()
+        options.keepDims = True
+        squared = body.op("MUL", [x, x], shape)
+        mean = body.op("MEAN", [squared, body.constant([len(shape) - 1], "i32")], [*shape[:-1], 1], options)
+        above = body.op("ADD", [mean, body.constant(1e-6)], [*shape[:-1], 1])
+        result = body.op("MUL", [x, body.op("RSQRT", [above], [*shape[:-1], 1])], shape)
+        given = [value]
+        if key:
+            weight = np.linspace(0.8, 1.2, shape[-1])
+            given.append(self.constant(weight, key=key))
+            result = body.op("MUL", [result, body.input("weight", [shape[-1]])], shape)
+        body.made.inputs, body.made.outputs = list(body.inputs.values()), [result]
+        composite = schema.StableHLOCompositeOptionsT()
+        composite.name, composite.decompositionSubgraphIndex, composite.version = b"odml.rms_norm", body.index, 1
+        composite.compositeAttributes = np.frombuffer(_ATTRIBUTES, np.uint8)
+        return self.op("STABLEHLO_COMPOSITE", given, shape, composite)
+
+    def sign(self, key: str) -> None:
+        """Make a signature of it."""
+        made = schema.SignatureDefT()
+        made.signatureKey, made.subgraphIndex = key.encode(), self.index
+        made.inputs, made.outputs = _maps(self.inputs), _maps(self.outputs)
+        self.made.inputs, self.made.outputs = list(self.inputs.values()), list(self.outputs.values())
+        self.model.tree.signatureDefs.append(made)
+
+
+def _maps(names: Mapping[str, int]) -> list[Any]:
+    entries = []
+    for name, index in names.items():
+        entry = schema.TensorMapT()
+        entry.name, entry.tensorIndex = name.encode(), index
+        entries.append(entry)
+    return entries

@@ -1,0 +1,146 @@
+"""``scripts/rehearse.py``: its pair is what transformers and the bundle's readers expect, and its figures are true."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rehearse
+import torch
+from _rehearsal import base, bundle, commands
+from _rehearsal.budgets import Sizes, allowed, exceeded
+from _rehearsal.measure import Measured, Running
+from _rehearsal.shapes import SHAPES, Shape
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+from mtp_extract.base.places import find_base
+from mtp_extract.bundle import open_bundle
+from mtp_extract.drafter.load import load_any
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.pipeline.extraction import extract
+from mtp_extract.speculate.generate import SpeculativeGenerator
+
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> commands.Place:
+    found = commands.Place(tmp_path_factory.mktemp("rehearsal"))
+    base.write_base(TINY, found.base)
+    bundle.write_bundle(TINY, found.bundle)
+    commands.write_prompts(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES["e2b"], SHAPES["e4b"], SHAPES["e2b"].with_layers(15)], ids=("e2b", "e4b", "15")
+)
+def test_a_base_has_the_tensors_of_transformers_own(shape: Shape) -> None:
+    with torch.device("meta"):
+        model = Gemma4ForConditionalGeneration(Gemma4Config(**base.base_config(shape)))
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert found == {weight.name: weight.shape for weight in shape.tensors()}
+
+
+def test_a_bundle_has_what_published_ones_have(place: commands.Place, tmp_path: Path) -> None:
+    with open_bundle(place.bundle) as opened:
+        found = find_base(opened)
+        kinds = [section.model_type for section in opened.sections]
+        subgraphs = len(opened.model(opened.sections[kinds.index("prefill_decode")]).subgraphs)
+    assert len(kinds) == 13 and len(set(kinds)) == 11
+    assert subgraphs > 120
+    names = {weight.name for weight in TINY.tensors()}
+    assert len(found.places) == len(names) + 1  # and a head, which is the embeddings'
+    assert len(found.places["embed_tokens_per_layer"]) == TINY.layers
+    signatures = {place.signature for place in found.places["layers.0.q_proj"]}
+    assert signatures == {"prefill_8", "prefill_16", "decode", "verify"}
+
+
+def test_base_and_drafter_are_a_pair(place: commands.Place, tmp_path: Path) -> None:
+    extract(place.bundle, tmp_path / "out")
+    drafter = load_any(tmp_path / "out")
+    loaded = load_base(str(place.base), "cpu")
+    assert loaded.dtype == "bfloat16"
+    made = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+    written = made.generate("Why is it dark at night?", max_new_tokens=6, drafts=2, chat_template=True)
+    assert len(written.tokens) == 6
+
+
+def test_a_tokenizer_of_any_size(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    base.write_tokenizer(70_000, tmp_path)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert made.get_vocab_size() == 70_000
+    text = "Why is it dark at night? é\n"
+    assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_fewer_layers_are_whole_periods() -> None:
+    cut = SHAPES["e4b"].with_layers(12)
+    assert (cut.owners, cut.types[-1], cut.cache_of(11), cut.cache_of(10)) == (6, "full_attention", 5, 4)
+    with pytest.raises(ValueError, match="expected a multiple of 6 up to 42, found 13"):
+        SHAPES["e4b"].with_layers(13)
+
+
+def test_what_a_process_and_its_child_take(tmp_path: Path) -> None:
+    child = "import time; data = bytearray(b'1') * 40_000_000\nwhile time.process_time() < 0.3: pass"
+    file = str(tmp_path / "file")
+    code = (
+        "import subprocess, sys; data = bytearray(b'1') * 30_000_000\n"
+        f"open({file!r}, 'wb').write(data[:5_000_000]); open({file!r}, 'rb').read()\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}]); print('done'); sys.exit(3)"
+    )
+    found = Running([sys.executable, "-c", code], tmp_path / "log", {}).finished()
+    assert (found.status, found.output) == (3, "done\n")
+    assert 0.2 < found.cpu_s < 2
+    assert 70e6 < found.private < found.host < 150e6
+    assert 5e6 < found.written < 6e6 < 10e6 > found.read > 5e6
+
+
+def test_what_is_over_its_budget_or_ends_otherwise_fails(
+    place: commands.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = Measured(0, 1.0, 2.0, 300, 200, 0, 10, 10, "said")
+    command = commands.Command("extract gguf", "extract", (), "^said$")
+    assert rehearse.problems(command, found) == []
+    assert rehearse.problems(command, replace(found, status=1)) == ["exit status 1: said"]
+    assert rehearse.problems(replace(command, says="other"), found) == ["nothing like 'other' is printed: said"]
+    table = tmp_path / "budgets.json"
+    terms = {"cpu_s": {"fixed": 1, "base": 0.5}, "host": {"fixed": 100, "bundle": 2}}
+    table.write_text(json.dumps({"any": {"device": {"base": 1}}, "commands": {"extract": terms}}))
+    most = allowed(command.kind, Sizes(base=2_000_000_000, bundle=100), table)
+    assert most == {"device": 2e9, "cpu_s": 2.0, "host": 300.0}
+    assert exceeded(found, most) == []
+    assert exceeded(replace(found, cpu_s=2.1, host=301), most) == [
+        "cpu_s 2.1 s of at most 2.0 s",
+        "host 0 MB of at most 0 MB",
+    ]
+
+
+def test_every_command_has_a_budget(place: commands.Place) -> None:
+    kinds = {command.kind for command in commands.commands(place, TINY, "cpu")} | {"serve"}
+    assert all({"cpu_s", "host", "device", "read", "written"} == set(allowed(kind, Sizes(1, 1))) for kind in kinds)
+
+
+def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["extract transformers", "insert-base", "inspect-base*"]
+    assert rehearse.main(["--shape", "tiny", "--work", str(tmp_path), "--only", *only]) == 0
+    printed = capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert list(figures) == ["extract transformers", "insert-base", "inspect-base", "inspect-base of another"]
+    assert [figure["exit"] for figure in figures.values()] == [0, 0, 0, 1]
+    assert printed.count("| ok |") == 4
+    bundle_size = (tmp_path / "bundle.litertlm").stat().st_size
+    assert figures["insert-base"]["written"] > bundle_size
+    # The same again, with a command that ends otherwise.
+    monkeypatch.setattr(
+        rehearse, "commands", lambda *given: [commands.Command("inspect", "inspect", (tmp_path / "none",), "")]
+    )
+    assert rehearse.main(["--shape", "tiny", "--work", str(tmp_path)]) == 1
+    assert "exit status 1: error:" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="holds another shape than e2b"):
+        rehearse.main(["--shape", "e2b", "--work", str(tmp_path)])
