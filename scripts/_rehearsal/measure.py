@@ -1,9 +1,9 @@
 """What a process takes: time, memory of host and device, bytes read and written; its children's included.
 
 Time comes from the kernel when it ends, bytes from ``/proc/PID/io`` before its entry is gone: what it asked the kernel
-to read and write, from the page cache or not. The largest resident set is ``VmHWM`` of its status, read again and again:
-what ``wait`` tells counts the process that started it as well, until it has another program. Pages of mapped files
-count as resident and not as read. Only Linux has these figures.
+to read and write, from the page cache or not. The largest resident set is ``VmHWM`` of its status, read again and
+again: what ``wait`` tells counts the process that started it as well. Pages of mapped files count as resident and not
+as read. Only Linux has these figures.
 """
 
 from __future__ import annotations
