@@ -145,7 +145,9 @@ def _drawn(weight: Weight, generator: np.random.Generator) -> Iterator[npt.NDArr
 
 
 def write_tokenizer(vocab: int, out: Path) -> None:
-    """A BPE tokenizer of ``vocab`` tokens as Gemma's: ``▁`` for a space, bytes for what is in no token."""
+    """A BPE tokenizer of ``vocab`` tokens as Gemma's: ``▁`` for a space, bytes for what is in no token, and for most
+    tokens two merges that make it.
+    """
     letters = ["▁", *string.ascii_lowercase, *string.ascii_uppercase, *string.digits, *string.punctuation, "\n"]
     tokens = {token: number for number, token in enumerate((*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))))}
     for letter in letters:
@@ -156,9 +158,12 @@ def write_tokenizer(vocab: int, out: Path) -> None:
         pairs = itertools.islice(itertools.product(level, string.ascii_lowercase), vocab - len(tokens))
         level = []
         for left, right in pairs:
-            tokens[left + right] = len(tokens)
+            token = left + right
+            tokens[token] = len(tokens)
             merges.append((left, right))
-            level.append(left + right)
+            if len(token) > 2 and token[1:] in tokens:
+                merges.append((token[0], token[1:]))
+            level.append(token)
     added = [
         {
             "id": number,
@@ -183,7 +188,7 @@ def write_tokenizer(vocab: int, out: Path) -> None:
         },
         "model": model | {"fuse_unk": True},
     }
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
     names = dict(zip(("pad_token", "eos_token", "bos_token", "unk_token"), SPECIAL, strict=False))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 131072, **names}
     (out / "tokenizer_config.json").write_text(json.dumps(settings))

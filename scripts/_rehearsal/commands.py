@@ -92,9 +92,11 @@ def commands(place: Place, shape: Shape, device: str) -> Iterator[Command]:
     bundle, base, drafter = place.bundle, place.base, place.out("extract-transformers")
     yield Command("inspect", "inspect", (bundle, "--graph"), r"48 roles")
     for form in FORMATS:
-        more = {"transformers": ("--codes",), "gguf": ("--tokenizer", base)}.get(form, ())
-        out = place.out(f"extract-{form}")
-        yield Command(f"extract {form}", "extract", (bundle, "--format", form, "-o", out, *more), r"Proven")
+        more = ("--codes",) if form == "transformers" else ()
+        arguments = (bundle, "--format", form, "-o", place.out(f"extract-{form}"), *more)
+        yield Command(f"extract {form}", "extract", arguments, r"Proven")
+    arguments = (bundle, "--format", "gguf", "--tokenizer", base, "-o", place.out("tokenizer-gguf"))
+    yield Command("extract-tokenizer gguf", "extract", arguments, r"Proven")
     yield Command("inspect-drafter", "inspect", (drafter, "--against", bundle), "made anew from it: the same")
     for form in ("mlx", "gguf"):
         arguments = (drafter, "--format", form, "-o", place.out(f"convert-{form}"))
