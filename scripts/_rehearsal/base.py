@@ -112,9 +112,9 @@ def _write_weights(shape: Shape, out: Path) -> None:
 def _write_shard(file: BinaryIO, tensors: Sequence[Weight], generator: np.random.Generator) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape, _ in tensors:
-        end = at + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+    for tensor in tensors:
+        end = at + 2 * int(np.prod(tensor.shape))
+        header[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -128,8 +128,8 @@ def _drawn(weight: Weight, generator: np.random.Generator) -> Iterator[npt.NDArr
     """Its numbers in BF16, some rows at a time."""
     narrow = DTYPES["bf16"].narrow
     if not weight.deviation:
-        low, high = (0.4, 0.9) if weight.shape == (1,) else (0.8, 1.2)
-        yield narrow(generator.uniform(low, high, weight.shape).astype(np.float32), weight.name)
+        values = weight.level * generator.uniform(0.8, 1.2, weight.shape)
+        yield narrow(values.astype(np.float32), weight.name)
         return
     rows, width = weight.shape
     quantiles = np.array([NormalDist(0, weight.deviation).inv_cdf((number + 0.5) / 256) for number in range(256)])

@@ -21,7 +21,9 @@ class Weight(NamedTuple):
     """In transformers."""
     shape: tuple[int, ...]
     deviation: float = 0.0
-    """Of a matrix's numbers; those of norms and scalars lie around 1."""
+    """Of a matrix's numbers."""
+    level: float = 1.0
+    """What those of a norm or a scalar lie around."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,11 @@ class Shape:
         for layer in range(self.layers):
             for name, shape in self._of_layer(layer):
                 deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.0
-                yield Weight(f"{PREFIX}layers.{layer}.{name}.weight", shape, deviation)
-            yield Weight(f"{PREFIX}layers.{layer}.layer_scalar", (1,))
+                # Queries and keys are multiplied without a root: of length 1 each, every attention would look at one
+                # slot alone, and a rounding would be another text.
+                level = shape[0] ** -0.5 if name == "self_attn.k_norm" else 1.0
+                yield Weight(f"{PREFIX}layers.{layer}.{name}.weight", shape, deviation, level)
+            yield Weight(f"{PREFIX}layers.{layer}.layer_scalar", (1,), level=0.65)
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         head, ffn, width = self.head(layer), self.ffn_of(layer), self.width
