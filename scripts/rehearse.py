@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 
 from _rehearsal.budgets import Sizes, allowed, exceeded, shown
@@ -115,8 +116,7 @@ def problems(command: Command, found: Measured) -> list[str]:
 def rehearse(place: Place, shape: Shape, device: str, only: Sequence[str]) -> int:
     """Run what ``only`` names, print the table, write it down; how many commands failed."""
     make(place, shape)
-    out = place.out("")
-    out.mkdir(exist_ok=True)
+    place.out("").mkdir(exist_ok=True)
     sizes = Sizes(sum(file.stat().st_size for file in place.base.iterdir()), place.bundle.stat().st_size)
     print(f"{shape.name}, {shape.layers} layers: base {sizes.base / 1e9:.2f} GB, bundle {sizes.bundle / 1e9:.2f} GB\n")
     print(f"| command | exit | {' | '.join(COLUMNS)} | |\n| --- | --- |{' --- |' * (len(COLUMNS) + 1)}", flush=True)
@@ -125,7 +125,7 @@ def rehearse(place: Place, shape: Shape, device: str, only: Sequence[str]) -> in
     for command in commands(place, shape, device):
         if not any(fnmatchcase(command.name, pattern) for pattern in only):
             continue
-        clear(command, out)
+        clear(command)
         for name, found in run(command, place, device).items():
             own = replace(command, name=name) if name == command.name else Command(name, "", (), "^http", (0,))
             wrong = problems(own, found) or exceeded(found, allowed(own.kind, sizes))
@@ -138,11 +138,14 @@ def rehearse(place: Place, shape: Shape, device: str, only: Sequence[str]) -> in
     return failed
 
 
-def clear(command: Command, out: Path) -> None:
-    """Remove what an earlier run of it wrote."""
-    for given in command.arguments[1:]:
-        if isinstance(given, Path) and given.parent == out and f"-o {given}" in " ".join(map(str, command.arguments)):
-            shutil.rmtree(given, ignore_errors=True) if given.is_dir() else given.unlink(missing_ok=True)
+def clear(command: Command) -> None:
+    """Remove what an earlier run of it wrote, but for the text that a base wrote for its tunings."""
+    for option, given in pairwise(command.arguments):
+        found = [Path(given)] if option == "-o" else []
+        if option == "--work" and Path(given).is_dir():
+            found = [path for path in Path(given).iterdir() if path.name != "text"]
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

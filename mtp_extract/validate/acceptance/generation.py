@@ -6,6 +6,7 @@ are of a batch of one, where drafting pays, over a few prompts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -163,10 +164,12 @@ def measure_generation(
         together, alone = run(range(len(texts)), drafting, done), one_by_one(drafting)
         differing = {i: r.tokens for i, r in enumerate(together) if r.tokens != texts[i].continuation}
         # A batch of one is compared with a batch of one: the sums may be ordered otherwise than in a larger one.
+        own = dict(enumerate(texts))
         for index, fast, slow in zip(chosen, alone, plain, strict=True):
-            if fast.tokens != slow.tokens:
-                differing.setdefault(index, fast.tokens)
-        wrong = [_divergence(generator.base, texts[i], i, tokens) for i, tokens in differing.items()]
+            if fast.tokens != slow.tokens and index not in differing:
+                differing[index] = fast.tokens
+                own[index] = dataclasses.replace(texts[index], tokens=texts[index].prompt + slow.tokens)
+        wrong = [_divergence(generator.base, own[i], i, tokens) for i, tokens in differing.items()]
         counted = {i: result for i, result in enumerate(together) if i not in continuations.repeats}
         others = [result for i, result in counted.items() if i not in drafting.chosen_on]
         rounds, timed_rounds = _drafting_rounds(counted.values()), _drafting_rounds(alone)

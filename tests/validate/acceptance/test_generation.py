@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
+import torch
 
 from mtp_extract.evaluate.agreement import Continuations, figures, measure_agreement
 from mtp_extract.speculate.arithmetic import expected_tokens
 from mtp_extract.speculate.generate import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.trees import Tree
+from mtp_extract.validate.acceptance import generation
 from mtp_extract.validate.acceptance.drafting import draftings, parse_wanted
 from mtp_extract.validate.acceptance.generation import DraftLengthResult, GenerationResult, measure_generation
 
@@ -115,6 +118,38 @@ def test_an_interval_stays_within_what_can_be(generator: SpeculativeGenerator, c
             continue
         assert row.mean_accepted_interval is not None
         assert 1 <= row.mean_accepted_interval.low < row.mean_accepted_length < row.mean_accepted_interval.high <= 4
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_text_of_its_own_in_a_batch_of_one(
+    generator: SpeculativeGenerator, continuations: Continuations, monkeypatch: pytest.MonkeyPatch, ties: bool
+) -> None:
+    """In BF16 the base alone may write another text than in a batch: where drafting one at a time parts from *that*."""
+    few = Continuations(continuations.prompts[:4], continuations.texts[:4])
+    (planned,) = draftings(generator, [1], {}, few, [0.5], batch=4)
+    batched = generation.generate_in_batches
+    text = few.texts[0]
+    with torch.inference_mode():
+        logits = generator.base.logits(generator.base.full_pass(torch.tensor([text.tokens[:-2]])).hidden[:, -1])[0]
+    best, second = logits.topk(2).indices.tolist()
+    assert text.continuation[-2] == best
+    slow = (*text.continuation[:-2], second, text.tokens[-1])
+
+    def generated(given: SpeculativeGenerator, prompts: list[Any], options: Any, *, batch: int) -> list[Any]:
+        found = batched(given, prompts, options, batch=batch)
+        # The base alone, one at a time.
+        return [
+            dataclasses.replace(r, tokens=slow) if options.drafts == 0 and r.tokens == text.continuation else r
+            for r in found
+        ]
+
+    monkeypatch.setattr(generation, "generate_in_batches", generated)
+    monkeypatch.setattr(generation, "_FLOAT32_TIE", 100.0 if ties else 0.0)
+    (row,) = measure_generation(generator, few, [planned], batch=4, new_tokens=NEW_TOKENS, timed=4).lengths
+    (found,) = row.divergences
+    assert (found.prompt, found.token, found.tie) == (0, len(slow) - 2, ties)
+    assert found.margin == pytest.approx(float(logits[second] - logits[best]), abs=1e-3)
+    assert row.wrong_text is not ties
 
 
 def test_what_repeats_is_generated_and_not_counted(
