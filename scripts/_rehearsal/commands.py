@@ -105,7 +105,7 @@ def commands(place: Place, shape: Shape, device: str) -> Iterator[Command]:
     new = place.out("base.litertlm")
     yield Command("insert-base", "insert", ("--base-weights", base, bundle, "-o", new), "walked again and compared")
     yield Command("inspect-base", "inspect", (new, "--against", base), r"\d+ equal, \d+ equal codes$")
-    yield Command("inspect-base of another", "inspect", (bundle, "--against", base), r"are not the weights", (1,))
+    yield Command("inspect-another", "inspect", (bundle, "--against", base), r"are not the weights", (1,))
     yield Command("validate-source", "validate", (drafter, "--source", bundle), "Proven: the checkpoint is")
     yield from _beside_the_base(place, shape, device)
 
@@ -119,7 +119,7 @@ def _beside_the_base(place: Place, shape: Shape, device: str) -> Iterator[Comman
     said = "not decided|Refuted"
     yield Command("validate", "validate", (drafter, *beside, *length, *asked), said, (0, 1))
     # What the base writes is kept in one folder, so that it writes once.
-    few = ("--prompts", place.texts, "--batch", "2", "--steps", "2", "--force", "--work", place.out("tune.work"))
+    few = ("--prompts", place.texts, "--batch", "16", "--steps", "2", "--force", "--work", place.out("tune.work"))
     for mode in MODES:
         out = place.out(f"tune-{mode}")
         arguments = (drafter, *beside, *length, *few, "--anchors", "2", "--mode", mode, "-o", out)

@@ -127,11 +127,11 @@ def test_every_command_has_a_budget(place: commands.Place) -> None:
 
 
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    only = ["extract transformers", "insert-base", "inspect-base*"]
+    only = ["extract transformers", "insert-base", "inspect-base", "inspect-another"]
     assert rehearse.main(["--shape", "tiny", "--work", str(tmp_path), "--only", *only]) == 0
     printed = capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert list(figures) == ["extract transformers", "insert-base", "inspect-base", "inspect-base of another"]
+    assert list(figures) == ["extract transformers", "insert-base", "inspect-base", "inspect-another"]
     assert [figure["exit"] for figure in figures.values()] == [0, 0, 0, 1]
     assert printed.count("| ok |") == 4
     bundle_size = (tmp_path / "bundle.litertlm").stat().st_size
