@@ -19,6 +19,7 @@ import msgspec
 
 from mtp_extract.bench import fields as bench_fields
 from mtp_extract.checkpoint import record_fields
+from mtp_extract.doctor import fields as doctor_fields
 from mtp_extract.io.typed import Record
 from mtp_extract.validate.report import fields
 
@@ -34,6 +35,7 @@ RECORDS: dict[str, tuple[type[Record], ...]] = {
     "report": (fields.Report,),
     "pair": (fields.Pair,),
     "bench": (bench_fields.Bench,),
+    "doctor": (doctor_fields.Doctor,),
 }
 """By name of the file: the type of the whole, and those of objects inside that no field's type names."""
 

@@ -14,6 +14,7 @@ from helpers.variant_files import HERE
 # Folders and files; single tests elsewhere are marked where they stand.
 NEED_TORCH = (
     "adversary",
+    "doctor",
     "drafter",
     "evaluate",
     "speculate",

@@ -29,7 +29,7 @@ def test_metadata() -> None:
     distribution = metadata.distribution("mtp-extract")
     assert distribution.version == mtp_extract.__version__
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
-    commands = {"bench", "convert", "extract", "insert", "inspect", "tune", "upload", "validate"}
+    commands = {"bench", "convert", "doctor", "extract", "insert", "inspect", "tune", "upload", "validate"}
     assert set(scripts) == {f"mtp-{name}" for name in commands}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
     run_time = {"flatbuffers", "gguf", "jinja2", "msgspec", "numpy", "typer", "huggingface-hub", "xxhash"}

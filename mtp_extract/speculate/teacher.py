@@ -131,6 +131,15 @@ class Ranks(OfTexts):
         return rank_shares(rounds, width)
 
 
+@dataclass(frozen=True)
+class Chances(OfTexts):
+    """How likely a draft that is drawn stands, given that the text goes on as it does. N anchors, K steps."""
+
+    anchor: Tensor  # int64 [N], position of the pending token
+    # F64 [N, K], min(1, q / p) of the text's token, p the base's probability and q the drafter's; 0 past the text's end
+    stands: Tensor
+
+
 @torch.inference_mode()
 def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> FullPass:
     """What the base knows of ``texts``, for drafters of these ``needs``: one pass for all of them, K and V in F32."""
@@ -205,6 +214,61 @@ def ranks_of_text(
             ranks.append(torch.where(aim == _NO_TARGET, _NO_TARGET, better).cpu())
         parts.append(torch.stack(ranks, dim=-1))
     return Ranks(rounds.text, rounds.gathered(parts))
+
+
+@torch.inference_mode()
+def chances_of_text(
+    base: Base,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    steps: int,
+    *,
+    temperature: float,
+    logits_at_once: int = _LOGITS_AT_ONCE,
+) -> Chances:
+    """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
+
+    Every step reads the text's own token, as where all drafts before it stand. Other arguments and errors are those of
+    :func:`teacher_forced`; ``temperature`` is above 0.
+    """
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
+    parts = []
+    for start, pending, aims in rounds:
+        state, token, chances = start, pending, []
+        for step in range(steps):
+            logits, state = drafter.step(state, token)
+            token = aims[..., step].clamp(min=0).to(logits.device)
+            chances.append(torch.softmax(logits.float() / temperature, dim=-1).gather(-1, token[..., None])[..., 0])
+        parts.append(torch.stack(chances, dim=-1).double().cpu())
+    q, own = rounds.gathered(parts), chances_of_base(base, texts, temperature)
+    # The token at position n + 1 + i is the one that the base gives at n + i.
+    length = own.chance.shape[1] - 1
+    at = (rounds.anchor[:, None] + torch.arange(steps)).clamp(max=length)
+    p = own.chance[rounds.text[:, None], at]
+    stands = torch.where(rounds.aims == _NO_TARGET, 0.0, (q / p).clamp(max=1))
+    return Chances(rounds.text, rounds.anchor, torch.nan_to_num(stands))
+
+
+@dataclass(frozen=True)
+class OwnChances:
+    """What the base makes of texts, at every position but the last: of the token that follows there."""
+
+    chance: Tensor  # F64 [texts, length - 1], its probability
+    likeliest: Tensor  # bool [texts, length - 1], whether it is the argmax
+    best: Tensor  # F64 [texts, length - 1], the probability of the argmax
+
+
+@torch.inference_mode()
+def chances_of_base(base: Base, texts: Sequence[Text], temperature: float) -> OwnChances:
+    """How likely the base thinks each token of ``texts``, at ``temperature`` above 0; past a text's end anything."""
+    tokens = _padded([text.tokens for text in texts], 0)
+    hidden = base.full_pass(tokens.to(base.device)).hidden
+    rows = []
+    for state, following in zip(hidden, tokens[:, 1:], strict=True):
+        p = torch.softmax(base.logits(state[:-1]).cpu().double() / temperature, dim=-1)
+        best, index = p.max(-1)
+        rows.append((p.gather(-1, following[:, None])[:, 0], index == following, best))
+    return OwnChances(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 class _Rounds:

@@ -1,0 +1,88 @@
+"""``mtp-doctor``: why acceptance is what it is; or whether a file holds a drafter at all."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_extract.cli._options import AsJson, Download, OverwriteReport
+from mtp_extract.cli._planned import given
+from mtp_extract.cli._run import new_app, run
+from mtp_extract.cli.terminal import doing_unless, say, say_all, say_notes, table, write_json
+from mtp_extract.doctor.plan import DoctorPlan
+from mtp_extract.errors import escape
+from mtp_extract.options import About
+
+_PAIR = ("base", "server", "baseline", "log", "prompts", "out")
+"""Options that a bundle has no use for."""
+
+
+def command(
+    *,
+    context: typer.Context,
+    plan: DoctorPlan,
+    out: Annotated[
+        Path | None, About("Write doctor.json and pages of it there.", names=("--report",), metavar="DIR")
+    ] = None,
+    overwrite: OverwriteReport = False,
+    download: Download = False,
+    print_json: AsJson = False,
+) -> None:
+    """Say why acceptance is what it is: does the pair fit, what is to be expected, what is served, what is to blame.
+
+    Of a .litertlm, say in one line whether it holds a drafter, which, and for which base; exit status 1 where it holds
+    none.
+    """
+    path = Path(plan.place)
+    if not (path.is_dir() or path.suffix == ".gguf"):
+        if wrong := given(context, *_PAIR):
+            raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} is no drafter's directory. Extract it.")
+        _file(plan.place, download, print_json)
+        return
+    from mtp_extract.evaluate.extras import require
+
+    require("torch", "safetensors", "transformers")
+    from mtp_extract.doctor.report import DOCTOR_LISTED, as_json, tables, write_doctor
+    from mtp_extract.doctor.run import diagnose
+    from mtp_extract.io.place import check_place
+
+    inputs = (path, plan.prompts, plan.log)
+    if out is not None:
+        check_place(out, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED)
+    found = diagnose(plan, path, doing_unless(print_json))
+    files = write_doctor(found, out, overwrite=overwrite, inputs=inputs) if out is not None else []
+    report = as_json(found)
+    if print_json:
+        write_json(report)
+        return
+    say_all(report["verdict"])
+    for finding in report["findings"]:
+        say_all(f"Finding: {finding}")
+    for part in tables(report):
+        say(part.title)
+        table(part.rows, part.columns if any(part.columns) else ())
+    say_notes(report["notes"])
+    if files:
+        say(f"Wrote {escape(out)}/: {', '.join(files)}")
+
+
+def _file(source: str, download: bool, print_json: bool) -> None:
+    """One line, and an exit status."""
+    from dataclasses import asdict
+
+    from mtp_extract.doctor.holds import holds
+
+    found = holds(source, download=download)
+    if print_json:
+        write_json(asdict(found))
+    else:
+        say_all(found.line)
+    if found.drafter is None:
+        raise typer.Exit(1)
+
+
+app = new_app(command)
+main = partial(run, app)

@@ -1,0 +1,60 @@
+"""What a diagnosis is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from mtp_extract.bench.plan import key_from
+from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads
+from mtp_extract.validate.acceptance.drafting import MOST_STEPS
+
+
+@dataclass(frozen=True)
+class DoctorPlan:
+    """Which pair, beside which server, on which prompts."""
+
+    place: Annotated[
+        str,
+        About(
+            "A drafter's directory or .gguf; or a .litertlm, by path or address: does it hold one?", metavar="DIR|FILE"
+        ),
+    ]
+    base: Annotated[str | None, BASE] = None
+    server: Annotated[
+        str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
+    ] = None
+    baseline: Annotated[
+        str | None, About("The same server started without a drafter: does it write the same?", metavar="URL")
+    ] = None
+    log: Annotated[Path | None, About("What LiteRT-LM wrote while it answered the same prompts.", metavar="FILE")] = (
+        None
+    )
+    prompts: Workloads = None
+    model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
+        None
+    )
+    key: Annotated[
+        str | None,
+        About(
+            "The environment variable that holds the server's key.",
+            metavar="VARIABLE",
+            names=("--api-key-env",),
+            parse=key_from,
+        ),
+    ] = field(default=None, repr=False)
+    max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
+    temperature: Annotated[float, About("Of the answers; 0 is greedy.", least=0)] = 0.0
+    drawn: Annotated[
+        bool,
+        About("The server draws its drafts at that temperature; most take the drafter's likeliest tokens."),
+    ] = False
+    drafts: Annotated[
+        int | None,
+        About("Drafts a round; by default as many as the server's counters say, or 3.", least=1, most=MOST_STEPS),
+    ] = None
+    chat_template: ChatTemplate = True
+    device: Device = "auto"
+    batch: Annotated[int, About("Texts at a time, in the reference.", least=1)] = 16
+    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0

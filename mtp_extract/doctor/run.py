@@ -1,0 +1,166 @@
+"""A whole diagnosis, from names to a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
+from mtp_extract.doctor.faults import Reference, reference, with_faults
+from mtp_extract.doctor.likelihood import SOUND, compare
+from mtp_extract.doctor.pair import check_fit, engines_of, identify
+from mtp_extract.doctor.patterns import Counted, patterns
+from mtp_extract.doctor.plan import DoctorPlan
+from mtp_extract.doctor.samples import counted, samples, text_fit
+from mtp_extract.doctor.served import Asked, ask_all, rate_in
+from mtp_extract.drafter.load import Network, load_any
+from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
+from mtp_extract.drafter.protocol import Drafter
+from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+from mtp_extract.io.address import public_name
+from mtp_extract.options import check_values
+from mtp_extract.speculate.generate import SpeculativeGenerator
+
+Say = Callable[[str], None]
+_DRAFTS = 3  # a round, where nothing says how many
+_CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
+
+
+def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Diagnosis:
+    """Look at the pair, at what is to be expected of it, and at what is served.
+
+    Args:
+        place: of the drafter, a directory or a ``.gguf``.
+
+    Raises:
+        MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
+    """
+    check_values(plan)
+    identity = identify(place, public_name(str(place)))
+    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
+    prompts = list({prompt.text: prompt for prompt in given}.values())
+    asked, serving = _serving(plan, prompts, say)
+    found = Diagnosis(
+        identity,
+        settings={
+            **{name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")},
+            "prompts": len(prompts),
+            "drafts": plan.drafts or _most_drafts(asked) or _DRAFTS,
+        },
+        engines=tuple(engines_of(place, serving.kind if serving else None)),
+        serving=serving,
+    )
+    if plan.base is None:
+        return found
+    say(f"loading the base {plan.base}")
+    loaded = load_base(plan.base, plan.device)
+    with memory_guard("loading the drafter"):
+        drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
+    checks = tuple(check_fit(place, identity, drafter, loaded))
+    found = replace(found, base=public_name(plan.base), checks=checks, notes=loaded.notes)
+    if any(check.passed is False for check in checks):
+        return found
+    with memory_guard("running the base"):
+        return _beside(plan, found, prompts, asked, drafter, loaded, say)
+
+
+def _serving(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Asked | None, Serving | None]:
+    """What the server told of every prompt, and all of it together; or what the log says."""
+    if plan.server is None:
+        if plan.log is None:
+            return None, None
+        return None, Serving(public_name(str(plan.log)), "LiteRT-LM", acceptance=rate_in(plan.log))
+
+    def ask(url: str) -> Asked:
+        say(f"asking {public_name(url)}, one prompt of {len(prompts)} at a time")
+        return ask_all(
+            url,
+            [prompt.text for prompt in prompts],
+            model=plan.model,
+            key=plan.key,
+            timeout=plan.timeout,
+            max_tokens=plan.max_tokens,
+            temperature=plan.temperature,
+            chat=plan.chat_template,
+        )
+
+    asked = ask(plan.server)
+    same: list[bool] = []
+    if plan.baseline is not None and not plan.temperature:
+        others = ask(plan.baseline).answers
+        same = [a.text == b.text for a, b in zip(asked.answers, others, strict=True)]
+    judged = [(t.drafted, t.accepted) for t in asked.answers if t.drafted is not None and t.accepted is not None]
+    rounds = [(t.drafted, t.rounds) for t in asked.answers if t.drafted and t.rounds]
+    drafted, accepted = (sum(column) for column in zip(*judged, strict=True)) if judged else (None, 0)
+    return asked, Serving(
+        asked.name,
+        asked.kind,
+        asked.version,
+        drafted=drafted,
+        per_round=sum(d for d, _ in rounds) / sum(r for _, r in rounds) if rounds else None,
+        acceptance=accepted / drafted if drafted else None,
+        identical=sum(same) if same else None,
+        compared=len(same),
+    )
+
+
+def _most_drafts(asked: Asked | None) -> int | None:
+    """Drafts a round, by the answer that has most on the mean; None where none tells."""
+    found = [-(-t.drafted // t.rounds) for t in asked.answers if t.drafted and t.rounds] if asked else []
+    return max(found, default=None)
+
+
+def _beside(
+    plan: DoctorPlan,
+    found: Diagnosis,
+    prompts: Sequence[Prompt],
+    asked: Asked | None,
+    drafter: Network,
+    loaded: LoadedBase,
+    say: Say,
+) -> Diagnosis:
+    """With what the reference says."""
+    generator, steps = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), int(found.settings["drafts"])
+    codec, temperature = generator.codec, plan.temperature
+    encoded = encode_prompts(prompts, codec, chat_template=plan.chat_template)
+    say(f"texts for {len(prompts)} prompts, and what is to be expected along them")
+    chosen = samples(
+        generator,
+        encoded,
+        asked.answers if asked else None,
+        max_tokens=plan.max_tokens,
+        temperature=temperature,
+        batch=plan.batch,
+    )
+    if left_out := len(prompts) - len(chosen):
+        note = f"{left_out} of {len(prompts)} texts are not counted: too short, repeats, or not told in these tokens."
+        found = replace(found, notes=(*found.notes, note))
+    if not chosen:
+        return found
+
+    def along(drafters: Sequence[Drafter]) -> list[Counted]:
+        drawn_at = temperature if plan.drawn and temperature else None
+        texts = [sample.text for sample in chosen]
+        return patterns(generator.base, drafters, texts, steps, temperature=drawn_at, batch=plan.batch)
+
+    known = reference(drafter, along)
+    convention = _CONVENTIONS[known.convention] if known.convention else None
+    found = replace(found, expected=rates_of(known.sound, steps), convention=convention)
+    served = counted(chosen, steps) if asked else None
+    if served is None:
+        return found
+    say("the same with one thing broken at a time")
+    known = with_faults(known, generator.base, drafter, along, served.mean_accepted_length)
+    otherwise = encode_prompts(prompts, codec, chat_template=not plan.chat_template) if codec.has_template else None
+    text = text_fit(generator, chosen, otherwise, temperature=temperature, batch=plan.batch)
+    return held_against(replace(found, text=text), known, served)
+
+
+def held_against(found: Diagnosis, known: Reference, served: Counted) -> Diagnosis:
+    """``found`` with the patterns that ``served``, along the same texts, is most like."""
+    assert found.serving is not None
+    serving = replace(found.serving, rates=rates_of(served, int(found.settings["drafts"])))
+    fits = compare(served, {SOUND: known.sound, **known.broken})
+    return replace(found, serving=serving, fits=tuple(fits), untold=known.untold)

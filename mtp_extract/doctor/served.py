@@ -1,0 +1,114 @@
+"""What a server did with prompts: texts and counters, one prompt at a time. All that is asked of the client is here."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_extract.engines.kinds import Counters
+from mtp_extract.engines.server import Server
+from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.io.regular import read_regular
+
+_RATE = re.compile(rb"MTP Drafter - Success rate: ([0-9.]+)")
+_LARGEST_LOG = 1 << 26
+_SETTLING_TIME = 2.0  # seconds that counters may trail behind an answer
+_POLL_INTERVAL = 0.05  # seconds between looks at them
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a server did with one prompt. None is what it does not tell."""
+
+    text: str
+    tokens: int | None
+    rounds: int | None
+    drafted: int | None
+    accepted: int | None
+    by_step: tuple[int, ...] | None  # accepted at each step
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server, and what it told of every prompt, in their order."""
+
+    name: str
+    kind: str  # as bench.kinds calls it
+    version: str | None
+    answers: tuple[Told, ...]
+
+
+def ask_all(
+    url: str,
+    prompts: Sequence[str],
+    *,
+    model: str | None,
+    key: str | None,
+    timeout: float,
+    max_tokens: int,
+    temperature: float,
+    chat: bool,
+) -> Asked:
+    """Ask every prompt, one at a time, so that the server's counters between two are of one answer.
+
+    Counters that moved by more than one request are somebody else's too, and not taken.
+
+    Raises:
+        MtpExtractError: the server does not answer as it should.
+    """
+    with Server(url, model=model, key=key, timeout=timeout) as server:
+        answers = []
+        for prompt in prompts:
+            before = server.counters()
+            answer = server.ask(prompt, max_tokens=max_tokens, chat=chat, temperature=temperature)
+            moved = _moved(server, before, answer.tokens) or Counters()
+            told = answer.told or moved
+            answers.append(
+                Told(
+                    text=answer.text,
+                    tokens=answer.tokens,
+                    rounds=told.rounds if told.rounds is not None else moved.rounds,
+                    drafted=told.drafted,
+                    accepted=told.accepted,
+                    by_step=moved.positions,
+                )
+            )
+        return Asked(server.name, server.kind.name, server.version, tuple(answers))
+
+
+def _moved(server: Server, before: Counters | None, tokens: int | None) -> Counters | None:
+    """By how much the page's counters moved for one answer; None if it has none, or if somebody else moved them."""
+    if before is None:
+        return None
+    deadline = time.monotonic() + _SETTLING_TIME
+    while (after := server.counters()) is not None:
+        moved = after - before
+        count, asked = (moved.tokens, tokens) if moved.requests is None else (moved.requests, 1)
+        if count == asked:
+            return moved
+        if time.monotonic() > deadline or (count or 0) > (asked or 0):
+            return None
+        time.sleep(_POLL_INTERVAL)
+    return None
+
+
+def rate_in(log: Path) -> float:
+    """The share of drafts that LiteRT-LM says were accepted, the last time it says so.
+
+    Raises:
+        MtpExtractError: it says none.
+    """
+    found = _RATE.findall(read_regular(log, _LARGEST_LOG))
+    try:
+        rate = float(found[-1])
+    except (IndexError, ValueError):
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise MtpExtractError(
+            f'{escape(log)}: expected a line "MTP Drafter - Success rate: …" of LiteRT-LM, found none. Let it log at '
+            "INFO, and close the engine before the log is read."
+        )
+    return rate

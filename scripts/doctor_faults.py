@@ -1,0 +1,211 @@
+"""What mtp-doctor says of engines with planted faults, and of sound ones: the tables of docs/doctor.md.
+
+    PYTHONPATH=tests python scripts/doctor_faults.py [SOUND RUNS [DIR BASE PROMPTS]]
+
+Our own loop is the engine, with a fault of ``tests/helpers/planted_faults.py`` in it, on the packaged sample or on the
+pair that is given. Drafts are greedy; drawn at temperature 0.5; or the likeliest tokens for texts drawn at
+temperature 0.5, as engines have it. Counters are told by step, as by vLLM, or as totals, as by llama-server; as they
+are, or with noise: rounds of other requests (Poisson, 0.5 a text), and three drafts in a hundred not counted. Every
+second prompt is asked. With SOUND RUNS, which differ in their seeds and take a third of the prompts each, nothing is
+planted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from helpers.counting_server import Played, played
+from helpers.planted_faults import PLANTED, near_overflow
+
+from mtp_extract.data import sample_base, sample_bundle, sample_prompts
+from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
+from mtp_extract.doctor.faults import Reference, reference, with_faults
+from mtp_extract.doctor.pair import Identity
+from mtp_extract.doctor.patterns import Counted, patterns
+from mtp_extract.doctor.run import held_against
+from mtp_extract.doctor.samples import Sample, counted, samples, text_fit
+from mtp_extract.doctor.served import Told
+from mtp_extract.doctor.verdict import Verdict, judge
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.drafter.protocol import Drafter
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluate.batches import generate_in_batches
+from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
+from mtp_extract.pipeline.extraction import extract
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.trees import Tree
+
+STEPS, NEW_TOKENS, BATCH = 3, 48, 32
+OVERFLOWS = 2.0**14
+"""By how much the residual stream of the drafter that is computed in FP16 is larger."""
+
+
+class Way(NamedTuple):
+    """How an engine drafts."""
+
+    name: str
+    temperature: float
+    drawn: bool
+    drafts: int | Tree
+
+
+WAYS = (
+    Way("greedy", 0.0, False, STEPS),
+    Way("drawn", 0.5, True, STEPS),
+    Way("likeliest", 0.5, False, Tree.parse("x".join("1" * STEPS))),
+)
+TELLS = ("steps", "totals")
+
+
+class Outcome(NamedTuple):
+    planted: str
+    way: str
+    tells: str
+    noisy: bool
+    texts: int
+    served: float  # mean accepted length
+    expected: float
+    rank: int  # of what was planted, among all patterns
+    verdict: Verdict
+
+
+class Bench:
+    """A pair, and what is known of it along texts that have been looked along already."""
+
+    def __init__(self, directory: Path, base: str, prompts: Path) -> None:
+        loaded = load_base(base, "cpu")
+        self.tokenizer, self.drafter = loaded.tokenizer, load_drafter(directory)
+        self.generator = SpeculativeGenerator(loaded.model, self.drafter, loaded.tokenizer)
+        self.encoded = encode_prompts(read_prompts(prompts), self.generator.codec, chat_template=False)
+        self._known: dict[Any, Reference] = {}
+
+    def serve(self, engine: Any, way: Way, seed: int, rows: Sequence[int]) -> list[Told]:
+        """What an engine answers to the prompts ``rows``, and counts."""
+        options = Options(NEW_TOKENS, way.drafts, Sampling(way.temperature), seed=seed)
+        generator = SpeculativeGenerator(self.generator.base, engine, self.tokenizer)
+        results = generate_in_batches(generator, [self.encoded[row] for row in rows], options, batch=BATCH)
+        return [_told(played(result, STEPS)) for result in results]
+
+    def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Told], rows: Sequence[int]) -> Iterator[Any]:
+        """By tells and noise: texts, reference and verdict."""
+        encoded = [self.encoded[row] for row in rows]
+        chosen = samples(self.generator, encoded, told, max_tokens=NEW_TOKENS, temperature=way.temperature, batch=BATCH)
+        clean = counted(chosen, STEPS)
+        assert clean is not None
+        known = self._reference(drafter, way, chosen, clean.mean_accepted_length)
+        text = text_fit(self.generator, chosen, None, temperature=way.temperature, batch=BATCH)
+        for noisy in (False, True):
+            served = _noisy(clean) if noisy else clean
+            for tells in TELLS:
+                has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
+                found = Diagnosis(
+                    Identity("the pair", "transformers", "extracted", None, None),
+                    {"drafts": STEPS},
+                    (),
+                    Serving("the engine", "vLLM"),
+                    expected=rates_of(known.sound, STEPS),
+                    text=text,
+                )
+                yield tells, noisy, clean, known, held_against(found, known, has)
+
+    def _reference(self, drafter: MtpDrafter, way: Way, chosen: Sequence[Sample], lag: float) -> Reference:
+        texts = [sample.text for sample in chosen]
+        key = (id(drafter), way.drawn, tuple(text.tokens for text in texts), max(1, round(lag)))
+        if key not in self._known:
+            temperature = way.temperature if way.drawn else None
+
+            def along(drafters: Sequence[Drafter]) -> list[Counted]:
+                return patterns(self.generator.base, drafters, texts, STEPS, temperature=temperature, batch=BATCH)
+
+            self._known[key] = with_faults(reference(drafter, along), self.generator.base, drafter, along, lag)
+        return self._known[key]
+
+
+def _told(answer: Played) -> Told:
+    return Told(answer.text, answer.tokens, answer.rounds, answer.drafted, answer.accepted, answer.by_step)
+
+
+def _noisy(counts: Counted) -> Counted:
+    generator = np.random.default_rng(3)
+    assert counts.by_step is not None
+    rounds = counts.rounds + generator.poisson(0.5, len(counts.rounds))
+    by_step = generator.binomial(counts.by_step.astype(int), 0.97).astype(float)
+    by_step = np.minimum.accumulate(by_step, axis=1)
+    return Counted(counts.tokens, rounds, by_step.sum(1), by_step)
+
+
+def outcomes(
+    bench: Bench, planted: str, way: Way, *, seed: int = 1, rows: Sequence[int] | None = None
+) -> Iterator[Outcome]:
+    """What is said of one fault, or of ``sound``, however it is told."""
+    drafter = near_overflow(bench.drafter, OVERFLOWS) if planted == "fp16_overflow" else bench.drafter
+    engine = drafter if planted == "sound" else PLANTED[planted](drafter, bench.generator.base)
+    chosen = range(0, len(bench.encoded), 2) if rows is None else rows
+    told = bench.serve(engine, way, seed, chosen)
+    for tells, noisy, clean, known, found in bench.look(drafter, way, told, chosen):
+        names = [fit.name for fit in found.fits]
+        rank = names.index(planted) + 1 if planted in names else 0
+        lengths = clean.mean_accepted_length, known.sound.mean_accepted_length
+        yield Outcome(planted, way.name, tells, noisy, len(clean.tokens), *lengths, rank, judge(found))
+
+
+def _sample(folder: str) -> tuple[Path, str, Path]:
+    directory = Path(folder) / "drafter"
+    extract(str(sample_bundle()), directory, format="transformers", dtype="f32")
+    return directory, str(sample_base()), sample_prompts()
+
+
+def main(sound_runs: int, pair: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        place = (Path(pair[0]), pair[1], Path(pair[2])) if pair else _sample(folder)
+        bench = Bench(*place)
+        if sound_runs:
+            _sound(bench, sound_runs)
+        else:
+            _planted(bench)
+
+
+def _planted(bench: Bench) -> None:
+    print("| planted | drafts | told | noise | texts | served | expected | verdict | suspect | certainty | rank |")
+    print("|" + " --- |" * 11)
+    right = Counter[tuple[str, ...]]()
+    for planted in PLANTED:
+        for found in (found for way in WAYS for found in outcomes(bench, planted, way)):
+            verdict, noise = found.verdict, "yes" if found.noisy else "no"
+            right[found.way, found.tells, noise] += verdict.suspect == planted
+            certainty = "" if verdict.certainty is None else f"{verdict.certainty:.3f}"
+            print(
+                f"| {planted} | {found.way} | {found.tells} | {noise} | {found.texts} | {found.served:.2f} "
+                f"| {found.expected:.2f} | {verdict.outcome} | {verdict.suspect or ''} | {certainty} | {found.rank} |",
+                flush=True,
+            )
+    for key, count in right.items():
+        print("right suspect:", *key, f"{count} of {len(PLANTED)}")
+
+
+def _sound(bench: Bench, runs: int) -> None:
+    said: Counter[tuple[str, ...]] = Counter()
+    for number in range(runs):
+        order = np.random.default_rng(number).permutation(len(bench.encoded))
+        rows, way = sorted(order[: len(order) // 3].tolist()), WAYS[number % len(WAYS)]
+        for found in outcomes(bench, "sound", way, seed=number, rows=rows):
+            noise = "noise" if found.noisy else "none"
+            said[found.way, found.tells, noise, found.verdict.outcome, found.verdict.suspect or ""] += 1
+    for key, count in sorted(said.items()):
+        print("sound:", *key, count)
+
+
+if __name__ == "__main__":
+    numbers, places = (sys.argv[1:2], sys.argv[2:5])
+    main(int(numbers[0]) if numbers else 0, places)

@@ -1,0 +1,64 @@
+"""The packaged pair, and a few of its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtp_extract
+from mtp_extract.data import sample_base, sample_bundle, sample_prompts
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.evaluate.base_model import load_base
+from mtp_extract.evaluate.prompts import encode_prompts, read_prompts
+from mtp_extract.speculate.codec import Encoded
+from mtp_extract.speculate.generate import SpeculativeGenerator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("doctor") / "drafter"
+    mtp_extract.extract(sample_bundle(), out, format="transformers", dtype="f32")
+    return out
+
+
+@pytest.fixture(scope="session")
+def drafter(directory: Path) -> MtpDrafter:
+    return load_drafter(directory)
+
+
+@pytest.fixture(scope="session")
+def generator(drafter: MtpDrafter) -> SpeculativeGenerator:
+    loaded = load_base(str(sample_base()), "cpu")
+    return SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quarter of the sample's prompts."""
+    path = tmp_path_factory.mktemp("prompts") / "few.json"
+    few = {name: texts[::4] for name, texts in json.loads(sample_prompts().read_text()).items()}
+    path.write_text(json.dumps(few))
+    return path
+
+
+@pytest.fixture(scope="session")
+def texts(prompts_file: Path) -> list[str]:
+    return [prompt.text for prompt in read_prompts(prompts_file)]
+
+
+@pytest.fixture(scope="session")
+def encoded(prompts_file: Path, generator: SpeculativeGenerator) -> list[Encoded]:
+    return encode_prompts(read_prompts(prompts_file), generator.codec, chat_template=False)

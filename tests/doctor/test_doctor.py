@@ -1,0 +1,260 @@
+"""``mtp-doctor`` from end to end: files, pairs, and servers that are our own loop, sound and with planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.bases import base_with
+from helpers.commands import run_here
+from helpers.counting_server import Played, counting_server, played
+from helpers.first_pair import first_base, first_bundle
+from helpers.planted_faults import PLANTED, near_overflow
+from helpers.schemas import validator
+
+import mtp_extract
+from mtp_extract.engines.kinds import KINDS
+from mtp_extract.data import sample_base, sample_bundle
+from mtp_extract.doctor import run
+from mtp_extract.doctor.pair import check_fit, engines_of, identify
+from mtp_extract.doctor.plan import DoctorPlan
+from mtp_extract.doctor.report import as_json, tables
+from mtp_extract.doctor.run import diagnose
+from mtp_extract.doctor.served import rate_in
+from mtp_extract.drafter.load import load_drafter
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.errors import MtpExtractError
+from mtp_extract.evaluate.base_model import LoadedBase, load_base
+from mtp_extract.io.source import LocalSource
+from mtp_extract.speculate.codec import Encoded
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+
+NEW_TOKENS, STEPS = 32, 3
+METRICS = Path(__file__).resolve().parents[1] / "metrics"
+
+
+@pytest.fixture(scope="module")
+def answers(
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded], texts: list[str]
+) -> Mapping[str, Mapping[str, Played]]:
+    """By what is wrong with the loop: prompt → what it answers and counts."""
+    found = {}
+    for name in ("sound", "unit_layer_scalars", "unscaled_embedding"):
+        engine = drafter if name == "sound" else PLANTED[name](drafter, generator.base)
+        loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
+        results = loop.generate_batch(encoded, Options(NEW_TOKENS, STEPS))
+        found[name] = {text: played(result, STEPS) for text, result in zip(texts, results, strict=True)}
+    return found
+
+
+def plan(directory: Path, prompts: Path, **more: Any) -> DoctorPlan:
+    settings: dict[str, Any] = {"max_tokens": NEW_TOKENS, "chat_template": False, "device": "cpu", "batch": 32}
+    return DoctorPlan(str(directory), base=str(sample_base()), prompts=prompts, **settings | more)
+
+
+def checked(found: Any) -> dict[str, Any]:
+    """``doctor.json``, after a look at its form."""
+    report: dict[str, Any] = json.loads(json.dumps(as_json(found), allow_nan=False))
+    validator("doctor")(report)
+    for table in tables(report):
+        assert all(len(row) == len(table.columns) for row in table.rows), table.title
+    return report
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch: pytest.MonkeyPatch, generator: SpeculativeGenerator) -> None:
+    """The sample's base takes longer to load than to run."""
+
+    def load(name: str, device: str) -> LoadedBase:
+        if name != str(sample_base()):
+            return load_base(name, device)
+        cpu = torch.device("cpu")
+        return LoadedBase(name, generator.base.model, generator.codec.tokenizer, cpu, ("cpu",), "float32", ())
+
+    monkeypatch.setattr(run, "load_base", load)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("sound", "vLLM"),
+        ("sound", "llama-server"),
+        ("unit_layer_scalars", "llama-server"),
+        ("unscaled_embedding", "vLLM"),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_named(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], fault: str, kind: str
+) -> None:
+    with counting_server(answers[fault], kind) as server:
+        report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
+    told, expected = report["serving"]["rates"], report["expected"]
+    assert report["serving"]["kind"] == kind
+    assert report["settings"]["drafts"] == STEPS
+    assert report["text"]["same"] == report["text"]["texts"] == told["texts"]
+    # Only vLLM tells drafts by step.
+    assert (told["conditional"] is not None) == (kind == "vLLM")
+    if fault == "sound":
+        assert (report["outcome"], report["suspect"]) == ("in line", None)
+        assert told["accepted"] == pytest.approx(expected["accepted"])
+    else:
+        assert (report["outcome"], report["suspect"]) == ("below", fault)
+        assert report["fits"][0]["name"] == fault
+        assert report["certainty"] >= 0.95
+
+
+def test_the_command_prints_and_writes(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], tmp_path: Path
+) -> None:
+    fault, texts = answers["unit_layer_scalars"], answers["sound"]
+    with counting_server(fault) as server, counting_server(texts, "llama-server") as baseline:
+        done = run_here(
+            "doctor",
+            directory,
+            *("--base", sample_base(), "--prompts", prompts_file, "--max-tokens", str(NEW_TOKENS), "--batch", "32"),
+            *("--no-chat-template", "--server", server.url, "--baseline", baseline.url, "--report", tmp_path / "out"),
+        )
+    assert (done.returncode, done.stderr.count("error")) == (0, 0)
+    assert "Suspect: layer scalars set to 1" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: doctor.html, doctor.json, doctor.md"
+    report = json.loads((tmp_path / "out" / "doctor.json").read_text())
+    validator("doctor")(report)
+    assert (report["serving"]["identical"], report["serving"]["compared"]) == (len(texts), len(texts))
+    assert report["verdict"] in (tmp_path / "out" / "doctor.md").read_text().replace("\\", "")
+
+
+def test_without_a_server_it_says_what_is_to_be_expected(directory: Path, prompts_file: Path) -> None:
+    report = checked(diagnose(plan(directory, prompts_file, drafts=2), directory))
+    assert (report["outcome"], report["serving"], report["fits"]) == ("not served", None, [])
+    assert len(report["expected"]["conditional"]) == 2
+    assert 1 < report["expected"]["mean_accepted_length"]["value"] < 3
+    assert report["convention"].startswith("n - 1")
+
+
+def test_text_that_the_base_does_not_write_is_said(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], texts: Sequence[str]
+) -> None:
+    """Answers to other prompts: fluent, and not what this base says here."""
+    moved = {text: answers["sound"][texts[at - 1]] for at, text in enumerate(texts)}
+    with counting_server(moved) as server:
+        report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
+    assert (report["outcome"], report["suspect"]) == ("another text", "base")
+    assert report["text"]["likeliest"]["value"] < 0.9
+
+
+def test_a_server_without_a_drafter_drafts_nothing(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]]
+) -> None:
+    idle = {
+        text: dataclasses.replace(answer, rounds=0, drafted=0, by_step=()) for text, answer in answers["sound"].items()
+    }
+    with counting_server(idle, "llama-server") as server:
+        asked = dataclasses.replace(plan(directory, prompts_file, server=server.url), base=None)
+        assert checked(diagnose(asked, directory))["outcome"] == "nothing drafted"
+
+
+def test_a_log_has_one_number(directory: Path, prompts_file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for rate, outcome in ((0.05, "below"), (0.99, "in line")):
+        log.write_text(f"noise\nI0000 llm_litert_mtp_drafter.cc:172] MTP Drafter - Success rate: {rate}\n")
+        report = checked(diagnose(plan(directory, prompts_file, log=log), directory))
+        assert (report["outcome"], report["suspect"], report["serving"]["acceptance"]) == (outcome, None, rate)
+    log.write_text("MTP Drafter - Success rate: 1.5\n")
+    with pytest.raises(MtpExtractError, match="found none"):
+        rate_in(log)
+
+
+def test_a_pair_that_does_not_fit_is_not_run(directory: Path, prompts_file: Path) -> None:
+    """The first pair's base has the sample's sizes, and another RoPE in its full layers."""
+    asked = dataclasses.replace(plan(directory, prompts_file), base=str(first_base()))
+    report = checked(diagnose(asked, directory))
+    assert (report["outcome"], report["expected"]) == ("does not fit", None)
+    assert [check["name"] for check in report["checks"] if check["passed"] is False] == ["RoPE, full_attention"]
+
+
+def test_every_difference_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "drafter"
+    mtp_extract.extract(first_bundle(), out, format="transformers", dtype="f32")
+    drafter, identity = load_drafter(out), identify(out, "pair")
+    other = base_with(tmp_path / "other", sliding_window=8, final_logit_softcapping=20.0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((first_base() / name).read_bytes())
+    tokens = json.loads((first_base() / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (out / "tokenizer.json").write_text(json.dumps(tokens))
+    checks = {check.name: check.passed for check in check_fit(out, identity, drafter, load_base(str(other), "cpu"))}
+    assert [name for name, passed in checks.items() if passed is False] == ["sliding window", "tokenizer"]
+    assert checks["soft cap"] is checks["made for this base"] is None
+    assert checks["width"] is checks["vocabulary"] is checks["K and V, full_attention"] is True
+
+
+def test_engines_are_told_by_layout(directory: Path) -> None:
+    (said,) = engines_of(directory, "llama-server")
+    assert (said.engine, said.loads) == ("llama_cpp", False)
+    assert "convert it to gguf" in said.what
+    assert [said.engine for said in engines_of(directory, None) if said.loads] == [
+        "transformers",
+        "vllm",
+        "sglang",
+        "mlx_vlm",
+    ]
+
+
+def test_a_bundle_is_answered_in_one_line(tmp_path: Path) -> None:
+    done = run_here("doctor", sample_bundle())
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1)
+    assert "holds an MTP drafter" in done.stdout
+    none = tmp_path / "none.litertlm"
+    none.write_bytes(b"{}")
+    done = run_here("doctor", none)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.count("\n") == 1
+    assert run_here("doctor", tmp_path / "nothing.litertlm").returncode == 1
+    assert run_here("doctor", sample_bundle(), "--base", "x").returncode == 2
+
+
+def test_a_bundle_is_looked_into_by_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of buffers behind the flatbuffer, where weights lie, nothing is read."""
+    read: list[tuple[int, int]] = []
+    whole = LocalSource.read
+
+    def counted(self: LocalSource, offset: int, length: int) -> bytes:
+        read.append((offset, length))
+        return whole(self, offset, length)
+
+    monkeypatch.setattr(LocalSource, "read", counted)
+    assert run_here("doctor", first_bundle()).returncode == 0
+    assert 0 < sum(length for _, length in read) < first_bundle().stat().st_size / 4
+
+
+def test_vllm_counts_by_step() -> None:
+    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
+    before = kind.of_page((METRICS / "vllm-0.33.0.txt").read_text())
+    assert before.by_step == (109, 91, 69, 52)
+    assert (before - before).by_step == (0, 0, 0, 0)
+    assert (before + dataclasses.replace(before, by_step=(1, 0))).by_step == (110, 91, 69, 52)
+    gap = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 5.0\n'
+    assert kind.of_page(gap).by_step is None
+
+
+def test_a_larger_residual_stream_is_the_same_function_and_overflows(
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+) -> None:
+    """What the table of planted faults uses for FP16: the same drafts in F32, fewer in FP16."""
+    large = near_overflow(drafter, 2.0**14)
+
+    def accepted(engine: Any) -> int:
+        loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
+        return sum(r.accepted for r in loop.generate_batch(encoded[:6], Options(NEW_TOKENS, STEPS)))
+
+    sound = accepted(drafter)
+    assert accepted(large) == sound
+    assert accepted(PLANTED["fp16_overflow"](drafter, generator.base)) == pytest.approx(sound, abs=3)
+    assert accepted(PLANTED["fp16_overflow"](large, generator.base)) < 0.9 * sound

@@ -1,0 +1,96 @@
+"""Patterns against the loop itself, and against rounds that are gone through one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.counting_server import played
+
+from mtp_extract.doctor.faults import FAULTS, Setting
+from mtp_extract.doctor.patterns import _walk, patterns
+from mtp_extract.drafter.masks import LITERT
+from mtp_extract.drafter.mtp import MtpDrafter
+from mtp_extract.speculate.codec import Encoded
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.sampling import Sampling
+from mtp_extract.speculate.teacher import Text, chances_of_base, chances_of_text
+
+NEW_TOKENS, STEPS = 32, 3
+
+
+def test_greedy_patterns_are_what_the_loop_counts(
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+) -> None:
+    """Text by text and step by step, for the drafter as it is and with each thing broken that the loop can run."""
+    setting = Setting(drafter, generator.base.num_layers, LITERT, 2)
+    broken = {fault.name: fault.make(setting) for fault in FAULTS}
+    chosen = {"sound": drafter, **{name: broken[name][0] for name in ("early_state", "unscaled_embedding")}}
+    for name, engine in chosen.items():
+        loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
+        results = loop.generate_batch(encoded[:8], Options(NEW_TOKENS, STEPS))
+        along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
+        (pattern,) = patterns(generator.base, [engine], along, STEPS, batch=8)
+        answers = [played(result, STEPS) for result in results]
+        assert pattern.by_step is not None
+        assert [tuple(row) for row in pattern.by_step] == [answer.by_step for answer in answers], name
+        assert pattern.rounds.tolist() == [answer.rounds for answer in answers]
+        assert (pattern.tokens == [answer.tokens - 1 for answer in answers]).all()
+
+
+def test_expected_rounds_are_those_of_every_outcome() -> None:
+    """All outcomes of four places, each with its probability, gone through round by round."""
+    generator = np.random.default_rng(1)
+    stands = np.cumprod(generator.random((4, 2)), axis=1)
+    wanted_rounds, wanted = 0.0, np.zeros(2)
+
+    def go(at: int, chance: float) -> None:
+        nonlocal wanted_rounds
+        if at >= 4:
+            return
+        room = min(2, 4 - at - 1)
+        wanted_rounds += chance * (room > 0)
+        for accepted in range(room + 1):
+            reached = 1.0 if accepted == 0 else stands[at, accepted - 1]
+            more = stands[at, accepted] if accepted < room else 0.0
+            wanted[:accepted] += chance * (reached - more)
+            go(at + accepted + 1, chance * (reached - more))
+
+    go(0, 1.0)
+    rounds, by_step = _walk(stands)
+    assert rounds == pytest.approx(wanted_rounds)
+    assert by_step == pytest.approx(wanted)
+
+
+def test_drawn_drafts_stand_as_often_as_expected(
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+) -> None:
+    """Over texts that the loop drew, with drafts that it drew: counts lie within four standard errors."""
+    options = Options(NEW_TOKENS, STEPS, Sampling(0.7), seed=3)
+    results = generator.generate_batch(encoded, options)
+    along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
+    (pattern,) = patterns(generator.base, [drafter], along, STEPS, temperature=0.7, batch=24)
+    apart = np.array([r.accepted for r in results]) - pattern.accepted
+    assert abs(apart.sum()) < 4 * np.sqrt((apart**2).sum())
+    (greedy,) = patterns(generator.base, [drafter], along, STEPS, batch=24)
+    assert abs(np.array([r.accepted for r in results]).sum() - greedy.accepted.sum()) > 2 * abs(apart.sum())
+
+
+def test_chances_are_ratios_of_the_two_distributions(
+    generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded]
+) -> None:
+    """At one anchor of one text, from logits that are computed here."""
+    (result,) = generator.generate_batch(encoded[:1], Options(8, 0))
+    text = Text((*result.prompt_tokens, *result.tokens), len(result.prompt_tokens))
+    found = chances_of_text(generator.base, drafter, [text], 1, temperature=2.0)
+    own = chances_of_base(generator.base, [text], 2.0)
+    anchor = text.prompt_length + 2
+    base = generator.base
+    with torch.inference_mode():
+        hidden = base.full_pass(torch.tensor([text.tokens])).hidden[0]
+        p = torch.softmax(base.logits(hidden[anchor]) / 2.0, -1)[text.tokens[anchor + 1]]
+    assert own.chance[0, anchor] == pytest.approx(float(p), rel=1e-5)
+    assert bool(own.likeliest[0, anchor])
+    at = found.anchor.tolist().index(anchor)
+    assert 0 < float(found.stands[at, 0]) <= 1
+    assert found.stands.shape == (len(text.anchors), 1)

@@ -1,0 +1,162 @@
+"""Engines with planted faults: a drafter that is wrong in one way, made otherwise than the doctor's own patterns.
+
+Each takes the sound drafter and the base that it runs beside. What differs from ``mtp_extract/doctor/faults.py``:
+another text's K and V are two rows away, not one; 1/sqrt(d) is one number for all layers, by
+the config; another base's state is turned by a random rotation; stale K and V are those of the round before, whatever
+it accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_extract.drafter.arguments import DraftArguments
+from mtp_extract.drafter.masks import LITERT
+from mtp_extract.drafter.mtp import Altered, MtpDrafter, MtpState
+from mtp_extract.drafter.protocol import BaseState
+from mtp_extract.speculate.target import Base
+
+Engine = Callable[[MtpDrafter, Base], Any]
+
+
+class _Handing:
+    """A drafter that is handed a changed state of its base."""
+
+    def __init__(
+        self, drafter: MtpDrafter, change: Callable[[BaseState], BaseState], layers: tuple[int, ...] = ()
+    ) -> None:
+        self.drafter, self.change = drafter, change
+        self.needs = dataclasses.replace(drafter.needs, layers=layers)
+        self.step: Callable[[Any, Tensor], Any] = drafter.step
+        self.fork = drafter.fork
+
+    def start(self, base: BaseState) -> Any:
+        return self.drafter.start(self.change(base), LITERT)
+
+
+def _with_hidden(what: Callable[[Tensor], Tensor]) -> Engine:
+    return lambda drafter, base: _Handing(drafter, lambda s: dataclasses.replace(s, hidden=what(s.hidden)))
+
+
+def _no_state(drafter: MtpDrafter, base: Base) -> Any:
+    def step(state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
+        return drafter.step(dataclasses.replace(state, hidden=torch.zeros_like(state.hidden)), token)
+
+    engine = _Handing(drafter, lambda state: state)
+    engine.step = step
+    return engine
+
+
+def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
+    def change(state: BaseState) -> BaseState:
+        kv = {kind: (k.roll(2, 0), v.roll(2, 0)) for kind, (k, v) in state.shared_kv.items()}
+        return dataclasses.replace(state, shared_kv=kv)
+
+    return _Handing(drafter, change)
+
+
+def _unscaled(drafter: MtpDrafter, base: Base) -> Any:
+    def change(state: BaseState) -> BaseState:
+        return dataclasses.replace(state, embed=lambda tokens: state.embed(tokens) / base.width**0.5)
+
+    return _Handing(drafter, change)
+
+
+def _scaled_attention(drafter: MtpDrafter, base: Base) -> Any:
+    width = drafter.config.layers[0].head_dim
+    return drafter.with_config(dataclasses.replace(drafter.config, attention_scale=width**-0.5))
+
+
+def _full_rope(drafter: MtpDrafter, base: Base) -> Any:
+    return drafter.with_config(drafter.config.with_rope("full_attention", partial_rotary_factor=1.0))
+
+
+def _no_scalars(drafter: MtpDrafter, base: Base) -> Any:
+    ones = {name: torch.ones(1) for name in drafter.state_dict() if name.endswith("layer_scalar")}
+    return drafter.with_tensors(ones)
+
+
+def _late_query(drafter: MtpDrafter, base: Base) -> Any:
+    def later(arguments: DraftArguments, step: int) -> DraftArguments:
+        return dataclasses.replace(arguments, position_ids=arguments.position_ids + 1)
+
+    return Altered(drafter, LITERT, later)
+
+
+def _early(drafter: MtpDrafter, base: Base) -> Any:
+    layer = base.num_layers - 1
+
+    def change(state: BaseState) -> BaseState:
+        rows = []
+        for states, positions, (wanted,) in zip(
+            state.fed.layers[layer], state.fed.positions, state.positions.tolist(), strict=True
+        ):
+            rows.append(states[positions.tolist().index(wanted - 1)])
+        return dataclasses.replace(state, hidden=torch.stack(rows)[:, None])
+
+    return _Handing(drafter, change, (layer,))
+
+
+def _rotated(hidden: Tensor) -> Tensor:
+    width = hidden.shape[-1]
+    turn, _ = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(5)))
+    return hidden @ turn
+
+
+def _half(drafter: MtpDrafter, base: Base) -> Any:
+    """What overflows is no number, and then the first token is drafted."""
+    half = drafter.with_tensors({name: tensor.half() for name, tensor in drafter.state_dict().items()})
+    engine = _Handing(half, lambda state: state)
+
+    def step(state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
+        logits, following = half.step(state, token)
+        return logits.nan_to_num(), following
+
+    engine.step = step
+    return engine
+
+
+def _stale(drafter: MtpDrafter, base: Base) -> Any:
+    """Of the round before: what was written since then is not seen."""
+    seen: dict[str, Any] = {}
+
+    def change(state: BaseState) -> BaseState:
+        before = seen.get("positions")
+        seen["positions"] = state.positions
+        if before is None or len(before) != len(state.positions):
+            return state
+        slots = {
+            kind: torch.where(slots >= before, torch.iinfo(torch.int64).max, slots)
+            for kind, slots in state.slot_positions.items()
+        }
+        return dataclasses.replace(state, slot_positions=slots)
+
+    return _Handing(drafter, change)
+
+
+PLANTED: dict[str, Engine] = {
+    "shuffled_kv": _shuffled,
+    "zero_hidden": _no_state,
+    "unscaled_embedding": _unscaled,
+    "sqrt_d_attention": _scaled_attention,
+    "full_rope": _full_rope,
+    "unit_layer_scalars": _no_scalars,
+    "position_off_by_one": _late_query,
+    "early_state": _early,
+    "other_base_state": _with_hidden(_rotated),
+    "fp16_overflow": _half,
+    "stale_kv": _stale,
+}
+"""By the name that the doctor should say."""
+
+
+def near_overflow(drafter: MtpDrafter, factor: float) -> MtpDrafter:
+    """The same function with a residual stream ``factor`` times as large: norms do not see it, FP16 may overflow."""
+    names = ("pre_projection.weight", "post_attention_norm.weight", "post_ffw_norm.weight")
+    state = drafter.state_dict()
+    return drafter.with_tensors({name: state[name] * factor for name in state if name.endswith(names)})
