@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.bench.plan import key_from
-from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads
+from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, Workloads
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 
 
@@ -35,15 +34,7 @@ class DoctorPlan:
     model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
         None
     )
-    key: Annotated[
-        str | None,
-        About(
-            "The environment variable that holds the server's key.",
-            metavar="VARIABLE",
-            names=("--api-key-env",),
-            parse=key_from,
-        ),
-    ] = field(default=None, repr=False)
+    key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
     temperature: Annotated[float, About("Of the answers; 0 is greedy.", least=0)] = 0.0
     drawn: Annotated[

@@ -18,7 +18,7 @@ from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.masks import LITERT, TRANSFORMERS
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluate.prompts import Prompt, encode_prompts, read_prompts, shipped_prompts
+from mtp_extract.evaluate.prompts import Prompt, encode_prompts, prompts_or_shipped
 from mtp_extract.io.address import public_name
 from mtp_extract.options import check_values
 from mtp_extract.speculate.generate import SpeculativeGenerator
@@ -39,8 +39,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     """
     check_values(plan)
     identity = identify(place, public_name(str(place)))
-    given = read_prompts(plan.prompts) if plan.prompts else shipped_prompts()
-    prompts = list({prompt.text: prompt for prompt in given}.values())
+    prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
     asked, serving = _serving(plan, prompts, say)
     found = Diagnosis(
         identity,
@@ -77,7 +76,7 @@ def _serving(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Ask
         say(f"asking {public_name(url)}, one prompt of {len(prompts)} at a time")
         return ask_all(
             url,
-            [prompt.text for prompt in prompts],
+            [prompt.content for prompt in prompts],
             model=plan.model,
             key=plan.key,
             timeout=plan.timeout,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_extract.engines.kinds import Counters
-from mtp_extract.engines.server import Server
+from mtp_extract.engines.server import Prompt, Server
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.regular import read_regular
 
@@ -43,7 +43,7 @@ class Asked:
 
 def ask_all(
     url: str,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     model: str | None,
     key: str | None,

@@ -18,7 +18,6 @@ from helpers.planted_faults import PLANTED, near_overflow
 from helpers.schemas import validator
 
 import mtp_extract
-from mtp_extract.engines.kinds import KINDS
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.doctor import run
 from mtp_extract.doctor.pair import check_fit, engines_of, identify
@@ -35,7 +34,6 @@ from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
-METRICS = Path(__file__).resolve().parents[1] / "metrics"
 
 
 @pytest.fixture(scope="module")
@@ -232,16 +230,6 @@ def test_a_bundle_is_looked_into_by_its_headers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalSource, "read", counted)
     assert run_here("doctor", first_bundle()).returncode == 0
     assert 0 < sum(length for _, length in read) < first_bundle().stat().st_size / 4
-
-
-def test_vllm_counts_by_step() -> None:
-    (kind,) = (kind for kind in KINDS if kind.name == "vLLM")
-    before = kind.of_page((METRICS / "vllm-0.33.0.txt").read_text())
-    assert before.by_step == (109, 91, 69, 52)
-    assert (before - before).by_step == (0, 0, 0, 0)
-    assert (before + dataclasses.replace(before, by_step=(1, 0))).by_step == (110, 91, 69, 52)
-    gap = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 5.0\n'
-    assert kind.of_page(gap).by_step is None
 
 
 def test_a_larger_residual_stream_is_the_same_function_and_overflows(
