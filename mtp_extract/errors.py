@@ -28,6 +28,7 @@ argument, and a command adds its own option for it: no message here knows how a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 LONGEST_NAME = 200
 MOST_NAMED = 5
@@ -114,3 +115,15 @@ def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") 
     listed = list(names)
     shown = separator.join(escape(name) for name in listed[:most])
     return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown
+
+
+def either(names: Iterable[object]) -> str:
+    """``names`` as a choice: "a, b or c"."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """For the end of a message: which of ``names`` was probably meant by ``name``; empty where none is near."""
+    found = get_close_matches(str(name).lower(), list(names), n=1)
+    return f" Did you mean {found[0]}?" if found else ""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.errors import MtpExtractError, either, escape, nearest
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def check_values(plan: Any) -> None:
 
 def _check(name: str, told: About, value: Any) -> None:
     if told.choices and value not in told.choices:
-        raise ValueError(f"{name} {escape(value)!r}: expected {' or '.join(told.choices)}.")
+        raise ValueError(f"{name} {escape(value)!r}: expected {either(told.choices)}.{nearest(value, told.choices)}")
     # A number that is none lies within no bounds.
     if told.least is not None and not value >= told.least:
         wrong = f"at least {told.least}, found {escape(value)}; raise it"

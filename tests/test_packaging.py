@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mtp_extract
+from mtp_extract.cli import COMMANDS
 from mtp_extract.data import load_mapping, sample_base, sample_bundle
 
 installed = pytest.mark.skipif(
@@ -29,8 +30,7 @@ def test_metadata() -> None:
     distribution = metadata.distribution("mtp-extract")
     assert distribution.version == mtp_extract.__version__
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
-    commands = {"bench", "convert", "doctor", "extract", "insert", "inspect", "tune", "upload", "validate"}
-    assert set(scripts) == {f"mtp-{name}" for name in commands}
+    assert set(scripts) == {"mtp", *(f"mtp-{name}" for name in COMMANDS)}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
     run_time = {"flatbuffers", "gguf", "jinja2", "msgspec", "numpy", "typer", "huggingface-hub", "xxhash"}
     assert {name.replace("_", "-") for name in required} == run_time

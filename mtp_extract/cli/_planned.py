@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from enum import Enum
+from math import inf
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from mtp_extract.cli._help import version_option
+from mtp_extract.errors import either, escape, nearest
 from mtp_extract.options import About, about
 
 _REQUIRED = inspect.Parameter.empty
+_NAME = re.compile(r"(\w*)(.*)", re.DOTALL)
 
 
 def planned(command: Callable[..., None]) -> Callable[..., None]:
@@ -26,18 +31,23 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     shown: dict[str, inspect.Parameter] = {}
+    spelled: dict[str, str] = {}
     for name, parameter in parameters.items():
-        for option in _options(name, parameter.annotation, parameter.default):
+        for option, spelling in _options(name, parameter.annotation, parameter.default):
             shown.pop(option.name, None)
-            shown[option.name] = option
+            shown[option.name], spelled[option.name] = option, spelling
+
+    shown["version"] = inspect.Parameter(
+        "version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, version_option()]
+    )
 
     def run(**given: Any) -> None:
         try:
             values = {name: _value(name, parameter.annotation, given) for name, parameter in parameters.items()}
         except ValueError as error:
             # A plan says which of its fields is wrong, and knows no option.
-            name, _, rest = str(error).partition(" ")
-            raise typer.BadParameter(f"{_flag(name)} {rest}" if name in given else str(error)) from None
+            name, rest = _NAME.match(str(error)).groups()  # type: ignore[union-attr]
+            raise typer.BadParameter(f"{spelled[name]}{rest}" if name in given else str(error)) from None
         command(**values)
 
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
@@ -46,58 +56,129 @@ def planned(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options(name: str, hint: Any, default: Any) -> Iterator[inspect.Parameter]:
+def _options(name: str, hint: Any, default: Any) -> Iterator[tuple[inspect.Parameter, str]]:
+    """Each as typer reads it, and what a user knows it by."""
     if (told := about(hint)) is not None:
         yield _option(name, get_args(hint)[0], default, told)
     elif (plan := _plan(hint)) is not None:
         for field in _described(plan):
             yield from _options(*field)
     else:
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint), name
 
 
-def _option(name: str, kind: Any, default: Any, told: About) -> inspect.Parameter:
-    """As typer reads it."""
+def _option(name: str, kind: Any, default: Any, told: About) -> tuple[inspect.Parameter, str]:
+    """As typer reads it: yes or no, or words; what they say is read here, so that what is wrong is said here."""
     item, several = _item(kind), _several(kind)
-    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
-    if told.parse is None:
-        more |= {"min": told.least, "max": told.most}
-    if default is _REQUIRED and not told.names:
-        made = typer.Argument(**more)
+    flag, required = _flag(name), default is _REQUIRED
+    more: dict[str, Any] = {
+        "metavar": told.metavar or "|".join(told.choices) or _KINDS.get(item),
+        "show_default": False,
+    }
+    more["help"] = " ".join(part for part in (told.help, _limits(item, default, told)) if part)
+    if told.choices:
+        more["autocompletion"] = _completing(told.choices)
+    if required and not told.names:
+        made, spelled = typer.Argument(**more), more["metavar"]
         default = _REQUIRED if item is kind else None
     else:
-        flag = _flag(name)
-        made = typer.Option(*(told.names or (f"{flag}/--no-{flag[2:]}" if item is bool and default else flag,)), **more)
-    if told.choices:
-        item = Enum(name, {choice: choice for choice in told.choices}, type=str)  # type: ignore[misc,no-redef]
-        default = default if default in (None, _REQUIRED) else item(default)
-    elif told.parse is not None:
+        names = told.names or (f"{flag}/--no-{flag[2:]}" if item is bool and default else flag,)
+        made, spelled = typer.Option(*names, **more), max(names, key=len).partition("/")[0]
+    if several and told.parse is None:
+        item, default = list[str], None
+    elif item is not bool:
         item = str
         if default not in (None, _REQUIRED):
-            default = ",".join(map(str, default)) if several else str(default)
-    elif several:
-        item, default = list[item], None  # type: ignore[valid-type]
+            default = _as_typed(default)
     annotation: Any = Annotated[item | None if default is None else item, made]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), spelled
+
+
+_KINDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""What stands for a value whose field says nothing better."""
+_WORDS = {int: "a whole number", float: "a number"}
+
+
+def _as_typed(value: Any) -> str:
+    """``value`` as a user would write it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    def beginning(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return beginning
+
+
+def _bounds(told: About) -> str:
+    if told.least is None or told.most is None:
+        return f"at least {told.least}" if told.least is not None else f"at most {told.most}" if told.most else ""
+    return f"{told.least} to {told.most}"
+
+
+def _limits(item: Any, default: Any, told: About) -> str:
+    """What stands behind the help of an option: [required], or its default and bounds."""
+    if default is _REQUIRED:
+        return "[required]" if told.names else ""
+    said = ""
+    if item is bool:
+        # Of two names, the one that is meant where none is given.
+        pair = next((name for name in told.names if "/" in name), None)
+        if pair is not None or default:
+            said = f"default: {(pair.split('/')[not default] if pair else 'yes').lstrip('-')}"
+    elif default not in (None, ()):
+        said = f"default: {_as_typed(default)}"
+    said = "; ".join(part for part in (said, _bounds(told)) if part)
+    return f"[{said}]" if said else ""
 
 
 def _value(name: str, hint: Any, given: Mapping[str, Any]) -> Any:
     """What a field or parameter is given, made of what typer found.
 
     Raises:
-        ValueError: it cannot be that.
+        ValueError: it cannot be that; begins with the name.
     """
     if (plan := _plan(hint)) is not None:
         values = {field: _value(field, kind, given) for field, kind, _ in _described(plan)}
         return plan(**values) if plan is hint else values
     value = given[name]
-    if (told := about(hint)) is None:
-        return value
+    if (told := about(hint)) is None or value is None or isinstance(value, bool):
+        return () if told is not None and value is None and _several(get_args(hint)[0]) and not told.parse else value
     if told.parse is not None:
-        return None if value is None else told.parse(value)
-    if _several(get_args(hint)[0]):
-        return tuple(value or ())
-    return value.value if isinstance(value, Enum) else value
+        try:
+            return told.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    kind = get_args(hint)[0]
+    if _several(kind):
+        return tuple(_read(name, _item(kind), told, one) for one in value)
+    return _read(name, _item(kind), told, value)
+
+
+def _read(name: str, item: Any, told: About, text: str) -> Any:
+    """The value that a user typed.
+
+    Raises:
+        ValueError: it is none of the choices, no number, or out of bounds; begins with the name.
+    """
+    if told.choices:
+        if text not in told.choices:
+            raise ValueError(f"{name} {escape(text)!r}: expected {either(told.choices)}.{nearest(text, told.choices)}")
+        return text
+    try:
+        value = item(text)
+    except ValueError:
+        value = float("nan")
+    # A number that is none lies within no bounds.
+    if item in _WORDS and not (-inf if told.least is None else told.least) <= value <= (
+        inf if told.most is None else told.most
+    ):
+        kind = f"{_WORDS[item]} {'of ' if _bounds(told) else ''}{_bounds(told)}".rstrip()
+        raise ValueError(f"{name}: expected {kind}, found {escape(text)!r}.")
+    return value
 
 
 def _described(plan: Any) -> Iterator[tuple[str, Any, Any]]:

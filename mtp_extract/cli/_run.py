@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import typer
 from typer.main import get_command
 
 from mtp_extract.cli import terminal
+from mtp_extract.cli._help import Command, epilog_of, settings
 from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
 
@@ -27,10 +28,17 @@ _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
 
 
-def new_app(command: Callable[..., None], epilog: str | None = None) -> typer.Typer:
-    """A program of one command, whose parameters are as :func:`~mtp_extract.cli._planned.planned` reads them."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(epilog=epilog)(planned(command))
+def new_app(command: Callable[..., None], examples: Mapping[str, str], more: str = "") -> typer.Typer:
+    """A program of one command.
+
+    Args:
+        command: its parameters are as :func:`~mtp_extract.cli._planned.planned` reads them.
+        examples: for its help: what follows the command's name → what that does.
+        more: what the help ends with.
+    """
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    made = app.command(cls=Command, context_settings=settings(), no_args_is_help=True, epilog=epilog_of(examples, more))
+    made(planned(command))
     return app
 
 
@@ -43,12 +51,19 @@ def _stopped(number: int, frame: FrameType | None) -> NoReturn:
     raise _Stopped(number)
 
 
-def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
+def run(
+    app: typer.Typer,
+    kept: str = "nothing was kept",
+    called: str | None = None,
+    arguments: Sequence[str] | None = None,
+) -> None:
     """Run ``app`` and exit: 0, 1 for an error of ours, 2 for wrong usage, 130 for Ctrl-C, 143 for SIGTERM.
 
     Args:
         app: the command.
         kept: what is left when it is interrupted.
+        called: what the user called it by, and
+        arguments: what followed that; both of this process by default.
     """
     signal.signal(signal.SIGTERM, _stopped)
     # A terminal that closes; not where `nohup` has it ignored.
@@ -60,7 +75,7 @@ def run(app: typer.Typer, kept: str = "nothing was kept") -> None:
     _open_streams()
     try:
         try:
-            app()
+            app(args=arguments, prog_name=called)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -158,10 +173,10 @@ def _with_options(error: MtpExtractError, app: typer.Typer) -> str:
     return f"{text.removesuffix('.')} ({', '.join(named)}){'.' * text.endswith('.')}"
 
 
-def run_lean(app: typer.Typer) -> None:
+def run_lean(app: typer.Typer, called: str | None = None, arguments: Sequence[str] | None = None) -> None:
     """:func:`run` for a command that is done in less than a second and uses NumPy for tables only."""
     # OpenBLAS starts a thread per core when NumPy is imported, and each spins for tens of milliseconds.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # What is collected would be freed at the end anyway.
     gc.disable()
-    run(app)
+    run(app, called=called, arguments=arguments)

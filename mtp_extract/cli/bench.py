@@ -62,5 +62,10 @@ def command(
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "http://localhost:8000 --baseline http://localhost:8001": "A server with its drafter, against one without.",
+    "http://localhost:8000 --concurrency 8 --report bench": "Eight requests at a time; tables and pages in bench/.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run, app)

@@ -81,5 +81,10 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     return [f"{name} of {escape(record['source']['name'])}, from its {escape(before['layout'])} format"]
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "gemma-4-E4B-it-mtp-drafter --format gguf": "For llama.cpp, with the bundle's own integers.",
+    "google/assistant --format mlx --quantize int4 -o mlx": "A published drafter, rounded to INT4, for mlx-vlm.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run_lean, app)

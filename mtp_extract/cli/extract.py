@@ -20,8 +20,7 @@ from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
 
-# \b: typer leaves the lines as they are.
-_USE = """\b
+_USE = """\
 What was written, in an engine (the README.md in DIR says more):
   transformers  model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))
   vLLM          vllm serve BASE --speculative-config '{"method":"mtp","model":"DIR","num_speculative_tokens":4}'
@@ -100,5 +99,10 @@ def _head(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-app = new_app(command, epilog=_USE)
+_EXAMPLES = {
+    "gemma-4-E4B-it.litertlm": "For transformers, vLLM, SGLang and mlx-vlm, in BF16.",
+    "--sample -o drafter --format gguf": "The sample that comes along, for llama.cpp.",
+}
+
+app = new_app(command, _EXAMPLES, _USE)
 main = partial(run_lean, app)

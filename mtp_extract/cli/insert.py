@@ -161,5 +161,10 @@ def _show_plan(plan: InsertionPlan) -> None:
     say_notes(plan.notes)
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "tuned gemma-4-E4B-it.litertlm -o tuned.litertlm": "The bundle, with the drafter in tuned/.",
+    "tuned gemma-4-E4B-it.litertlm --dry-run": "What would become of each weight, and its error.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run_lean, app)

@@ -301,5 +301,10 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "gemma-4-E4B-it.litertlm": "Its sections and its drafter; only headers are read.",
+    "gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Whether all bits are those of the bundle.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run_lean, app)

@@ -252,5 +252,10 @@ def _text_row(text: TextChange) -> list[Any]:
     ]
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "Fit it on what the base writes for our prompts.",
+    "drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")

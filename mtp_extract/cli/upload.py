@@ -80,5 +80,10 @@ def _show(result: UploadResult) -> None:
         say(result.url)
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "What would be sent.",
+    "gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --public": "Send it, for everyone to see.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run, app)

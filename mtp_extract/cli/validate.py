@@ -97,5 +97,10 @@ def _show(report: Mapping[str, Any]) -> None:
         say("With --base MODEL it is run beside the model it drafts for.")
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "drafter --source gemma-4-E4B-it.litertlm": "Is it what the bundle holds?",
+    "drafter --base google/gemma-4-E4B-it --report report": "How many drafts the base takes; pages in report/.",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run, app)

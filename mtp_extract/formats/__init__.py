@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.errors import CheckpointError, either, escape, nearest
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
@@ -129,8 +129,8 @@ def format_named(name: str) -> Format:
         ValueError: there is none of that name.
     """
     if name not in EVERY:
-        choices = (name for name, listed in [*FORMATS.items(), *HEADS.items()] if not listed.variant)
-        raise ValueError(f"format {name!r}: expected {' or '.join(choices)}.")
+        choices = [name for name, listed in [*FORMATS.items(), *HEADS.items()] if not listed.variant]
+        raise ValueError(f"format {escape(name)!r}: expected {either(choices)}.{nearest(name, choices)}")
     listed = EVERY[name]
     found: Format = getattr(import_module(listed.module), listed.instance)
     return found

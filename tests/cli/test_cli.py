@@ -16,9 +16,9 @@ from helpers.variant_files import variant
 from typer.testing import CliRunner
 
 import mtp_extract
-from mtp_extract import Opened
+from mtp_extract import Opened, __version__
 from mtp_extract.bundle import open_bundle
-from mtp_extract.cli import extract, inspect
+from mtp_extract.cli import COMMANDS, extract, inspect, main
 from mtp_extract.pipeline.inspection import _tensor
 
 RUNNER = CliRunner()
@@ -70,6 +70,63 @@ def test_json(sample: Path, tmp_path: Path) -> None:
 )
 def test_wrong_usage_is_2(arguments: list[str]) -> None:
     assert RUNNER.invoke(extract.app, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "--format", "ggfu"], "--format 'ggfu': expected .* or gemma. Did you mean gguf"),
+        (["a", "--formt", "gguf"], "--formt: no such option. Did you mean --format"),
+        (["a", "--section", "x"], "--section: expected a whole number of at least 0, found 'x'"),
+        (["a", "--section", "-1"], "--section: expected a whole number of at least 0, found '-1'"),
+        (["a", "b"], r"expected no more than \[SOURCE\], found 'b'"),
+        (["a", "--out"], "--out: expected DIR, found none"),
+        (["a", "--json=1"], "--json: expected no value, found one"),
+        (["a", "--title", ""], "--title"),
+    ],
+)
+def test_wrong_usage_is_said_in_a_users_words(arguments: list[str], said: str) -> None:
+    result = RUNNER.invoke(extract.app, arguments, prog_name="mtp-extract")
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, second = result.stderr.splitlines()
+    assert re.match(f"error: {said}", first)
+    assert second == "Usage: mtp-extract [OPTIONS] [SOURCE]   (mtp-extract --help says more)"
+
+
+def test_all_commands_by_one_name(sample: Path) -> None:
+    program = [sys.executable, "-m", "mtp_extract"]
+    shown = subprocess.run([*program, "inspect", sample, "--json"], capture_output=True, text=True, check=False)
+    assert (shown.returncode, json.loads(shown.stdout)["name"]) == (0, str(sample))
+    refused = subprocess.run([*program, "inspect", "--jsn"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "Did you mean --json?" in refused.stderr
+    assert "python -m mtp_extract inspect --help" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "Commands:"),
+        (["--version"], 0, f"mtp-extract {__version__}\n"),
+        (["extrct"], 2, "'extrct': expected inspect, .* Did you mean extract"),
+        (["--verbose"], 2, "--verbose: no such option. Did you mean --version"),
+    ],
+)
+def test_the_one_name_by_itself(arguments: list[str], status: int, said: str) -> None:
+    result = RUNNER.invoke(main.app, arguments)
+    assert result.exit_code == status
+    assert re.search(said, result.output)
+
+
+def test_a_shell_completes_commands_options_and_choices() -> None:
+    def completed(words: str) -> list[str]:
+        environment = {"_MTP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return RUNNER.invoke(main.app, [], prog_name="mtp", env=environment).output.split()
+
+    assert completed("mtp in") == ["inspect", "insert"]
+    assert completed("mtp inspect --ag") == ["--against"]
+    assert completed("mtp extract a --format g") == ["gguf", "gemma"]
+    assert completed("mtp ") == list(COMMANDS)
 
 
 def test_inspect(sample: Path) -> None:
@@ -208,19 +265,32 @@ def test_inspect_reads_headers_only(sample: Path, tmp_path: Path) -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
+    """Of every command, by both of its names, and of all together."""
     code = (
         "import sys\n"
-        "from mtp_extract.cli import bench, convert, extract, insert, inspect, tune, upload, validate\n"
-        "for command in (bench, convert, extract, insert, inspect, tune, upload, validate):\n"
-        "    sys.argv = ['mtp-' + command.__name__.rpartition('.')[2], '--help']\n"
-        "    try: command.main()\n"
+        "from mtp_extract.cli import COMMANDS, main, module_of\n"
+        "def called(program, *arguments):\n"
+        "    sys.argv = [program, *arguments]\n"
+        "    try: (main if program == 'mtp' else module_of(program[4:])).main()\n"
         "    except SystemExit as end: assert not end.code\n"
+        "called('mtp', '-h')\n"
+        "assert not [n for n in COMMANDS if f'mtp_extract.cli.{n}' in sys.modules]\n"
+        "for name in COMMANDS:\n"
+        "    called('mtp-' + name, '--help')\n"
+        "    called('mtp', name, '-h')\n"
         "heavy = {'numpy', 'torch', 'transformers', 'huggingface_hub', 'fsspec', 'ai_edge_litert', 'matplotlib'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        "assert not {*heavy, 'rich'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Usage: mtp-") == 8
+    shown = re.split(r"^Usage: ", result.stdout, flags=re.MULTILINE)[1:]
+    assert [text.split()[0] for text in shown] == ["mtp", *(n for name in COMMANDS for n in (f"mtp-{name}", "mtp"))]
+    for text in shown:
+        program = text.partition(" [OPTIONS]")[0]
+        said = text.partition("Examples:\n")[2].splitlines()
+        assert len([line for line in said if line.startswith(f"  {program} ")]) == 2
+        # What typer calls things is no user's word.
+        assert not re.search(r"<(str|int|path|float)|\{|x[<>]=", text.partition("Examples:")[0])
 
 
 def test_extraction_needs_no_torch(sample: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def call(*given: str) -> tuple[int, Any, str]:
         """Do it."""
         got.append((plan, again, print_json))
 
-    result = CliRunner().invoke(new_app(command), list(given))
+    result = CliRunner().invoke(new_app(command, {}), list(given))
     return result.exit_code, (got or [None])[0], " ".join(result.output.split())
 
 
@@ -123,11 +123,11 @@ def test_wrong_usage_is_two(options: str, said: str) -> None:
 
 def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
     _, _, output = call("--help")
-    order = """[DIR]|Do it.|--base MODEL|--beside DIR|--mode <fast|good>|--for <vllm>|--steps K,…|--batch|--share|
+    order = """[DIR]|Do it.|--base MODEL|--beside DIR|--mode fast|good|--for vllm|--steps K,…|--batch|--share|
     --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
     places = [output.index(word.strip()) for word in re.split(r"\|(?!good)", order)]
     assert places == sorted(places)
-    for shown in ("[required]", "[default: 1,2", "[default: 4; 1<=x<=8]", "[default: good]", "[default: private]"):
+    for shown in ("[required]", "[default: 1,2", "[default: 4; 1 to 8]", "[default: good]", "[default: private]"):
         assert shown in output
     assert "timed" not in output and "loud" not in output
 
@@ -138,7 +138,7 @@ def test_fields_of_one_name_are_one_option() -> None:
     def command(first: Words, second: Other) -> None:
         got.append((first.title, second.title))
 
-    assert CliRunner().invoke(new_app(command), ["--title", "both"]).exit_code == 0
+    assert CliRunner().invoke(new_app(command, {}), ["--title", "both"]).exit_code == 0
     assert got == [("both", "both")]
 
 
@@ -158,11 +158,11 @@ def test_a_plan_that_the_command_completes() -> None:
         plan: Annotated[dict[str, Any], Unfinished],
         again: Annotated[bool, About("Once more.")] = False,
     ) -> None:
-        got.append((plan, given(context, "steps", "batch", "again")))
+        got.append((plan, given(context, "steps", "again")))
 
-    for options in ([], ["--steps", "3", "--again"]):
-        assert CliRunner().invoke(new_app(command), options).exit_code == 0
-    values = {"steps": 3, "batch": None}
+    for options in (["--batch", "2"], ["--batch", "2", "--steps", "3", "--again"]):
+        assert CliRunner().invoke(new_app(command, {}), options).exit_code == 0
+    values = {"steps": 3, "batch": 2}
     # What is given is told from a default of the same value.
     assert got == [(values, []), (values, ["--steps", "--again"])]
 
