@@ -179,7 +179,9 @@ def _in_words(wrong: Any, ctx: Any) -> str:
     named = getattr(wrong, "option_name", None)
     if named is None:
         return str(wrong.message)
-    options: dict[str, Any] = {flag: one for one in ctx.command.params for flag in (*one.opts, *one.secondary_opts) if flag[0] == "-"}
+    options: dict[str, Any] = {
+        flag: one for one in ctx.command.params for flag in (*one.opts, *one.secondary_opts) if flag[0] == "-"
+    }
     if named in options:
         one = options[named]
         return (

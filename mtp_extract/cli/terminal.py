@@ -7,11 +7,16 @@ in JSON they are strings like any other.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
+from math import inf
 from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
@@ -32,7 +37,13 @@ def _line(stream: TextIO, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stdout."""
+    """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
+    indent = text[: len(text) - len(text.lstrip())] + "  "
+    room = _room()
+    if len(text) > room:
+        text = textwrap.fill(
+            text, int(room), subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False, **_WHOLE_WORDS
+        )
     _line(sys.stdout, text)
 
 
@@ -49,7 +60,7 @@ def say_notes(notes: Iterable[str]) -> None:
 
 def write_json(value: Any) -> None:
     """``value`` as JSON on stdout."""
-    say(json.dumps(value, indent=2, ensure_ascii=True, default=str))
+    _line(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 
 def error(message: str) -> None:
@@ -82,16 +93,68 @@ def size(count: float) -> str:
 def table(
     rows: Sequence[Sequence[object]], head: Sequence[str] = (), indent: str = "  ", longest: int = LONGEST_NAME
 ) -> None:
-    """``rows`` in columns; numbers to the right. Cells are cut after ``longest`` characters."""
+    """``rows`` in columns; numbers to the right. Cells are cut after ``longest`` characters.
+
+    Where the terminal is narrower, cells go on in the next line between words, those of the widest columns first. If
+    that is not enough, the last columns follow below, beside the first one again.
+    """
     if not rows:
         return
     cells = [[escape(c, longest) for c in row] for row in rows]
     shown = [list(head), *cells] if head else cells
-    widths = [max(len(row[i]) for row in shown) for i in range(len(cells[0]))]
     numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(rows[0]))]
-    for row in shown:
-        columns = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
-        say((indent + "  ".join(columns)).rstrip())
+    for part in _side_by_side(shown, _room(indent)):
+        widths = _widths([[row[i] for i in part] for row in shown], _room(indent))
+        for row in shown:
+            lines = [textwrap.wrap(row[i], width, **_WHOLE_WORDS) for i, width in zip(part, widths, strict=True)]
+            for line in zip_longest(*lines, fillvalue=""):
+                columns = (
+                    text.rjust(width) if numeric[i] else text.ljust(width)
+                    for i, text, width in zip(part, line, widths, strict=True)
+                )
+                _line(sys.stdout, (indent + _GAP.join(columns)).rstrip())
+
+
+_GAP = "  "
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _room(indent: str = "") -> float:
+    """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
+    told = os.environ.get("COLUMNS", "")
+    if not told.isdecimal() and not sys.stdout.isatty():
+        return inf
+    return max(shutil.get_terminal_size().columns - len(indent), 1)
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
+
+
+def _side_by_side(rows: Sequence[Sequence[str]], room: float) -> list[list[int]]:
+    """The columns in parts that fit into ``room`` with every word whole; each part begins with the first column."""
+    least = [_longest_word(column) for column in zip(*rows, strict=True)]
+    parts = [[0]]
+    for index in range(1, len(least)):
+        part = parts[-1]
+        if len(part) > 1 and sum(least[i] + len(_GAP) for i in part) + least[index] > room:
+            part = [0]
+            parts.append(part)
+        part.append(index)
+    return parts
+
+
+def _widths(rows: Sequence[Sequence[str]], room: float) -> list[int]:
+    """Widths of the columns: as wide as they want to be, the widest made narrower until all fit or no word gives."""
+    columns = list(zip(*rows, strict=True))
+    widths, least = [max(map(len, column)) for column in columns], [max(_longest_word(c), 1) for c in columns]
+    widths = [max(pair) for pair in zip(widths, least, strict=True)]
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > room:
+        giving = [i for i, width in enumerate(widths) if width > least[i]]
+        if not giving:
+            break
+        widths[max(giving, key=lambda i: widths[i])] -= 1
+    return widths
 
 
 @contextmanager
