@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
+from mtp_extract.io.address import is_hub_id, is_hub_site
 from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
@@ -262,10 +264,12 @@ class Opened:
 def open_source(
     source: str | os.PathLike[str] | Source, *, download: bool = False, progress: Progress | None = None
 ) -> Source:
-    """Open what the user named, as bytes: a path, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+    """Open what the user named, as bytes.
 
     Args:
-        source: what to open; a source that is open already is returned as it is.
+        source: a path; an id of the Hugging Face Hub, ``org/name[/file][@revision]``, with or without ``hf://`` before
+            it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
+            in it. What is open already is returned as it is.
         download: of a server without byte ranges, download the whole file instead of failing.
         progress: called with bytes done and bytes in all while a remote range is fetched ahead.
 
@@ -276,10 +280,35 @@ def open_source(
         return source
     text = os.fspath(source)
     if text.startswith(("hf://", "https://", "http://")):
-        from mtp_extract.io.remote import open_remote
+        return _remote(text, download, progress)
+    if os.path.lexists(text):
+        from mtp_extract.io.repository import cached_address
 
-        return open_remote(text, download=download, progress=progress)
-    return LocalSource(text)
+        if cached_address(Path(text)) is None:
+            return LocalSource(text)
+        from mtp_extract.io.remote import open_local
+
+        return open_local(Path(text))
+    if is_hub_site(text):
+        return _remote(f"https://{text}", download, progress)
+    if not is_hub_id(text):
+        from mtp_extract.io.repository import not_here
+
+        raise SourceError(not_here(text))
+    try:
+        return _remote(f"hf://{text}", download, progress)
+    except SourceError as error:
+        raise SourceError(
+            f"{escape(text)}: expected a file, or an id of the Hugging Face Hub; found no such file here, and of the "
+            f"Hub: {error}",
+            remedies=error.remedies,
+        ) from error
+
+
+def _remote(url: str, download: bool, progress: Progress | None) -> Source:
+    from mtp_extract.io.remote import open_remote
+
+    return open_remote(url, download=download, progress=progress)
 
 
 def open_bundle(
@@ -290,10 +319,10 @@ def open_bundle(
     section: int | None = None,
     signature: str | None = None,
 ) -> Opened:
-    """Open a ``.litertlm``, a drafter's ``.tflite``, ``hf://org/repo/file[@revision]`` or an ``https://`` URL.
+    """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
     Args:
-        source: what to open. Of a remote file only byte ranges are fetched.
+        source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched.
         download: of a server without byte ranges, download the whole file instead of failing.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.

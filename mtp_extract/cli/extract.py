@@ -37,7 +37,7 @@ def command(
     source: Annotated[
         str | None,
         About(
-            "A .litertlm, a drafter's .tflite, hf://org/repo/file.litertlm[@revision], or an https:// URL.",
+            "A .litertlm or a drafter's .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL.",
             metavar="SOURCE",
         ),
     ],
@@ -65,7 +65,7 @@ def command(
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
-    from mtp_extract.pipeline.extraction import default_directory, extract
+    from mtp_extract.pipeline.extraction import extract
 
     path = str(sample_bundle()) if source is None else source
     with (
@@ -74,7 +74,7 @@ def command(
     ):
         result = extract(
             opened,
-            out or default_directory(path),
+            out,
             format=format,
             **vars(plan),
             overwrite=overwrite,
@@ -100,7 +100,7 @@ def _head(record: Mapping[str, Any]) -> list[str]:
 
 
 _EXAMPLES = {
-    "gemma-4-E4B-it.litertlm": "For transformers, vLLM, SGLang and mlx-vlm, in BF16.",
+    "litert-community/gemma-4-E4B-it-litert-lm": "From the Hub, for transformers, vLLM, SGLang and mlx-vlm, in BF16.",
     "--sample -o drafter --format gguf": "The sample that comes along, for llama.cpp.",
 }
 

@@ -33,8 +33,8 @@ def command(
     source: Annotated[
         str,
         About(
-            "A .litertlm, a .tflite, hf://org/repo/file.litertlm[@revision], an https:// URL; or a checkpoint: a "
-            "directory of any format, or a .gguf.",
+            "A .litertlm or a .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL; or a "
+            "checkpoint: a directory of any format, or a .gguf.",
             metavar="SOURCE",
         ),
     ],

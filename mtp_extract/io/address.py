@@ -9,7 +9,8 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
 
-_MODEL_FILES = (".litertlm", ".tflite", ".task")
+BUNDLE = ".litertlm"
+_MODEL_FILES = (BUNDLE, ".tflite", ".task")
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -18,11 +19,14 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 # refs/pr/1 is the one kind of revision whose slashes need no escape.
 _REVISION = r"(?P<revision>refs/[^/]+/[^/]+|[^/]+)"
 _HF = re.compile(
-    rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/.*/))?(?P<repository>{_NAME}/{_NAME})(?:@{_REVISION})?/(?P<path>.+)"
+    rf"(?:(?P<kind>datasets|spaces|models)/(?=.*/))?(?P<repository>{_NAME}/{_NAME})(?:@{_REVISION})?(?:/(?P<path>.*))?"
 )
 _SITE = re.compile(
-    rf"/(?:(?P<kind>datasets|spaces)/)?(?P<repository>[^/]+/[^/]+)/(?:resolve|blob|raw)/{_REVISION}/(?P<path>.+)"
+    rf"/(?:(?P<kind>datasets|spaces)/)?(?P<repository>{_NAME}/{_NAME})"
+    rf"(?:/?|/(?P<page>resolve|blob|raw|blame|tree)/{_REVISION}(?:/(?P<path>.*))?)"
 )
+_OF_THE_SITE = ("api", "docs", "collections", "papers", "organizations", "settings")
+"""What begins an address of the Hub's site and is nobody's name."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class HubAddress:
 
     Attributes:
         repository: ``org/name``.
-        path: of the file within the repository.
+        path: of the file within the repository; of a folder it ends in "/", and of the repository itself it is empty.
         revision: branch, tag or commit; None for the default branch.
         kind: ``model``, ``dataset`` or ``space``.
     """
@@ -46,7 +50,12 @@ class HubAddress:
         """The address in the Hub's own form, which ends in the file's name."""
         prefix = "" if self.kind == "model" else f"{self.kind}s/"
         at = f"@{quote(self.revision, safe='')}" if self.revision else ""
-        return escape(f"hf://{prefix}{self.repository}{at}/{self.path}")
+        return escape(f"hf://{prefix}{self.repository}{at}/{self.path}".rstrip("/"))
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it names a file, and not the repository or a folder of it."""
+        return bool(self.path) and not self.path.endswith("/")
 
     def record(self, commit: str, etag: str | None) -> dict[str, str]:
         """What identifies the file, for the record: repository, path, the revision asked for and its commit.
@@ -88,10 +97,10 @@ def origin_of(url: str) -> tuple[str, str | None, int | None]:
 
 
 def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
-    """``hf://org/repo/path[@revision]``, ``hf://org/repo@revision/path`` or an ``https://`` URL.
+    """``hf://org/repo[/path][@revision]``, ``hf://org/repo@revision/path`` or an ``https://`` URL.
 
-    The URL of a file on the Hub's own site (``…/resolve/REVISION/…`` or ``…/blob/REVISION/…``) is taken as
-    the ``hf://`` address it stands for, so that tokens and commits are handled.
+    The URL of a repository or of a file on the Hub's own site, as a browser shows it, is taken as the ``hf://`` address
+    it stands for, so that tokens and commits are handled.
 
     Args:
         text: what the user wrote.
@@ -115,20 +124,38 @@ def parse_address(text: str, endpoint: str) -> HubAddress | WebAddress:
     elif scheme != "https" or host not in _HUB_HOSTS:
         return WebAddress(text)
     found = _SITE.fullmatch(path)
-    if found is None:
+    if found is None or path.split("/")[1] in _OF_THE_SITE or found["repository"].endswith(_MODEL_FILES):
         return WebAddress(text)
-    repository, file, revision = (unquote(found[part]) for part in ("repository", "path", "revision"))
-    return HubAddress(repository, file, revision, _kind(found))
+    repository, file, revision = (unquote(found[part] or "") for part in ("repository", "path", "revision"))
+    if found["page"] == "tree" and file:
+        file = f"{file.rstrip('/')}/"
+    return HubAddress(repository, file, revision or None, _kind(found))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether ``text`` may be ``org/name[/file][@revision]`` of the Hub, which a path looks like too.
+
+    A path with one folder that ends as a bundle does (``models/a.litertlm``) is a path: no repository is called so.
+    """
+    found = _HF.fullmatch(text)
+    return found is not None and (bool(found["path"]) or not found["repository"].endswith(_MODEL_FILES))
+
+
+def is_hub_site(text: str) -> bool:
+    """Whether ``text`` is a URL of the Hub's site without its scheme, as some browsers show it."""
+    return text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS))
 
 
 def _hub(text: str) -> HubAddress:
     found = _HF.fullmatch(text.removeprefix("hf://"))
-    path, revision = (found["path"], found["revision"]) if found else ("", None)
+    path, revision = (found["path"] or "", found["revision"]) if found else ("", None)
     if revision is None and "@" in path and not path.endswith(_MODEL_FILES):
         path, _, revision = path.rpartition("@")
-    if found is None or revision == "" or any(part in ("", ".", "..") for part in path.split("/")):
+    parts = path.removesuffix("/").split("/") if path else []
+    if found is None or revision == "" or any(part in ("", ".", "..") for part in parts):
         raise SourceError(
-            f"Expected hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found {escape(text)}."
+            "Expected hf://org/repo, hf://org/repo/file.litertlm or hf://org/repo/file.litertlm@revision, found "
+            f"{escape(text)}."
         )
     return HubAddress(found["repository"], path, revision and unquote(revision), _kind(found))
 

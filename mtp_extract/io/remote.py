@@ -12,6 +12,7 @@ from mtp_extract.io.address import COMMIT, HubAddress, parse_address
 from mtp_extract.io.http import NoRangesError, RangedFile, changed
 from mtp_extract.io.http_library import FaultError, faults, hide_queries
 from mtp_extract.io.output import write_all
+from mtp_extract.io.repository import cached_address, file_of
 from mtp_extract.io.source import FileSource, LocalSource, Progress, Source
 
 _BLOCK = 1 << 16
@@ -129,7 +130,7 @@ def open_remote(
     works.
 
     Args:
-        url: ``hf://org/repo/path[@revision]`` or an ``https://`` URL.
+        url: ``hf://org/repo[/path][@revision]`` or an ``https://`` URL; of a repository, the one bundle in it.
         download: where the server has no byte ranges, download the whole file (from the Hub into the Hub's cache, from
             elsewhere into a temporary file) instead of failing.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
@@ -145,6 +146,8 @@ def open_remote(
     hide_queries()
     if not isinstance(address, HubAddress):
         return RemoteSource(RangedFile(address, take_whole=download), progress)
+    if not address.is_file:
+        address = file_of(address, token)
     copy = None
     if constants.HF_HUB_OFFLINE or COMMIT.fullmatch(address.revision or ""):
         # A commit names the same bytes for ever, so the Hub need not be asked.
@@ -160,11 +163,23 @@ def open_remote(
             if not download:
                 raise
         copy = _download(address, token)
-    source = LocalSource(copy)
-    # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
-    commit, blob = copy.parts[-2 - address.path.count("/")], copy.resolve()
+    source = open_local(copy)
+    # It is called what the user called it; the cache knows its commit.
     source.name = address.name
-    source.provenance = address.record(commit, blob.name if blob.parent.name == "blobs" else None)
+    source.provenance |= {"revision": address.revision or "main"}
+    return source
+
+
+def open_local(path: Path) -> LocalSource:
+    """A file here; of one in the Hub's cache, the provenance is the Hub's."""
+    source = LocalSource(path)
+    address = cached_address(path)
+    if address is not None:
+        # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
+        blob = path.resolve()
+        source.name = address.name
+        etag = blob.name if blob.parent.name == "blobs" else None
+        source.provenance = address.record(address.revision or "", etag)
     return source
 
 

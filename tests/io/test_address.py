@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mtp_extract.errors import SourceError
-from mtp_extract.io.address import HubAddress, WebAddress, parse_address
+from mtp_extract.io.address import HubAddress, WebAddress, is_hub_id, parse_address
 
 HUB = "https://huggingface.co"
 
@@ -21,6 +21,15 @@ HUB = "https://huggingface.co"
         ("hf://datasets/org/repo/a.tflite", HubAddress("org/repo", "a.tflite", None, "dataset")),
         (f"{HUB}/org/repo/resolve/main/a.litertlm?download=true", HubAddress("org/repo", "a.litertlm", "main")),
         (f"{HUB}/org/repo/blob/refs%2Fpr%2F3/s/a.litertlm", HubAddress("org/repo", "s/a.litertlm", "refs/pr/3")),
+        ("hf://org/repo", HubAddress("org/repo", "")),
+        ("hf://org/repo@v1", HubAddress("org/repo", "", "v1")),
+        ("hf://datasets/org/repo", HubAddress("org/repo", "", None, "dataset")),
+        (f"{HUB}/org/repo", HubAddress("org/repo", "")),
+        (f"{HUB}/org/repo/?library=litert#x", HubAddress("org/repo", "")),
+        (f"{HUB}/org/repo/tree/main", HubAddress("org/repo", "", "main")),
+        (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
+        (f"{HUB}/datasets/org/repo", HubAddress("org/repo", "", None, "dataset")),
+        (f"{HUB}/docs/hub", WebAddress(f"{HUB}/docs/hub")),
         ("https://example.org/x/a.litertlm?k=1", WebAddress("https://example.org/x/a.litertlm?k=1")),
     ],
 )
@@ -33,8 +42,7 @@ def test_addresses(text: str, expected: object) -> None:
     [
         "hf://",
         "hf://org",
-        "hf://org/repo",
-        "hf://org/repo/",
+        "hf://org/repo//a.litertlm",
         "hf://org/repo/a.litertlm@",
         "hf://org/repo/../a.litertlm",
         "hf://org/re po/a.litertlm",
@@ -47,6 +55,22 @@ def test_addresses(text: str, expected: object) -> None:
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(SourceError, match="Expected"):
         parse_address(text, HUB)
+
+
+@pytest.mark.parametrize(
+    ("text", "may_be"),
+    [
+        ("litert-community/gemma-4-E4B-it-litert-lm", True),
+        ("org/repo/sub/a.litertlm@v1", True),
+        ("models/a.litertlm", False),
+        ("a.litertlm", False),
+        ("./org/repo", False),
+        ("/org/repo", False),
+        ("", False),
+    ],
+)
+def test_what_may_be_an_id_of_the_hub(text: str, may_be: bool) -> None:
+    assert is_hub_id(text) == may_be
 
 
 def test_a_name_shows_no_secret() -> None:

@@ -430,9 +430,9 @@ def test_a_whole_file_that_changes_between_two_attempts(hub: HubServer, patience
 
 
 def test_a_page_in_place_of_a_file(hub: HubServer, patience: Patient) -> None:
-    hub.plain["/org/repo/tree/main"] = hub.add("x/y", "z", b"<!doctype html><title>Not found</title>")
+    hub.plain["/org/repo/discussions/1"] = hub.add("x/y", "z", b"<!doctype html><title>Not found</title>")
     hub.fault("plain", ranges=False, times=99, headers={"Content-Type": "text/html; charset=utf-8"})
-    assert "found an HTML page" in fails(hub.url() + "/org/repo/tree/main", patience, download=True)
+    assert "found an HTML page" in fails(hub.url() + "/org/repo/discussions/1", patience, download=True)
 
 
 def test_a_whole_file_that_never_arrives_leaves_nothing(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
