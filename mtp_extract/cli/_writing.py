@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.cli._drafter import say_geometry, say_proof
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -22,12 +22,18 @@ FORMATS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in CHOICES.
 HEADS_ABOUT = " ".join(f"{name}: {listed.about}." for name, listed in HEADS.items())
 
 
-def check_usage(plan: WritingPlan, format_: str) -> None:
-    """Refuse, as wrong usage, a plan that the format has no room for."""
+def checked_format(plan: WritingPlan, format_: str | None, architecture: str = GEMMA4_MTP) -> str:
+    """The format that ``plan`` chooses; refuses, as wrong usage, what that has no room for."""
     try:
-        plan.check(format_)
+        return plan.choose(format_, architecture)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        name, _, rest = str(error).partition(" ")
+        raise typer.BadParameter(f"{'--for' if name == 'engine' else f'--{name}'} {rest}") from None
+
+
+def chosen_by(plan: WritingPlan, format_: str | None, name: str) -> list[str]:
+    """What to say of a format that the user did not name."""
+    return [] if format_ or not plan.engine else [f"For {plan.engine}: the {name} format, {EVERY[name].about}"]
 
 
 def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:

@@ -8,13 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from mtp_extract.architecture.roles import EAGLE3
+import typer
+
+from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
 from mtp_extract.cli._options import AsJson, Download
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, check_usage, show_written
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, checked_format, chosen_by, show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY, HEADS
+from mtp_extract.formats import EVERY, HEADS, architecture_of
 from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import CardWords
@@ -27,8 +29,13 @@ def command(
         About("What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.", metavar="DIR"),
     ],
     format: Annotated[  # noqa: A002 - the option's name
-        str, About(f"{FORMATS_ABOUT} {HEADS_ABOUT}", names=("--format",), choices=(*CHOICES, *HEADS))
-    ],
+        str | None,
+        About(
+            f"{FORMATS_ABOUT} {HEADS_ABOUT} By default what --for is best served with.",
+            names=("--format",),
+            choices=(*CHOICES, *HEADS),
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         About("Where to write; by default DIR's name + -FORMAT.", names=("-o", "--out"), metavar="OUT"),
@@ -51,11 +58,16 @@ def command(
     What has an extraction.json is held against it first. Integers, in DIR's own format or under codes/, are kept where
     the new format has room for them; what is written is read back and compared.
     """
-    check_usage(plan, format)
+    if format is None and plan.engine is None:
+        raise typer.BadParameter("name a --format, or what is to serve the drafter with --for.")
+    if format is not None:
+        checked_format(plan, format)
 
     from mtp_extract.bundle import open_bundle
+    from mtp_extract.pipeline.check import with_record
     from mtp_extract.pipeline.conversion import convert
 
+    name = checked_format(plan, format, GEMMA4_MTP if format else architecture_of(with_record(directory)))
     with ExitStack() as stack:
         tick = stack.enter_context(progress(quiet=print_json))
         opened = None
@@ -64,14 +76,14 @@ def command(
         result = convert(
             directory,
             out,
-            format=format,
+            format=name,
             **vars(plan),
             source=opened,
             overwrite=overwrite,
             card=card,
             progress=tick,
         )
-    show_written(result, print_json, _head(result.record))
+    show_written(result, print_json, [*_head(result.record), *chosen_by(plan, format, name)])
 
 
 def _head(record: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from mtp_extract.cli._drafter import found_in
 from mtp_extract.cli._options import AsJson, Download, SignatureKey, SlidingWindow
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, check_usage, show_written, tensors_of
+from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, checked_format, chosen_by, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Overwrite
@@ -45,7 +45,10 @@ def command(
         Path | None,
         About("Where to write; by default SOURCE's name + -mtp-drafter.", names=("-o", "--out"), metavar="DIR"),
     ] = None,
-    format: Annotated[str, About(FORMATS_ABOUT, choices=tuple(CHOICES))] = next(iter(CHOICES)),  # noqa: A002 - the option's name
+    format: Annotated[  # noqa: A002 - the option's name
+        str | None,
+        About(f"{FORMATS_ABOUT} By default what --for is best served with, or transformers.", choices=tuple(CHOICES)),
+    ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
     card: CardWords,
@@ -61,7 +64,7 @@ def command(
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
         raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
-    check_usage(plan, format)
+    name = checked_format(plan, format)
 
     from mtp_extract.bundle import open_bundle
     from mtp_extract.data import sample_bundle
@@ -75,14 +78,14 @@ def command(
         result = extract(
             opened,
             out,
-            format=format,
+            format=name,
             **vars(plan),
             overwrite=overwrite,
             sliding_window=sliding_window,
             card=card,
             progress=tick,
         )
-    show_written(result, print_json, _head(result.record))
+    show_written(result, print_json, [*_head(result.record), *chosen_by(plan, format, name)])
 
 
 def _head(record: Mapping[str, Any]) -> list[str]:
@@ -101,7 +104,7 @@ def _head(record: Mapping[str, Any]) -> list[str]:
 
 _EXAMPLES = {
     "litert-community/gemma-4-E4B-it-litert-lm": "From the Hub, for transformers, vLLM, SGLang and mlx-vlm, in BF16.",
-    "--sample -o drafter --format gguf": "The sample that comes along, for llama.cpp.",
+    "--sample -o drafter --for llama.cpp": "The sample that comes along, as llama.cpp loads it best.",
 }
 
 app = new_app(command, _EXAMPLES, _USE)

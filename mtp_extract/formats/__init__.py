@@ -122,6 +122,35 @@ EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
 """Both."""
 
 
+@dataclass(frozen=True)
+class Serves:
+    """What an engine loads: formats, the best first; or why it loads none."""
+
+    formats: tuple[str, ...] = ()
+    none: str = ""
+
+
+SERVES = {
+    "transformers": Serves(("transformers", "compressed-tensors", "gemma")),
+    "vllm": Serves(("transformers", "compressed-tensors", "speculators", "eagle3")),
+    "sglang": Serves(("transformers", "compressed-tensors", "eagle3")),
+    # The bundle's integers, which it runs on as they are, in a third of the bytes.
+    "mlx-vlm": Serves(("mlx", "transformers")),
+    "llama.cpp": Serves(("gguf",)),
+    "tensorrt-llm": Serves(("transformers",)),
+    "ollama": Serves(("transformers",)),
+    "litert-lm": Serves(
+        none="LiteRT-LM drafts with what its bundle holds, so nothing is to be written for it. To change that, put a "
+        "drafter into the bundle."
+    ),
+    "lm-studio": Serves(
+        none="LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft models "
+        "are whole models). Its llama.cpp does by itself: choose llama.cpp, and llama-server."
+    ),
+}
+"""What a user may call what is to serve the drafter → what that loads."""
+
+
 def format_named(name: str) -> Format:
     """The format called ``name``.
 
@@ -136,22 +165,33 @@ def format_named(name: str) -> Format:
     return found
 
 
-def name_for(name: str, engine: str | None) -> str:
-    """The name of the format ``name`` as ``engine`` wants it.
+def choose(name: str | None, engine: str | None, architecture: str = GEMMA4_MTP) -> str:
+    """The name of the format to write: the one called ``name``, or where that is None the best for ``engine``.
+
+    Without either it is the first of the architecture's.
 
     Raises:
-        ValueError: there is no format of that name, or no other way to write it.
+        ValueError: there is no format or engine of that name, or the engine loads none such.
     """
-    format_named(name)
+    if name is not None:
+        format_named(name)
     if engine is None:
-        return name
-    otherwise = EVERY[name].otherwise
-    if engine not in otherwise:
-        raise ValueError(
-            f"engine {engine!r}: the {name} format is written "
-            f"{'one way' if not otherwise else 'otherwise for ' + ' and '.join(otherwise)}."
-        )
-    return otherwise[engine]
+        return name or next(known for known, listed in EVERY.items() if listed.architecture == architecture)
+    if engine not in SERVES:
+        raise ValueError(f"engine {escape(engine)!r}: expected {either(SERVES)}.{nearest(engine, SERVES)}")
+    serves = SERVES[engine]
+    if serves.none:
+        raise ValueError(f"engine {engine!r}: {serves.none}")
+    loads = [known for known in serves.formats if name or EVERY[known].architecture == architecture]
+    if not loads or (name is not None and name not in loads):
+        what = f"loads {either(loads)}, and {name} is none of them" if loads else f"loads no {architecture}"
+        raise ValueError(f"engine {engine!r}: {what}.")
+    return name or loads[0]
+
+
+def variant_for(name: str, engine: str | None) -> str:
+    """The name under which the format ``name`` is written for ``engine``: mostly its own."""
+    return name if engine is None else EVERY[name].otherwise.get(engine, name)
 
 
 def format_of(directory: Path) -> Format:
@@ -175,6 +215,15 @@ def format_of(directory: Path) -> Format:
         f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
+
+
+def architecture_of(directory: Path) -> str:
+    """That of the drafter in ``directory``.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    return EVERY[format_of(directory).name].architecture
 
 
 def read_checkpoint(directory: Path | str) -> Checkpoint:

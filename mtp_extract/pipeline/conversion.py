@@ -13,6 +13,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
@@ -23,7 +24,7 @@ from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.errors import escape
-from mtp_extract.formats import format_of
+from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.graph.ledger import Activation
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
@@ -51,7 +52,7 @@ def convert(
     directory: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    format: str,  # noqa: A002 - the command's word for it
+    format: str | None = None,  # noqa: A002 - the command's word for it
     engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
@@ -69,7 +70,8 @@ def convert(
         directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
             then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format, engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
+        format: a name in :data:`mtp_extract.formats.EVERY`; None for the best that ``engine`` loads.
+        engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
             exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
@@ -77,12 +79,15 @@ def convert(
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
         UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
+        ValueError: an unknown ``format``, ``engine``, ``dtype`` or ``quantize``, or neither of the first two.
     """
+    if format is None and engine is None:
+        raise ValueError("format: expected one, or an engine to choose it by; found neither.")
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
-    choice = Choice.of(format, plan, overwrite=overwrite)
-    target = Path(out) if out is not None else default_directory(directory, format)
     place = with_record(Path(directory))
+    name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
+    choice = Choice.of(name, plan, overwrite=overwrite)
+    target = Path(out) if out is not None else default_directory(directory, name)
     inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
     check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
     read = ReadDirectory.of(place)

@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
 from mtp_extract.checkpoint.rounding import RoundedTensor, round_matrices
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.formats import EVERY, format_named, name_for
+from mtp_extract.formats import EVERY, format_named, variant_for
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import changed_card, files_in
@@ -60,20 +60,22 @@ class Choice:
     card: CardWords = UNSAID
 
     @classmethod
-    def of(cls, name: str, plan: WritingPlan, *, overwrite: bool, card: CardWords = UNSAID) -> Choice:
+    def of(cls, name: str | None, plan: WritingPlan, *, overwrite: bool, card: CardWords = UNSAID) -> Choice:
         """What ``plan`` asks of the format called ``name``; in the format's own type where it names none.
+
+        Where ``name`` is None, the engine decides.
 
         Raises:
             ValueError: the format cannot be written so.
             UnsupportedError: rounding and exactness at once.
         """
-        plan.check(name)
+        name = plan.choose(name)
         if plan.exact and plan.quantize:
             raise UnsupportedError(
                 f"Rounding by {plan.quantize} is not exact. Leave one of the two out.", remedies=("exact", "quantize")
             )
         return cls(
-            format_named(name_for(name, plan.engine)),
+            format_named(variant_for(name, plan.engine)),
             plan.dtype or EVERY[name].dtypes[0],
             plan.codes,
             plan.exact,

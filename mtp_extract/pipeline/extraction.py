@@ -62,7 +62,7 @@ def extract(
     source: str | os.PathLike[str] | Source | Opened,
     out: str | os.PathLike[str] | None = None,
     *,
-    format: str = "transformers",  # noqa: A002 - the command's word for it
+    format: str | None = None,  # noqa: A002 - the command's word for it
     engine: str | None = None,
     dtype: str | None = None,
     codes: bool = False,
@@ -77,10 +77,12 @@ def extract(
     """Extract the drafter of ``source`` into the directory ``out``.
 
     Args:
-        source: a path, ``hf://org/repo/file[@revision]``, an ``https://`` URL, or something already opened.
+        source: a path, an id of the Hub, a URL, or something already opened, as
+            :func:`~mtp_extract.bundle.open_source` takes it.
         out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: a name in :data:`mtp_extract.formats.FORMATS`.
-        engine: one that wants the format otherwise ("sglang").
+        format: a name in :data:`mtp_extract.formats.FORMATS`; by default the best that ``engine`` loads, and without
+            an engine "transformers".
+        engine: a name in :data:`mtp_extract.formats.SERVES`: what is to serve the drafter.
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
         codes: write the integers, scales and zero points of what is written in floats, too
             (``codes/codes.safetensors``).
@@ -96,7 +98,7 @@ def extract(
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
             nothing is left behind.
         ValueError: an unknown ``format``, ``dtype`` or ``quantize``, a ``tokenizer`` for a format without room for one,
-            or an ``engine`` for which the format has no other way.
+            or an ``engine`` that does not load it.
     """
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
     choice = Choice.of(format, plan, overwrite=overwrite, card=card)

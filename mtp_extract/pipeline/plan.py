@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.formats import EVERY, FORMATS, name_for
+from mtp_extract.architecture.roles import GEMMA4_MTP
+from mtp_extract.errors import either
+from mtp_extract.formats import EVERY, FORMATS, SERVES, choose
 from mtp_extract.options import About, check_values
 
 _RULES = "; ".join(
@@ -25,7 +27,7 @@ class WritingPlan:
 
     engine: Annotated[
         str | None,
-        About("An engine that wants the format otherwise.", names=("--for",), choices=_every("otherwise")),
+        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(SERVES)),
     ] = None
     dtype: Annotated[
         str | None,
@@ -46,17 +48,22 @@ class WritingPlan:
         About("The base's tokenizer, to put into a gguf; llama.cpp drafts without.", metavar="DIR"),
     ] = None
 
-    def check(self, format_: str) -> None:
-        """Whether the format called ``format_`` can be written so.
+    def choose(self, format_: str | None, architecture: str = GEMMA4_MTP) -> str:
+        """The name of the format that is to be written, which can be written so.
+
+        Args:
+            format_: as the user has it; None for the engine's best.
+            architecture: of the drafter, for that.
 
         Raises:
-            ValueError: an unknown name, type or rule, an engine for which the format has no other way, or a tokenizer
-                for which it has no room.
+            ValueError: an unknown name, type or rule, an engine that does not load the format, or a tokenizer for which
+                it has no room.
         """
-        name_for(format_, self.engine)
-        listed = EVERY[format_]
+        name = choose(format_, self.engine, architecture)
+        listed = EVERY[name]
         if self.tokenizer is not None and not listed.tokenizer_inside:
-            raise ValueError(f"tokenizer: the {format_} format has no room for one.")
+            raise ValueError(f"tokenizer: the {name} format has no room for one.")
         if self.dtype is not None and self.dtype not in listed.dtypes:
-            raise ValueError(f"dtype {self.dtype!r}: the {format_} format is written in {' or '.join(listed.dtypes)}.")
+            raise ValueError(f"dtype {self.dtype!r}: the {name} format is written in {either(listed.dtypes)}.")
         check_values(self)
+        return name

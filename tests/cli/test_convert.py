@@ -11,8 +11,9 @@ from helpers.commands import run
 from typer.testing import CliRunner
 
 from mtp_extract import extract
+from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.cli import convert, inspect
-from mtp_extract.formats import FORMATS
+from mtp_extract.formats import EVERY, FORMATS, SERVES, choose
 
 RUNNER = CliRunner()
 
@@ -46,7 +47,10 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
         ([], 2, "--format"),
         (["--format", "litert", "--dtype", "bf16"], 2, "the litert format is written in f32"),
         (["--format", "litert", "--quantize", "q3_k"], 2, "--quantize"),
-        (["--format", "mlx", "--for", "sglang"], 2, "engine 'sglang': the mlx format is written one way"),
+        (["--format", "mlx", "--for", "sglang"], 2, "--for 'sglang': loads transformers, compressed-tensors or eagle3"),
+        (["--for", "lm-studio"], 2, "--for 'lm-studio': LM Studio does not draft with a Gemma 4 drafter"),
+        (["--for", "litert-lm"], 2, "put a drafter into the bundle"),
+        (["--for", "lama.cpp"], 2, "Did you mean llama.cpp?"),
         (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
         (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
         (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
@@ -113,3 +117,44 @@ def test_what_was_rounded_is_not_called_equal_as_it_is(extracted: Path, sample: 
     assert (told in shown.stdout) == (record["dtype"] != "f32")
     extract(sample, tmp_path / "gguf", format="gguf")
     assert told in RUNNER.invoke(inspect.app, [str(tmp_path / "gguf"), "--against", str(sample)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("engine", "format_", "written"),
+    [
+        ("llama.cpp", None, "gguf"),
+        ("mlx-vlm", None, "mlx"),
+        ("tensorrt-llm", None, "transformers"),
+        ("ollama", None, "transformers"),
+        ("sglang", "compressed-tensors", "compressed-tensors-sglang"),
+        ("vllm", "compressed-tensors", "compressed-tensors"),
+    ],
+)
+def test_the_format_is_what_the_engine_is_served_best_with(
+    extracted: Path, tmp_path: Path, engine: str, format_: str | None, written: str
+) -> None:
+    named = ["--format", format_] if format_ else []
+    result = RUNNER.invoke(convert.app, [str(extracted), "--for", engine, *named, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "out" / "extraction.json").read_text())["layout"] == written
+    assert (f"For {engine}: the {written} format, {FORMATS[written].about}" in result.stdout) == (format_ is None)
+
+
+def test_what_engines_load_is_what_formats_say() -> None:
+    """Two tables, one of formats for a card and one of engines for a choice."""
+    spelled = {"transformers": "transformers", "vllm": "vllm", "sglang": "sglang"}
+    spelled |= {"mlx-vlm": "mlx_vlm", "llama.cpp": "llama_cpp"}
+    for engine, section in spelled.items():
+        listed = {name for name, one in EVERY.items() if section in one.engines}
+        variants = {variant for one in EVERY.values() for variant in one.otherwise.values()}
+        loads = {name for name in SERVES[engine].formats if section in EVERY[name].engines}
+        assert listed - variants == loads
+        others = set(SERVES[engine].formats) - loads
+        assert all(EVERY[name].otherwise.get(engine) in listed for name in others)
+
+
+def test_an_engine_chooses_a_layout_for_a_head() -> None:
+    assert choose(None, "vllm", EAGLE3) == "speculators"
+    assert choose(None, "sglang", EAGLE3) == "eagle3"
+    with pytest.raises(ValueError, match=r"engine 'llama.cpp': loads no eagle3"):
+        choose(None, "llama.cpp", EAGLE3)
