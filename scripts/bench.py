@@ -183,7 +183,7 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
             continue
         shutil.rmtree(out, ignore_errors=True)
         peak = peak_memory(entry("extract"), str(source), "-o", str(out), *options)
-        size = (out / format_named(name).weights_file).stat().st_size / 1e6
+        size = next(out.glob(format_named(name).weights_file)).stat().st_size / 1e6
         figures = f"{times[name]:.3f} s, {times[name] / times['f32']:.2f} ×; {size:.1f} MB; {peak:.0f} MB"
         rows.append((f"`--format {name}`: time, over that of F32; size; peak memory", figures))
     return rows

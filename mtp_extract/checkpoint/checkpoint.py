@@ -98,7 +98,7 @@ class Format(Protocol):
     Attributes:
         name: as users call it.
         marker: the file with the configuration.
-        weights_file: the file with the weights.
+        weights_file: the file with the weights; of both a pattern where the name says more than the format's.
     """
 
     name: str

@@ -28,7 +28,7 @@ What was written, in an engine (the README.md in DIR says more):
                 --speculative-draft-model-path DIR --speculative-num-steps 5
                 --speculative-num-draft-tokens 6 --speculative-eagle-topk 1
   mlx-vlm       python -m mlx_vlm generate --model BASE --draft-model DIR --draft-kind mtp --draft-block-size 4
-  llama.cpp     llama-server -m BASE.gguf -md DIR/drafter.gguf --spec-type draft-mtp --spec-draft-n-max 4
+  llama.cpp     llama-server -m BASE.gguf -md DIR/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max 4
 """
 
 

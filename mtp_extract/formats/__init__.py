@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -215,6 +216,16 @@ def format_of(directory: Path) -> Format:
         f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
         "give the directory an extraction wrote"
     )
+
+
+def weights_of(format_: Format, names: Iterable[str]) -> str | None:
+    """Which of ``names``, of files of a directory of ``format_``, is that of the weights; None where none is."""
+    return next((name for name in sorted(names) if is_called(name, format_.weights_file)), None)
+
+
+def is_called(name: str, pattern: str) -> bool:
+    """Whether a file at the top of a directory is called by ``pattern``; what lies deeper is named in full."""
+    return name == pattern or ("/" not in name and fnmatchcase(name, pattern))
 
 
 def architecture_of(directory: Path) -> str:

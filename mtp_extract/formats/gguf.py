@@ -6,6 +6,7 @@ FP16, the only type that steps have there. Norms, scalars and what cannot be hel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,10 +54,15 @@ _READ = 1 << 20
 
 
 class GgufFormat:
-    """``drafter.gguf``; what is read may also be a single file of any name."""
+    """``mtp-BASE-TYPE.gguf``; what is read may also be a single file of any name.
+
+    llama.cpp pairs a file with a base of the same repository or folder of the Hub where ``mtp-`` is in its name
+    (``find_best_mtp`` of its common/download.cpp), and of several takes the one whose type, before the ending, is the
+    base's or nearest to it.
+    """
 
     name = "gguf"
-    marker = "drafter.gguf"
+    marker = "mtp-*.gguf"
     weights_file = marker
 
     def recognizes(self, directory: Path) -> bool:
@@ -94,6 +100,7 @@ class GgufFormat:
             ARCHITECTURE: ARCH,
             "general.type": "model",
             **_origin(checkpoint.provenance),
+            **_name_parts(_base_of(checkpoint.provenance)),
             "general.file_type": _FILE_TYPES[most],
             "general.quantization_version": _QUANTIZATION_VERSION,
         }
@@ -103,7 +110,8 @@ class GgufFormat:
         if checkpoint.tokenizer is not None:
             tokenizer = tokenizer_metadata(checkpoint.tokenizer, config.vocab_size)
         everything = {**general, **metadata, **own, **tokenizer}
-        return [OutputFile(self.weights_file, tensors=tuple(planned), metadata=everything, notes=notes)]
+        name = f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf"
+        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
 
     def read_config(self, directory: Path) -> DrafterConfig:
         return _config(_file_in(directory))[1]
@@ -137,7 +145,33 @@ FORMAT = GgufFormat()
 
 
 def _file_in(place: Path) -> Path:
-    return place if place.suffix == Path(FORMAT.marker).suffix and place.is_file() else place / FORMAT.marker
+    """The file at or in ``place``; of several the first, beside which the others do not belong."""
+    if place.suffix == Path(FORMAT.marker).suffix and place.is_file():
+        return place
+    return min(place.glob(FORMAT.marker), default=place / FORMAT.marker)
+
+
+_ENDINGS = (".litertlm", ".tflite", ".gguf", "-assistant", "-mtp-drafter")
+"""Of the name of a source, what is not of its base's."""
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
+_PARTS = re.compile(
+    r"(?P<basename>.+?)-(?P<size_label>(?:\d+x)?[AE]?\d+(?:\.\d+)?[BKM](?:-A\d+B)?)(?:-(?P<finetune>.+))?"
+)
+
+
+def _base_of(provenance: Mapping[str, str]) -> str:
+    """What the base is called in a file's name, by the name of the bundle or directory that all came from."""
+    name = provenance.get("source.name", "").rstrip("/").rpartition("/")[2]
+    for ending in _ENDINGS:
+        name = name.removesuffix(ending)
+    return _UNFIT.sub("-", name).removeprefix("mtp-").strip("-.") or "drafter"
+
+
+def _name_parts(base: str) -> dict[str, str]:
+    """The parts of a base's name that GGUF's naming convention has, as far as it has them: gemma-4, E4B, it."""
+    found = _PARTS.fullmatch(base)
+    parts = {"basename": base} if found is None else {key: part for key, part in found.groupdict().items() if part}
+    return {f"general.{key}": part for key, part in parts.items()}
 
 
 def _codes(tensor: LazyTensor) -> RowCodes:

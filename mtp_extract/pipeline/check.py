@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.rounding import rounded_again
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
-from mtp_extract.formats import EVERY, format_named, format_of
+from mtp_extract.formats import EVERY, format_named, format_of, weights_of
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
 
@@ -119,9 +119,10 @@ def verify(directory: str | os.PathLike[str], allowed: Container[str] = ()) -> V
     folder = Path(directory)
     present = list(files_in(folder))
     record = read_record(folder)
-    weights = format_named(record["layout"]).weights_file
-    if weights not in record["files"]:
-        raise CheckpointError(f"{folder}: its record does not list {weights}.")
+    layout = format_named(record["layout"])
+    weights = weights_of(layout, record["files"])
+    if weights is None:
+        raise CheckpointError(f"{folder}: its record does not list {layout.weights_file}.")
     wrong = [
         f"{escape(name)} belongs neither to the checkpoint nor to a report"
         for name in present

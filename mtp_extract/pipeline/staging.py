@@ -13,7 +13,7 @@ from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, escape
-from mtp_extract.formats import EVERY, format_named
+from mtp_extract.formats import EVERY, format_named, is_called
 from mtp_extract.formats.transformers import GENERATION_FILE
 from mtp_extract.io.output import output_error
 from mtp_extract.io.place import listing
@@ -45,7 +45,7 @@ def recorded(place: Path) -> frozenset[str]:
         raise OutputError(f"{escape(place / RECORD)}: lists no files, so what lies beside it is not replaced.")
     formats = map(format_named, EVERY)
     written = {*_WRITTEN, *(name for format_ in formats for name in (format_.weights_file, format_.marker))}
-    return frozenset({RECORD, *({*files} & written)})
+    return frozenset({RECORD, *(name for name in files if any(is_called(name, known) for known in written))})
 
 
 def write_file(

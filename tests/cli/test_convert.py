@@ -92,11 +92,11 @@ def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) ->
 
 def test_a_gguf_by_itself(extracted: Path, tmp_path: Path) -> None:
     RUNNER.invoke(convert.app, [str(extracted), "--format", "gguf", "-o", str(tmp_path / "out")])
-    alone = shutil.copy(tmp_path / "out" / "drafter.gguf", tmp_path / "some.gguf")
+    alone = shutil.copy(tmp_path / "out" / "mtp-sample-Q4_0.gguf", tmp_path / "some.gguf")
     shown = RUNNER.invoke(inspect.app, [str(alone)])
     assert "gguf format: 48 weights (25 F32, 13 INT4, 10 INT8)" in shown.stdout
     # One that lies beside a record is what the record speaks of.
-    shown = RUNNER.invoke(inspect.app, [str(tmp_path / "out" / "drafter.gguf")])
+    shown = RUNNER.invoke(inspect.app, [str(tmp_path / "out" / "mtp-sample-Q4_0.gguf")])
     assert "match extraction.json" in shown.stdout
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.checkpoint.tensor_file import header_sum, read_header, write_tensors
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
+from mtp_extract.formats.gguf import _base_of, _name_parts
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.unexpected import unexpected_in
@@ -40,7 +41,13 @@ from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.proof.proof import Proof
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
-FILE = "drafter.gguf"
+FILE = "mtp-sample-Q4_0.gguf"
+
+
+def file_in(directory: Path) -> Path:
+    """The one of a directory, whatever it is called after."""
+    (found,) = directory.glob("*.gguf")
+    return found
 
 
 def stored_codes(codes: np.ndarray, steps: np.ndarray, block: int, bits: int = 4) -> StoredCodes:
@@ -126,7 +133,7 @@ def theirs(directory: Path) -> dict[str, np.ndarray]:
     """Every tensor's numbers, as the gguf package reads the file."""
     return {
         tensor.name: dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
-        for tensor in GGUFReader(directory / FILE).tensors
+        for tensor in GGUFReader(file_in(directory)).tensors
     }
 
 
@@ -179,7 +186,7 @@ def test_floats(sample: Path, tmp_path: Path, dtype: str) -> None:
         else:
             # Vectors are F32 whatever the type; narrowed they are the other's.
             np.testing.assert_allclose(found, same, rtol=2**-8)
-    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "gguf" / FILE).tensors}
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file_in(tmp_path / "gguf")).tensors}
     assert {kinds[role.names["gguf"]] for role in roles_of(4) if role.kind != "matrix"} == {"F32"}
     assert {kinds[role.names["gguf"]] for role in roles_of(4) if role.kind == "matrix"} == {dtype.upper()}
     assert read_checkpoint(tmp_path / "gguf").dtype == dtype
@@ -724,7 +731,7 @@ def tokenizer(folder: Path, count: int = 512, **changes: Any) -> Path:
 
 def test_a_tokenizer_as_the_converter_writes_it(sample: Path, tmp_path: Path) -> None:
     extract(sample, tmp_path / "out", format="gguf", tokenizer=tokenizer(tmp_path / "words"))
-    fields = {key: field.contents() for key, field in GGUFReader(tmp_path / "out" / FILE).fields.items()}
+    fields = {key: field.contents() for key, field in GGUFReader(file_in(tmp_path / "out")).fields.items()}
     found = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if "tokenizer" in key}
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|channel>", "<0x0A>", *(f"t{n}" for n in range(505)), "<new>"]
     assert found == {
@@ -770,3 +777,56 @@ def test_only_a_format_with_room_takes_a_tokenizer(sample: Path, tmp_path: Path)
     without = next(name for name, listed in FORMATS.items() if not listed.tokenizer_inside)
     with pytest.raises(ValueError, match="has no room"):
         extract(sample, tmp_path / "out", format=without, tokenizer=tmp_path)
+
+
+# What it is called
+
+
+@pytest.mark.parametrize(
+    ("source", "base", "parts"),
+    [
+        ("gemma-4-E4B-it.litertlm", "gemma-4-E4B-it", ("gemma-4", "E4B", "it")),
+        ("hf://org/repo@main/gemma-4-26B-A4B-it.litertlm", "gemma-4-26B-A4B-it", ("gemma-4", "26B-A4B", "it")),
+        ("gemma-4-E2B-it-assistant", "gemma-4-E2B-it", ("gemma-4", "E2B", "it")),
+        ("mtp-gemma-4-31B-it.gguf", "gemma-4-31B-it", ("gemma-4", "31B", "it")),
+        ("my model ☃.tflite", "my-model", ("my-model", None, None)),
+        ("../..", "drafter", ("drafter", None, None)),
+        ("", "drafter", ("drafter", None, None)),
+    ],
+)
+def test_it_is_called_after_its_base(source: str, base: str, parts: tuple[str | None, ...]) -> None:
+    found = _base_of({"source.name": source})
+    assert found == base
+    made = _name_parts(found)
+    assert tuple(made.get(f"general.{key}") for key in ("basename", "size_label", "finetune")) == parts
+
+
+def paired(files: Sequence[str], model: str, tag: str) -> str:
+    """What llama.cpp takes beside ``model``, by find_best_sibling of its common/download.cpp (at 0216dab3)."""
+
+    def bits(name: str) -> int:
+        kind = re.search(r"[-.]([A-Z0-9_]+)$", name.removesuffix(".gguf"), re.IGNORECASE)
+        number = re.search(r"[0-9]+", kind[1]) if kind else None
+        return int(number[0]) if number else 0
+
+    folder = model.split("/")[:-1]
+    beside = [
+        name
+        for name in files
+        if name.endswith(".gguf") and "mtp-" in name and folder[: name.count("/")] == name.split("/")[:-1]
+    ]
+    return min(beside, key=lambda name: (-name.count("/"), f"-{tag}." not in name.upper(), abs(bits(name) - bits(tag))))
+
+
+def test_llama_cpp_pairs_it_with_its_base(made: Path, sample: Path, tmp_path: Path) -> None:
+    """By its name alone, and of several the one of the base's type; it is taken for no model of its own."""
+    ours = file_in(made).name
+    extract(sample, tmp_path / "floats", format="gguf", dtype="bf16")
+    floats = file_in(tmp_path / "floats").name
+    files = ["sample-Q4_0.gguf", "sample-BF16.gguf", "mmproj-BF16.gguf", ours, floats]
+    assert floats == "mtp-sample-BF16.gguf"
+    assert paired(files, "sample-Q4_0.gguf", "Q4_0") == ours
+    assert paired(files, "sample-Q4_K_M.gguf", "Q4_K_M") == ours
+    assert paired(files, "sample-BF16.gguf", "BF16") == floats
+    fields = GGUFReader(file_in(made)).fields
+    assert fields["general.basename"].contents() == "sample"

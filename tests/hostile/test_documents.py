@@ -83,13 +83,17 @@ def test_what_is_no_file_is_not_waited_for(
 def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
-    os.mkfifo(tmp_path / "drafter.gguf")
-    for path, match in ((pipe, "named pipe"), (tmp_path / "drafter.gguf", "named pipe"), (Path("/dev/zero"), "device")):
+    os.mkfifo(tmp_path / "mtp-a-F32.gguf")
+    for path, match in (
+        (pipe, "named pipe"),
+        (tmp_path / "mtp-a-F32.gguf", "named pipe"),
+        (Path("/dev/zero"), "device"),
+    ):
         with pytest.raises(OSError, match=match):
             open_regular(path)
         with pytest.raises(MtpExtractError, match=match):
             read_prompts(link(tmp_path / f"{path.name}.jsonl", path))
-    for name in ("model.safetensors", "drafter.gguf"):
+    for name in ("model.safetensors", "mtp-a-F32.gguf"):
         with pytest.raises(CheckpointError, match="named pipe"):
             read_header(tmp_path / name)
     with pytest.raises(OSError, match="embedded null"):

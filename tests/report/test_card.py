@@ -49,7 +49,7 @@ def test_what_the_card_states() -> None:
         '\'{"method":"mtp","model":"DRAFTER","num_speculative_tokens":4}\'',
         "--speculative-algorithm NEXTN",
         "--format gguf -o drafter-gguf",
-        "-md drafter-gguf/drafter.gguf --spec-type draft-mtp",
+        "-md drafter-gguf/mtp-*.gguf --spec-type draft-mtp",
         "--draft-kind mtp --draft-block-size 4",
         "hf://litert-community/gemma-4-E4B-it-litert-lm/gemma-4-E4B-it.litertlm@" + "c" * 40,
         "## Limits",
@@ -81,13 +81,13 @@ def test_the_licence_of_a_known_bundle_only() -> None:
 @pytest.mark.parametrize("layout", FORMATS)
 def test_each_format_is_for_its_own_engines(layout: str) -> None:
     """One section for each engine that loads it, and a library name the Hub shows."""
-    text = card(layout=layout, files={"drafter.gguf": {}} if layout == "gguf" else {})
+    text = card(layout=layout, files={"mtp-x-Q4_0.gguf": {}} if layout == "gguf" else {})
     marks = {
         "transformers": "assistant_model=drafter",
         "vllm": "vllm serve",
         "sglang": "sglang.launch_server",
         "mlx_vlm": "mlx_vlm generate",
-        "llama_cpp": "-md DRAFTER/drafter.gguf",
+        "llama_cpp": "-md DRAFTER/mtp-x-Q4_0.gguf",
     }
     assert marks.keys() == set(ENGINES)
     assert {engine for engine, mark in marks.items() if mark in text} == set(FORMATS[layout].engines)
@@ -195,6 +195,6 @@ def test_known_files_without_a_drafter_are_named() -> None:
 
 def test_where_an_engine_does_otherwise_is_a_limit() -> None:
     note = "llama.cpp does not load this drafter: it is as wide as its base (64)."
-    text = card(layout="gguf", dtype="codes", files={"drafter.gguf": {}}, notes=[note])
+    text = card(layout="gguf", dtype="codes", files={"mtp-x-Q4_0.gguf": {}}, notes=[note])
     assert note in text.partition("## Limits")[2]
     assert note not in card()

@@ -249,7 +249,9 @@ def test_bytes_of_a_gguf(tmp_path: Path) -> None:
     from gguf import GGUFReader
 
     mtp_extract.extract(first_bundle(), tmp_path / "out", format="gguf")
-    tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(tmp_path / "out" / "drafter.gguf").tensors}
+    tensors = {
+        tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(next((tmp_path / "out").glob("*.gguf"))).tensors
+    }
     reads = facts_of(tmp_path / "out", "x").reads.bytes
     assert reads.total == sum(tensors.values())
     assert reads.head == tensors["token_embd.weight"]
