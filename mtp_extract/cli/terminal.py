@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from math import inf
 from typing import Any, TextIO
@@ -22,8 +23,10 @@ from typing import Any, TextIO
 from mtp_extract.errors import LONGEST_NAME, escape
 from mtp_extract.io.source import Progress
 
-_FASTEST_REDRAW = 0.1
-"""Seconds between two lines on a terminal."""
+_BAR = 20
+"""Columns of a bar."""
+_PACE_KNOWN = 2.0
+"""Seconds of work after which its pace says how long it takes."""
 _WORTH_SHOWING = 1 << 26
 """Bytes."""
 _LINES = 20
@@ -38,18 +41,35 @@ def _line(stream: TextIO, text: str) -> None:
 
 def say(text: str) -> None:
     """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
-    indent = text[: len(text) - len(text.lstrip())] + "  "
-    room = _room()
-    if len(text) > room:
-        text = textwrap.fill(
-            text, int(room), subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False, **_WHOLE_WORDS
-        )
-    _line(sys.stdout, text)
+    _line(sys.stdout, _folded(text, _room()))
 
 
 def say_all(text: str) -> None:
     """A line of untrusted text on stdout, all of it: a long text is not a long name."""
     say(escape(text, longest=len(text)))
+
+
+def say_verdict(text: str) -> None:
+    """As :func:`say_all`, with colours on the words that decide: refuted, proven, not proven."""
+    shown = _folded(escape(text, longest=len(text)), _room())
+    _line(sys.stdout, _DECIDING.sub(lambda word: coloured(word[0], _COLOURS[word[0].lower()], sys.stdout), shown))
+
+
+_COLOURS = {"refuted": "31", "proven": "32", "not proven": "33"}
+_DECIDING = re.compile(r"\b(?:refuted|not proven|proven)(?=:)", re.IGNORECASE)
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """``text`` in an ANSI colour where ``stream`` is a terminal and nobody asked for none (NO_COLOR)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def _folded(text: str, room: float) -> str:
+    if len(text) <= room:
+        return text
+    indent = text[: len(text) - len(text.lstrip())] + "  "
+    return textwrap.fill(text, int(room), subsequent_indent=indent, replace_whitespace=False, **_WHOLE_WORDS)
 
 
 def say_notes(notes: Iterable[str]) -> None:
@@ -66,7 +86,9 @@ def write_json(value: Any) -> None:
 def error(message: str) -> None:
     """An error on stderr."""
     sys.stdout.flush()
-    _line(sys.stderr, f"error: {message}")
+    room = shutil.get_terminal_size().columns if sys.stderr.isatty() else inf
+    text = _folded(f"error: {message}", room)
+    _line(sys.stderr, coloured("error:", _COLOURS["refuted"], sys.stderr) + text.removeprefix("error:"))
     sys.stderr.flush()
 
 
@@ -158,37 +180,53 @@ def _widths(rows: Sequence[Sequence[str]], room: float) -> list[int]:
 
 
 @contextmanager
-def _redrawn() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that takes the place of the one before, a few times a second, and goes in the end."""
-    last: float | None = None
-    lock = threading.Lock()
+def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr with a line beside it, drawn anew a few times a second, of which nothing is left in the end."""
+    with ExitStack() as stack:
+        shown: list[Any] = []
 
-    def draw(line: str) -> None:
-        nonlocal last
-        with lock:
-            now = time.monotonic()
-            if last is None or now - last >= _FASTEST_REDRAW:
-                last = now
-                sys.stderr.write(f"\r\x1b[K  {line}")
-                sys.stderr.flush()
+        def draw(done: int, total: int, line: str) -> None:
+            with lock:
+                if not shown:
+                    # Half a tenth of a second to import: for who sees it alone.
+                    from rich.console import Console
+                    from rich.progress import BarColumn, Progress, TextColumn
 
-    try:
+                    from rich.table import Column
+
+                    bar = Progress(
+                        BarColumn(_BAR, table_column=Column(min_width=_BAR)),
+                        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+                        console=Console(stderr=True, highlight=False),
+                        transient=True,
+                        redirect_stdout=False,
+                    )
+                    task = bar.add_task(line, total=total, completed=done)
+                    shown[:] = stack.enter_context(bar), task
+                shown[0].update(shown[1], completed=done, total=total, description=line)
+
+        lock = threading.Lock()
         yield draw
-    finally:
-        if last is not None:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """How many bytes are done, on a terminal and for work worth showing."""
-    active = not quiet and sys.stderr.isatty()
+    """How many bytes are done and how long the others take, on a terminal and for work worth showing."""
+    active, begun = not quiet and sys.stderr.isatty(), time.monotonic()
+    most = 0
     with _redrawn() as draw:
 
         def update(done: int, total: int) -> None:
-            if active and total >= _WORTH_SHOWING:
-                draw(f"{size(done)} of {size(total)} ({100 * done // total} %)")
+            nonlocal begun, most
+            if not active or total < _WORTH_SHOWING:
+                return
+            if done < most or not most:
+                # Another part of the work, at another pace.
+                begun = time.monotonic()
+            most = done
+            seconds = time.monotonic() - begun
+            left = f", {duration(seconds * (total - done) / done)} left" if done and seconds >= _PACE_KNOWN else ""
+            draw(done, total, f"{size(done)} of {size(total)}{left}")
 
         yield update
 
@@ -204,9 +242,17 @@ def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
             if quiet:
                 return
             if terminal:
-                draw(line)
+                draw(done, total, escape(line))
             elif (part := _LINES * done // total) != shown:
                 shown = part
                 doing(line)
 
         yield update
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 2 min 5 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

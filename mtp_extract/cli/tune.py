@@ -18,7 +18,17 @@ import typer
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing, doing_unless, error, progress_lines, say, say_notes, table, write_json
+from mtp_extract.cli.terminal import (
+    doing,
+    doing_unless,
+    duration,
+    error,
+    progress_lines,
+    say,
+    say_notes,
+    table,
+    write_json,
+)
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.pace import duration
 from mtp_extract.options import About

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +42,13 @@ def command(
     from mtp_extract.hub.upload import upload
 
     result = upload(
-        directory, repository, private=private, force=force, dry_run=dry_run, card=card, progress=not print_json
+        directory,
+        repository,
+        private=private,
+        force=force,
+        dry_run=dry_run,
+        card=card,
+        progress=not print_json and sys.stderr.isatty(),
     )
     if print_json:
         write_json(

@@ -11,7 +11,17 @@ import typer
 
 from mtp_extract.cli._options import AsJson, OverwriteReport
 from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing_unless, error, progress_lines, say, say_all, say_notes, table, write_json
+from mtp_extract.cli.terminal import (
+    doing_unless,
+    error,
+    progress_lines,
+    say,
+    say_all,
+    say_notes,
+    say_verdict,
+    table,
+    write_json,
+)
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.pace import Status, duration
 from mtp_extract.options import About
@@ -83,7 +93,7 @@ def command(
 def _show(report: Mapping[str, Any]) -> None:
     from mtp_extract.report.tables import measurements
 
-    say_all(report["verdict"])
+    say_verdict(report["verdict"])
     for part in measurements(report):
         if not part.detail:
             say(part.title)

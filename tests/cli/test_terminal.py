@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+from contextlib import nullcontext
+
 import pytest
 
 from mtp_extract.cli import terminal
@@ -61,3 +66,68 @@ def test_a_line_goes_on_between_words(capsys: pytest.CaptureFixture[str], monkey
     assert max(map(len, lines)) <= 60
     assert [line[:4] for line in lines[1:]] == ["    "] * (len(lines) - 1)
     assert (begin, end) == ("{", "}") and text in middle
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """stderr, 60 characters wide; pytest puts its own in place when a test begins."""
+    for name, value in (("COLUMNS", "60"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch)
+    long = "text 3 of 8, " + "loss 1.2 " * 30
+    with terminal.progress_lines() as show:
+        show(3, 8, "first")
+        show(4, 8, long)
+    drawn = screen.getvalue()
+    assert "first" in drawn and "text 3 of 8" in drawn and "━" in drawn
+    # A line that is wider than the screen would be erased in part: it is cut, at the width of the screen.
+    rows = [row for row in re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", drawn) if row]
+    assert max(map(len, rows)) <= 60
+    assert drawn.rstrip("\x1b[?25h").endswith("\x1b[2K")
+
+
+def test_bytes_come_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_screen(monkeypatch)
+    now = iter([0.0, *(10.0 * step for step in range(99))])
+    monkeypatch.setattr("mtp_extract.cli.terminal.time.monotonic", lambda: next(now))
+    shown: list[str] = []
+    monkeypatch.setattr("mtp_extract.cli.terminal._redrawn", lambda: nullcontext(lambda *line: shown.append(line[2])))
+    with terminal.progress() as tick:
+        tick(100_000_000, 1_000_000_000)
+        tick(200_000_000, 1_000_000_000)
+        tick(1, 1000)
+    assert shown == ["100.0 MB of 1.00 GB, 1 min 30 s left", "200.0 MB of 1.00 GB, 1 min 20 s left"]
+
+
+def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.progress() as tick, terminal.progress_lines() as show:
+        tick(1 << 29, 1 << 30)
+        for done in range(1, 101):
+            show(done, 100, f"text {done}")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [f"text {done} …" for done in range(5, 101, 5)]
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colours_are_on_the_words_that_decide(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    text = "Refuted: a; proven: that b is proven; not proven: c."
+    terminal.say_verdict(text)
+    colours = "\x1b[31mRefuted\x1b[0m: a; \x1b[32mproven\x1b[0m: that b is proven; \x1b[33mnot proven\x1b[0m: c."
+    assert sys.stdout.getvalue().strip() == (text if no_color else colours)
