@@ -10,28 +10,57 @@
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
     mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
 
-Names are imported when they are first used: ``import mtp_extract`` alone loads nothing heavy.
+Every command is a function of its name: ``inspect``, ``extract``, ``convert``, ``validate``, ``tune``, ``insert``,
+``bench`` and ``upload``. Names are imported when they are first used: ``import mtp_extract`` alone loads nothing heavy.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
+    from mtp_extract.api import CheckpointInspection, bench, insert, inspect, tune, validate
     from mtp_extract.bundle import Opened, Shard
     from mtp_extract.bundle import open_bundle as open
     from mtp_extract.errors import MtpExtractError
+    from mtp_extract.hub.upload import UploadResult, upload
     from mtp_extract.pipeline.conversion import convert
     from mtp_extract.pipeline.directory import ExtractionResult
     from mtp_extract.pipeline.extraction import extract
+    from mtp_extract.report.card import CardWords
 
-__all__ = ["ExtractionResult", "MtpExtractError", "Opened", "Shard", "__version__", "convert", "extract", "open"]
+__all__ = [
+    "CardWords",
+    "CheckpointInspection",
+    "ExtractionResult",
+    "MtpExtractError",
+    "Opened",
+    "Shard",
+    "UploadResult",
+    "__version__",
+    "bench",
+    "convert",
+    "extract",
+    "insert",
+    "inspect",
+    "open",
+    "tune",
+    "upload",
+    "validate",
+]
 
 # Public name -> module and the name there.
 _HOMES = {
+    **{name: ("mtp_extract.api", name) for name in ("bench", "insert", "inspect", "tune", "validate")},
+    "CardWords": ("mtp_extract.report.card", "CardWords"),
+    "CheckpointInspection": ("mtp_extract.api", "CheckpointInspection"),
+    "UploadResult": ("mtp_extract.hub.upload", "UploadResult"),
+    "upload": ("mtp_extract.hub.upload", "upload"),
     "Shard": ("mtp_extract.bundle", "Shard"),
     "ExtractionResult": ("mtp_extract.pipeline.directory", "ExtractionResult"),
     "MtpExtractError": ("mtp_extract.errors", "MtpExtractError"),
@@ -46,8 +75,33 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    found = getattr(import_module(module), attribute)
+    # A room of that name was bound meanwhile; it is called like the function.
+    return globals().get(name, found)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Room(ModuleType):
+    """A folder of the package that has a function's name: the folder as ever, and called it is the function."""
+
+    @property
+    def __wrapped__(self) -> Any:
+        return getattr(import_module("mtp_extract.api"), self.__name__.rpartition(".")[2])
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.__wrapped__(*arguments, **options)
+
+
+class _Package(ModuleType):
+    """This package: what is imported of it stays callable where it has the name of a function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

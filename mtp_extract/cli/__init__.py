@@ -11,6 +11,7 @@ COMMANDS = {
     "tune": "A drafter, fitted to its base; or a new one.",
     "insert": "A checkpoint back into a bundle.",
     "bench": "How fast a running server is, with and without its drafter.",
+    "doctor": "Why acceptance is what it is; and whether a bundle holds a drafter.",
     "upload": "A checkpoint on the Hugging Face Hub.",
 }
 """Each command and what it is for, in the order in which a user meets them; a module of this folder has its name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,22 +62,18 @@ def command(
     if format is not None:
         checked_format(plan, format)
 
-    from mtp_extract.bundle import open_bundle
     from mtp_extract.pipeline.check import with_record
     from mtp_extract.pipeline.conversion import convert
 
     name = checked_format(plan, format, GEMMA4_MTP if format else architecture_of(with_record(directory)))
-    with ExitStack() as stack:
-        tick = stack.enter_context(progress(quiet=print_json))
-        opened = None
-        if source is not None:
-            opened = stack.enter_context(open_bundle(source, download=download, progress=tick))
+    with progress(quiet=print_json) as tick:
         result = convert(
             directory,
             out,
             format=name,
             **vars(plan),
-            source=opened,
+            source=source,
+            download=download,
             overwrite=overwrite,
             card=card,
             progress=tick,

@@ -191,7 +191,6 @@ def _redrawn() -> Iterator[Callable[[int, int, str], None]]:
                     # Half a tenth of a second to import: for who sees it alone.
                     from rich.console import Console
                     from rich.progress import BarColumn, Progress, TextColumn
-
                     from rich.table import Column
 
                     bar = Progress(

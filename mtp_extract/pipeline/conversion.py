@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from xxhash import xxh3_128
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.bundle import Opened
+from mtp_extract.bundle import Opened, open_bundle
 from mtp_extract.checkpoint import record
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
@@ -59,7 +60,8 @@ def convert(
     exact: bool = False,
     quantize: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    source: Opened | None = None,
+    source: str | os.PathLike[str] | Opened | None = None,
+    download: bool = False,
     overwrite: bool = False,
     card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
@@ -75,6 +77,7 @@ def convert(
             exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
+        download: of ``source``, as for :func:`~mtp_extract.bundle.open_bundle`.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
@@ -88,19 +91,23 @@ def convert(
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
     choice = Choice.of(name, plan, overwrite=overwrite)
     target = Path(out) if out is not None else default_directory(directory, name)
-    inputs = place, None if source is None else source.source.path, *files_of(tokenizer)
-    check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
-    read = ReadDirectory.of(place)
-    choice = replace(choice, card=card.over(read.old))
-    prepared = choice.prepare(read.checkpoint)
-    with staging(prepared, target, inputs=inputs, progress=progress) as staged:
-        check_codes(staged.written, prepared.checkpoint, prepared.holdings)
-        check_floats(staged.written, prepared.checkpoint, prepared.holdings)
-        proof = read.proof(prepared, staged.written, source)
-        result = finish(prepared, staged, read.record(prepared, staged, proof), target, read.notes())
-        if source is not None:
-            verify_against_source(staged.directory, source)
-    return result
+    with ExitStack() as stack:
+        opened = source if isinstance(source, Opened) else None
+        if source is not None and not isinstance(source, Opened):
+            opened = stack.enter_context(open_bundle(source, download=download, progress=progress))
+        inputs = place, None if opened is None else opened.source.path, *files_of(tokenizer)
+        check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
+        read = ReadDirectory.of(place)
+        choice = replace(choice, card=card.over(read.old))
+        prepared = choice.prepare(read.checkpoint)
+        with staging(prepared, target, inputs=inputs, progress=progress) as staged:
+            check_codes(staged.written, prepared.checkpoint, prepared.holdings)
+            check_floats(staged.written, prepared.checkpoint, prepared.holdings)
+            proof = read.proof(prepared, staged.written, opened)
+            result = finish(prepared, staged, read.record(prepared, staged, proof), target, read.notes())
+            if opened is not None:
+                verify_against_source(staged.directory, opened)
+        return result
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ def extract(
     overwrite: bool = False,
     sliding_window: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    section: int | None = None,
+    signature: str | None = None,
+    download: bool = False,
     card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
@@ -91,6 +94,7 @@ def extract(
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
+        section, signature, download: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
         card: what to say on the card.
         progress: called with bytes done and bytes in all, from worker threads.
 
@@ -102,7 +106,11 @@ def extract(
     """
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
     choice = Choice.of(format, plan, overwrite=overwrite, card=card)
-    with nullcontext(source) if isinstance(source, Opened) else open_bundle(source) as opened:
+    with (
+        nullcontext(source)
+        if isinstance(source, Opened)
+        else open_bundle(source, download=download, progress=progress, section=section, signature=signature)
+    ) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
         inputs = opened.source.path, *files_of(tokenizer)
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)

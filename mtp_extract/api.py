@@ -1,0 +1,273 @@
+"""What the commands do, as functions of ``mtp_extract``: the same arguments by the same names, typed results.
+
+Extracting, converting and uploading are functions of the library as they are; here are the others, which a command puts
+together. A function that takes ``**options`` takes the fields of the plan that its docstring names, which are the
+command's options: ``help`` lists them with their defaults, and a wrong name is a TypeError.
+"""
+
+from __future__ import annotations
+
+import inspect as python
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from mtp_extract.base.comparison import BaseComparison, compare_base
+from mtp_extract.bench.plan import BenchPlan
+from mtp_extract.bench.run import Benchmark, run_benchmark
+from mtp_extract.bundle import open_bundle
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.insert.plan import InsertionPlan, InsertionResult
+from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.io.source import Progress
+from mtp_extract.pipeline import inspection
+from mtp_extract.pipeline.check import Verification, verify, with_record
+from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
+from mtp_extract.pipeline.staging import RECORD
+from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
+from mtp_extract.tune.head import HeadPlan, run_ordered_head
+from mtp_extract.tune.outcome import Outcome
+from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
+from mtp_extract.tune.setting import Setting
+from mtp_extract.tune.status import Status
+from mtp_extract.validate.result import Validation
+from mtp_extract.validate.run import ValidationPlan, run_validation
+
+Say = Callable[[str], None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _silent(what: object) -> None:
+    """Nobody asked to be told."""
+
+
+def _nothing_shown(done: int, total: int) -> None:
+    """As :func:`_silent`, of bytes."""
+
+
+def _options_of(*plans: type) -> Callable[[_Function], _Function]:
+    """Shows the fields of ``plans`` in a function's signature, in place of its ``**options``."""
+
+    def shown(function: _Function) -> _Function:
+        own = [one for one in python.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
+        names = {one.name for one in own}
+        more = {field.name: field for plan in plans for field in fields(plan) if field.name not in names}
+        parameters = [
+            python.Parameter(name, python.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for name, field in more.items()
+            if field.default is not MISSING
+        ]
+        function.__signature__ = python.Signature([*own, *parameters])  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+@dataclass(frozen=True)
+class CheckpointInspection:
+    """What :func:`inspect` found in a checkpoint.
+
+    Attributes:
+        holds: format, geometry, stored types and findings, as ``mtp-inspect --json`` prints them.
+        verification: of its files and tensors against its record, and the bundle if one was named; None where it has
+            neither.
+    """
+
+    holds: Mapping[str, Any]
+    verification: Verification | None
+
+
+def inspect(
+    source: str | os.PathLike[str],
+    *,
+    tensors: bool = False,
+    graph: bool = False,
+    section: int | None = None,
+    against: str | os.PathLike[str] | None = None,
+    sliding_window: int | None = None,
+    download: bool = False,
+    progress: Progress = _nothing_shown,
+) -> Inspection | CheckpointInspection | BaseComparison:
+    """What a bundle or a checkpoint holds.
+
+    Args:
+        source: a bundle, as :func:`~mtp_extract.bundle.open_source` takes it, or a checkpoint: a directory or a
+            ``.gguf``.
+        against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
+            the directory of a base's checkpoint.
+        tensors, graph, section, sliding_window: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; the
+            last three are of a bundle.
+
+    Returns:
+        Of a bundle an Inspection, with ``against`` a BaseComparison; of a checkpoint a CheckpointInspection.
+
+    Raises:
+        CheckpointError, SourceError, FormatError: damaged, or not to be had, or not what its record says.
+    """
+    place = Path(source)
+    if place.is_dir() or (place.suffix == ".gguf" and place.is_file()):
+        place = with_record(place)
+        verification = None
+        if against is not None:
+            with open_bundle(against, download=download, progress=progress) as opened:
+                verification = verify_against_source(place, opened, REPORT_FILES)
+        elif (place / RECORD).exists():
+            verification = verify(place, REPORT_FILES)
+        return CheckpointInspection(inspect_checkpoint(place, tensors=tensors), verification)
+    with open_bundle(source, download=download, progress=progress) as opened:
+        if against is not None:
+            return compare_base(opened, Path(against), progress)
+        return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
+
+
+def insert(
+    source: PathLike,
+    bundle: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    types: Mapping[str, str] | None = None,
+    graph_from: PathLike | None = None,
+    base: str | None = None,
+    prompts: PathLike | None = None,
+    chat_template: bool = True,
+    section: int | None = None,
+    signature: str | None = None,
+    overwrite: bool = False,
+    say: Say = _silent,
+    progress: Progress = _nothing_shown,
+) -> InsertionResult | InsertionPlan:
+    """Put the weights of a drafter's checkpoint into a bundle, whose other sections stay as they are.
+
+    Args:
+        source: a checkpoint, or a bundle or model whose drafter is taken.
+        bundle: where they go; it stays as it is.
+        out: the new bundle.
+        dry_run: write nothing and return what would be done; ``out`` is then None.
+        types: role → "int8", "int4", "int2" or "float32", for matrices that are to be stored otherwise; a role may have
+            wildcards.
+        graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
+        base, prompts, chat_template: for a graph with static activations, the base beside which their scales are
+            measured anew, and what it continues for that.
+        section, signature: the drafter's in ``bundle``, where there are several.
+
+    Raises:
+        PairError, UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
+        ValueError: neither or both of ``out`` and ``dry_run``.
+    """
+    if (out is None) != dry_run:
+        raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
+    if out is not None:
+        check_place(Path(out), overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
+    ranges = None
+    if base is not None:
+        from mtp_extract.validate.calibration import measure_ranges
+
+        if not Path(source).is_dir():
+            raise UnsupportedError(
+                "Expected the directory of a checkpoint to run beside a base, found none. Extract the drafter first.",
+                remedies=("base",),
+            )
+        ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say)
+    with planned_insertion(
+        source, bundle, types=types, ranges=ranges, graph_from=graph_from, section=section, signature=signature
+    ) as plan:
+        return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
+
+
+@_options_of(ValidationPlan)
+def validate(
+    directory: PathLike, *, report: PathLike | None = None, overwrite: bool = False, say: Say = _silent, **options: Any
+) -> Validation:
+    """Whether a checkpoint is the drafter of its file (``source``), and whether it drafts what its base would say.
+
+    Args:
+        directory: what was extracted, or an official assistant.
+        report: where to write the report; None for nowhere.
+        overwrite: replace an older report.
+        options: fields of :class:`~mtp_extract.validate.run.ValidationPlan`.
+
+    Raises:
+        MtpExtractError: a part is missing, or does not fit.
+    """
+    plan = ValidationPlan(Path(directory), **options)
+    inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
+    if report is not None:
+        check_place(Path(report), overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
+    found = run_validation(plan, say)
+    if report is not None:
+        from mtp_extract.validate.report.pages import write_report
+
+        write_report(found, Path(report), overwrite=overwrite, inputs=inputs)
+    return found
+
+
+@_options_of(Setting, TuningPlan, HeadPlan)
+def tune(
+    directory: PathLike | None,
+    out: PathLike | None = None,
+    *,
+    base: str,
+    work: PathLike | None = None,
+    head: Literal["ordered"] | None = None,
+    say: Say = _silent,
+    progress: Callable[[Status], None] = _silent,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> Outcome:
+    """Fit a drafter to the base that it is served with; or make an ordered head for it, or a new EAGLE-3 head.
+
+    Args:
+        directory: the drafter; None for a new EAGLE-3 head, of which every weight is trained.
+        out: where to write what is better; by default the directory's name and "-tuned", of a new head the base's and
+            "-eagle3".
+        base: a directory, or an id of the Hub.
+        work: text, state and log, to go on from; by default the result's name and ".work".
+        head: "ordered" makes a head that looks into the nearest clusters of tokens alone.
+        progress: called after every batch of text and every step.
+        stop: asked after every step; True ends the training there.
+        options: fields of :class:`~mtp_extract.tune.setting.Setting`, and of
+            :class:`~mtp_extract.tune.run.TuningPlan` or, with ``head``, :class:`~mtp_extract.tune.head.HeadPlan`.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+    """
+    drafter = None if directory is None else Path(directory)
+    named = default_directory(drafter) if drafter is not None else Path(f"{Path(base).resolve().name}-eagle3")
+    target = named if out is None else Path(out)
+    place = Path(work) if work is not None else target.with_name(f"{target.name}.work")
+    of_setting = {field.name for field in fields(Setting)}
+    setting = Setting(drafter, base, place, **{key: options.pop(key) for key in of_setting & options.keys()})
+    if head is not None:
+        return run_ordered_head(HeadPlan(setting, target, **options), say, progress)
+    return run_tuning(TuningPlan(setting, target, **options), say, progress, stop)
+
+
+@_options_of(BenchPlan)
+def bench(
+    url: str, *, report: PathLike | None = None, overwrite: bool = False, say: Say = _silent, **options: Any
+) -> Benchmark:
+    """How fast a running server is, with and without its drafter, and what comes of the drafts.
+
+    Args:
+        url: an OpenAI-compatible server.
+        report: where to write ``bench.json`` and its pages; None for nowhere.
+        overwrite: replace an older report.
+        options: fields of :class:`~mtp_extract.bench.plan.BenchPlan`.
+
+    Raises:
+        ServerError: the server refuses, or says what makes no sense.
+    """
+    plan = BenchPlan(url, **options)
+    if report is None:
+        return run_benchmark(plan, say)
+    from mtp_extract.bench.report import BENCH_LISTED, write_bench
+
+    check_place(Path(report), overwrite=overwrite, inputs=(plan.prompts,), listed=BENCH_LISTED)
+    found = run_benchmark(plan, say)
+    write_bench(found, Path(report), overwrite=overwrite, inputs=(plan.prompts,))
+    return found
