@@ -219,6 +219,8 @@ class Part(Record):
 
 class Card(Record):
     license: str | None  #: licence, as the Hub calls it; null where none was given
+    license_name: str | None  #: what one is called that the Hub calls "other"; null where none was given
+    license_link: str | None  #: where its text is; null where none was given
     base_model: str | None  #: the Hub's id of the base; null where none was given
     title: str | None  #: title of the card; null where none was given
 

@@ -43,6 +43,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
+_LINK = re.compile(r"https://[^\s\"'<>]+|LICENSE(\.md|\.txt)?")
+
 _UNKNOWN_LICENSE = "other"
 """What the Hub calls a licence that is none of those it lists."""
 
@@ -58,17 +60,28 @@ class CardWords:
     license: Annotated[
         str | None, About("Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
     ] = None
+    license_name: Annotated[
+        str | None, About('What a licence is called that the Hub calls "other": gemma-terms-of-use.', metavar="NAME")
+    ] = None
+    license_link: Annotated[str | None, About("Where its text is: a URL, or LICENSE.", metavar="URL")] = None
     base_model: Annotated[str | None, About("The base's id on the Hub, for the card.", metavar="ORG/NAME")] = None
     title: Annotated[str | None, About("Title of the card.", metavar="TEXT")] = None
 
     def __post_init__(self) -> None:
         for name, value, fits, expected in (
             ("license", self.license, _LICENSE_ID.fullmatch, "the Hub's name of one, such as apache-2.0"),
+            ("license_name", self.license_name, _LICENSE_ID.fullmatch, "one word in small letters, such as my-terms"),
+            ("license_link", self.license_link, _LINK.fullmatch, "an https:// URL, LICENSE or LICENSE.md"),
             ("base_model", self.base_model, _HUB_ID.fullmatch, "an id of the Hub, ORG/NAME"),
             ("title", self.title, lambda text: text.strip() and text.isprintable(), "one line of text"),
         ):
             if value is not None and not fits(value):
                 raise ValueError(f"{name} {escape(value)!r}: expected {expected}.")
+        if self.license_name is not None and self.license not in (None, _UNKNOWN_LICENSE):
+            raise ValueError(
+                f"license_name {escape(self.license_name)!r}: expected for a licence that the Hub calls "
+                f"{_UNKNOWN_LICENSE} alone, found {escape(self.license)}."
+            )
 
     def over(self, record: Mapping[str, Any] | None) -> CardWords:
         """What is said here, and where nothing is, what a ``record`` says.
@@ -77,6 +90,9 @@ class CardWords:
             CheckpointError: it says something else.
         """
         known = asdict(_words(record or {}))
+        if self.license:
+            # What another licence is called, and where it is, goes with it.
+            known |= {"license_name": None, "license_link": None}
         return CardWords(**{key: value or known[key] for key, value in asdict(self).items()})
 
     def as_json(self) -> dict[str, str | None] | None:
@@ -117,10 +133,18 @@ def merged(old: str, edited: str, new: str) -> tuple[str, int]:
 
 def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
-    license_, given, format_ = license_of(extraction), _words(extraction).license, EVERY.get(extraction["layout"])
-    metadata: dict[str, str | list[str]] = {"license": given or (license_.id if license_ else _UNKNOWN_LICENSE)}
+    known, words, format_ = license_of(extraction), _words(extraction), EVERY.get(extraction["layout"])
+    given = words.license or (_UNKNOWN_LICENSE if words.license_name or words.license_link else None)
+    metadata: dict[str, str | list[str]] = {"license": given or (known.id if known else _UNKNOWN_LICENSE)}
+    if words.license_name:
+        metadata["license_name"] = words.license_name
+    if link := words.license_link or (known.url if known and not given else None):
+        metadata["license_link"] = link
     if base := _base_of(extraction):
         metadata["base_model"] = [base]
+        # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
+        # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
+        metadata["base_model_relation"] = "adapter"
     if format_ and format_.library:
         metadata["library_name"] = format_.library
     metadata["pipeline_tag"] = "text-generation"
@@ -158,6 +182,7 @@ def _values(extraction: Mapping[str, Any], report: Mapping[str, Any] | None) -> 
         "record": extraction,
         "report": report,
         "measurements": () if report is None else [part for part in measurements(report) if not part.detail],
+        "yield": _yield(report),
         "metadata": card_metadata(extraction),
         "words": _words(extraction),
         "base": _base_of(extraction),
@@ -222,6 +247,20 @@ def _source_argument(extraction: Mapping[str, Any]) -> str:
     if provenance.get("url"):
         return str(provenance["url"])
     return f"hf://{bundle.repository}/{bundle.file}" if bundle else "BUNDLE.litertlm"
+
+
+def _yield(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What drafting was worth at its best, by a report; None where none measured it, or it was worth nothing."""
+    if not report or not report["arithmetic"] or not (drafts := report["arithmetic"]["best_draft_steps"]):
+        return None
+    found = report["generation"][str(drafts)]
+    return {
+        "drafts": drafts,
+        "mean_accepted_length": found["mean_accepted_length"],
+        "interval": found["mean_accepted_length_ci95"],
+        "texts": report["agreement"]["texts"],
+        "measured": report["arithmetic"]["speedups"][str(drafts)]["measured"],
+    }
 
 
 # Filters of the templates: values → Markdown, escaped.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.record_document import RECORD, tensor
+from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
 
@@ -17,7 +18,7 @@ from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import ENGINES, FORMATS
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.published import known_bundle, known_without_drafter
-from mtp_extract.report.card import card_metadata, model_card
+from mtp_extract.report.card import CardWords, card_metadata, model_card
 
 
 def card(**changes: Any) -> str:
@@ -33,7 +34,10 @@ def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     assert read == card_metadata(RECORD)
     assert read["license"] == "apache-2.0"
     assert read["base_model"] == ["google/gemma-4-E4B-it"]
+    assert read["base_model_relation"] == "adapter"
     assert read["library_name"] == "transformers"
+    assert read["pipeline_tag"] == "text-generation"
+    assert read["license_link"] == "https://www.apache.org/licenses/LICENSE-2.0"
 
 
 def test_what_the_card_states() -> None:
@@ -108,6 +112,7 @@ def test_the_card_has_no_mark_of_its_template() -> None:
     for text in (card(), card(layout="litert"), card(known_as=None, set_aside=[]), card(layout="eagle3")):
         assert not re.search(r"\{[{%#]|[%#]\}", text)
         assert "\n\n\n" not in text
+    assert "\n\n\n" not in model_card(RECORD, REPORT)
 
 
 @pytest.mark.parametrize("repository", ["[x](http://y)/a", "<b>/x", "org", "a/b/c"])
@@ -198,3 +203,37 @@ def test_where_an_engine_does_otherwise_is_a_limit() -> None:
     text = card(layout="gguf", dtype="codes", files={"mtp-x-Q4_0.gguf": {}}, notes=[note])
     assert note in text.partition("## Limits")[2]
     assert note not in card()
+
+
+def test_a_licence_that_the_hub_does_not_list() -> None:
+    words = {"license": None, "license_name": "my-terms", "license_link": "https://example.org/terms"}
+    read = card_metadata({**RECORD, "card": {**words, "base_model": None, "title": None}})
+    assert (read["license"], read["license_name"], read["license_link"]) == ("other", *list(words.values())[1:])
+    with pytest.raises(ValueError, match="license_name 'my-terms': expected for a licence that the Hub calls other"):
+        CardWords(license="mit", license_name="my-terms")
+    with pytest.raises(ValueError, match="license_link 'javascript:x'"):
+        CardWords(license_link="javascript:x")
+    # Another licence later is not called as the first one was.
+    old = {"card": {**words, "base_model": None, "title": None}}
+    assert CardWords(license="mit").over(old) == CardWords(license="mit")
+
+
+def test_the_first_screen_says_what_how_fast_and_how() -> None:
+    text = model_card(RECORD, REPORT)
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == ["## How fast it is", "## How to use it", "## Limits", "## Licence", "## In numbers"]
+    found = REPORT["generation"]["3"]
+    assert f"**{found['mean_accepted_length']:.3f}" in text.partition("## How to use it")[0]
+    assert f"**{REPORT['arithmetic']['speedups']['3']['measured']:.2f} times the speed**" in text
+    first, _, below = text.partition("## In numbers")
+    # Sums, shapes and lists of tensors are folded away, and what is folded is closed.
+    assert "SHA-256" not in first and "| `lm_head` |" not in first
+    assert below.count("<details>") == below.count("</details>") == 4
+    assert "SHA-256" in below and REPORT["verdict"] in below
+
+
+def test_what_a_validation_refutes_is_said_first() -> None:
+    verdict = "Refuted: config: 1 number differs."
+    text = model_card(RECORD, {**REPORT, "refuted": True, "verdict": verdict})
+    assert f"**A validation refutes this copy.** {verdict}" in text.partition("## How fast it is")[0]
+    assert "refutes this copy" not in model_card(RECORD, REPORT)

@@ -22,7 +22,7 @@ from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.report.card import UNSAID, CardWords, merged
 
-WORDS = CardWords("apache-2.0", "org/base", "A | drafter")
+WORDS = CardWords("apache-2.0", base_model="org/base", title="A | drafter")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_is_given_is_on_the_card_and_goes_with_it(sample: Path, tmp_path: P
     assert made.exit_code == 0, made.output
     for name, license_ in (("d", "apache-2.0"), ("e", "mit")):
         card = (tmp_path / name / "README.md").read_text()
-        assert f'license: "{license_}"\nbase_model:\n- "org/base"' in card
+        assert f'license: "{license_}"\nbase_model:\n- "org/base"\nbase_model_relation: "adapter"' in card
         assert "# A \\| drafter\n" in card
         assert f"states its licence: `{license_}`." in card and "(`other`)" not in card
         assert json.loads((tmp_path / name / "extraction.json").read_text())["card"]["license"] == license_
