@@ -151,7 +151,7 @@ def _value(name: str, hint: Any, given: Mapping[str, Any]) -> Any:
         try:
             return told.parse(value)
         except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
+            raise ValueError(f"{name}: {error}") from None
     kind = get_args(hint)[0]
     if _several(kind):
         return tuple(_read(name, _item(kind), told, one) for one in value)

@@ -15,7 +15,7 @@ from mtp_extract.cli._options import AsJson, SignatureKey
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
-from mtp_extract.errors import escape
+from mtp_extract.errors import either, escape, nearest
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.options import About, ChatTemplate
 
@@ -118,7 +118,7 @@ def _role_and_type(text: str) -> tuple[str, str]:
     if not equals:
         raise typer.BadParameter(f"{escape(text)!r}: expected ROLE=TYPE, such as lm_head=int8.")
     if name not in _TYPES:
-        raise typer.BadParameter(f"{escape(name)!r}: expected a type of {', '.join(_TYPES)}.")
+        raise typer.BadParameter(f"{escape(name)!r}: expected {either(_TYPES)}.{nearest(name, _TYPES)}")
     return role, name
 
 

@@ -27,7 +27,9 @@ from mtp_extract.errors import (
     NoDrafterError,
     PairError,
     UnsupportedError,
+    either,
     escape,
+    nearest,
 )
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.insert.activations import Ranges, recalibrated
@@ -234,10 +236,11 @@ def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:
     found: dict[str, TensorType] = {}
     for pattern, name in types.items():
         if name not in TYPES:
-            raise ValueError(f"type {name!r}: expected {', '.join(TYPES)}.")
+            raise ValueError(f"type {escape(name)!r}: expected {either(TYPES)}.{nearest(name, TYPES)}")
         matching = [role for role in matrices if fnmatchcase(role, pattern)]
         if not matching:
-            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {', '.join(matrices)}.")
+            near = nearest(pattern, matrices)
+            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {', '.join(matrices)}.{near}")
         found |= dict.fromkeys(matching, TYPES[name])
     static = {role.role for role in drafter.walk.roles if role.input is not None}
     if floats := sorted(role for role in static & found.keys() if found[role] is TensorType.FLOAT32):

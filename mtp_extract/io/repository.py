@@ -9,7 +9,10 @@ from pathlib import Path
 from mtp_extract.errors import SourceError, escape, few, nearest
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress
 from mtp_extract.io.http_library import FaultError, faults
+from mtp_extract.io.watchdog import watched
 
+_PATIENCE = 60.0
+"""Seconds that a listing may take."""
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 
 
@@ -33,14 +36,14 @@ def file_of(address: HubAddress, token: str | bool | None = None) -> HubAddress:
 
 def _paths(address: HubAddress, token: str | bool | None) -> list[str]:
     """Of all files of the repository."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, close_session, constants
 
     if constants.HF_HUB_OFFLINE:
         folder = _snapshot(address)
         return [Path(at, name).relative_to(folder).as_posix() for at, _, names in os.walk(folder) for name in names]
     api = HfApi(endpoint=constants.ENDPOINT, token=token)
     try:
-        with faults(address.name):
+        with faults(address.name), watched(_PATIENCE, close_session):
             return api.list_repo_files(address.repository, revision=address.revision, repo_type=address.kind)
     except FaultError as fault:
         raise SourceError(f"{address.name}: {fault}. Run it again, or name the file's path here.") from fault
@@ -82,4 +85,6 @@ def not_here(text: str) -> str:
         names = [found for found in os.listdir(folder or ".") if found.isprintable()]
     except OSError:
         names = []
-    return f"{escape(text)}: cannot be opened: No such file or directory.{nearest(name, names)}"
+    path = text.startswith(("/", ".", "~"))
+    no_id = "" if path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
+    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{nearest(name, names)}"

@@ -95,7 +95,8 @@ def test_refuted_is_status_1(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name a DIR, or --sample"),
+        ((), "Examples:"),
+        (("--new-tokens", "9"), "name a DIR, or --sample"),
         (("d", "--sample"), "one of the two"),
         (("d",), "give --base MODEL, --source FILE.litertlm, or both"),
         (("--sample", "--base", "x"), "brings its own base"),
