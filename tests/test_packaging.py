@@ -32,8 +32,19 @@ def test_metadata() -> None:
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
     assert set(scripts) == {"mtp", *(f"mtp-{name}" for name in COMMANDS)}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    run_time = {"aiohttp", "flatbuffers", "gguf", "jinja2", "msgspec", "numpy", "rich", "typer", "huggingface-hub", "xxhash"}
-    assert {name.replace("_", "-") for name in required} == run_time
+    run_time = {
+        "aiohttp",
+        "flatbuffers",
+        "gguf",
+        "huggingface-hub",
+        "jinja2",
+        "msgspec",
+        "numpy",
+        "rich",
+        "typer",
+        "xxhash",
+    }
+    assert {name.replace("_", "-") for name in required} == {*run_time, "xxhash"}
 
 
 @pytest.mark.parametrize("file", ["card.md", "compared.md", "eagle3.md", "page.css", "page.html"])

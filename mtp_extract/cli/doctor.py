@@ -84,5 +84,10 @@ def _file(source: str, download: bool, print_json: bool) -> None:
         raise typer.Exit(1)
 
 
-app = new_app(command)
+_EXAMPLES = {
+    "drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "What is expected, what is served, and why.",
+    "gemma-4-E4B-it.litertlm": "Does it hold a drafter, and for which base?",
+}
+
+app = new_app(command, _EXAMPLES)
 main = partial(run, app)

@@ -21,6 +21,7 @@ from math import inf
 from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
+from mtp_extract.evaluate.pace import duration
 from mtp_extract.io.source import Progress
 
 _BAR = 20
@@ -247,11 +248,3 @@ def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
                 doing(line)
 
         yield update
-
-
-def duration(seconds: float) -> str:
-    """A time for people: 2 min 5 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

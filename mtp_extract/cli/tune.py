@@ -21,7 +21,6 @@ from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import (
     doing,
     doing_unless,
-    duration,
     error,
     progress_lines,
     say,
