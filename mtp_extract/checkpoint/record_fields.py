@@ -365,8 +365,8 @@ class Recipe(Record):
     batch: Positive  #: texts a step
     anchors: Positive  #: places of each text to draft from
     #: `ce`: cross-entropy on the base's choice; `kl`: divergence from its distribution; `tv`: the probability of a
-    #: rejection
-    objective: Literal["ce", "kl", "tv"]
+    #: rejection; `mixed`: of `ce` and `tv`
+    objective: Literal["mixed", "ce", "kl", "tv"]
     temperature: NotNegative  #: at which the base wrote the text and drafts were judged; 0 for greedy
     learning_rate: float | None  #: null for the mode's own
     warm_up: NotNegative  #: share of the steps
