@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.load import network_of
+from mtp_extract.drafter.load import Network, network_of
 from mtp_extract.drafter.masks import LITERT
 from mtp_extract.errors import DrafterError
+from mtp_extract.evaluate.measured import Measured
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.formats.llama import findings_of
 from mtp_extract.pipeline.check import verify
@@ -93,6 +94,11 @@ def test_states_begin_alike() -> None:
     assert "input_norm" not in latents.values and "fc" in latents.values
 
 
+def watched(base: Base, drafter: Network, texts: Sequence[Text], temperature: float) -> tuple[Measured, float]:
+    found = measure(base, drafter, texts, 3, temperature=temperature, batch=4)
+    return found, found.mean_accepted_length
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
@@ -121,8 +127,8 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
     watch = measure(base, head, texts, 3, temperature=0, batch=4)
     latents = Latents(checkpoint, NEW_HEAD)
     trained = train(
-        latents, head, base, states, texts, recipe, Accelerator(cpu=True),
-        lambda drafter: measure(base, drafter, texts, 3, temperature=0, batch=4), tmp_path, "",
+        latents, head, base, states, [texts], recipe, Accelerator(cpu=True),
+        lambda drafter: watched(base, drafter, texts, 0), tmp_path, "",
     )  # fmt: skip
     losses = [entry["loss"] for entry in trained.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
@@ -159,8 +165,8 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
         work = tmp_path / objective
         work.mkdir()
         trained = train(
-            Latents(checkpoint, NEW_HEAD), head, base, states, texts, recipe, Accelerator(cpu=True),
-            lambda drafter, t=temperature: measure(base, drafter, texts, 3, temperature=t, batch=4), work, "",
+            Latents(checkpoint, NEW_HEAD), head, base, states, [texts], recipe, Accelerator(cpu=True),
+            lambda drafter, t=temperature: watched(base, drafter, texts, t), work, "",
         )  # fmt: skip
         losses = [entry["loss"] for entry in trained.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]

@@ -243,7 +243,7 @@ def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> Non
     found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned").record
     validator("extraction")(record)
-    assert record["tuning"]["recipe"]["objective"] == "tv"
+    assert record["tuning"]["recipe"]["objective"] == "mixed"
     assert record["tuning"]["other_serving"]["temperature"] == 0
     other = found.comparisons.otherwise
     assert other is not None

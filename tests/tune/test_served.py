@@ -59,7 +59,7 @@ def test_a_tuning_with_text_of_a_server(plan: Callable[..., TuningPlan], served:
     assert told["positions"] == 16 * told["texts"]
     assert any("would have written 100.0% of" in note for note in found.notes)
     own = Corpus.of(Pair(plan(tmp_path / "own").setting))
-    assert found.corpus.trained == own.trained
+    assert found.corpus.kinds[0] == own.kinds[0]
     assert found.corpus.held_out == own.held_out
     # Greedily, and once more as it is served otherwise.
     temperatures = {asked["temperature"] for _, asked in served.asked}
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
     assert found.text_from is not None
     assert found.text_from["tokens_told"] == 0
     codec = pair.generator.codec
-    for text in found.trained:
+    for text in found.kinds[0]:
         assert codec.continued(codec.decode(text.continuation) or "") == text.continuation
 
 

@@ -41,7 +41,7 @@ def compared(
     count = len(workloads)
     held_out = tuple(text(number) for number in range(count))
     names = tuple(f"text {number}" for number in range(count))
-    corpus = Corpus(tuple(trained), (), held_out, tuple(workloads), own, tuple(range(count)), names)
+    corpus = Corpus((tuple(trained),), (), held_out, tuple(workloads), own, tuple(range(count)), names)
     old, new = other or (None, None)
     return Comparisons.of(corpus, (before, old), (after, new))
 
