@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
 
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
+from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
+from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.seen import seen
 from mtp_extract.tune.served import Served, said_of
+from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
 from mtp_extract.tune.text import Writing, people_texts, repeated_share
+
+Item = TypeVar("Item")
 
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
@@ -99,75 +103,54 @@ class Corpus:
         Raises:
             MtpExtractError: too few prompts, or the base ends its texts at once.
         """
-        setting = pair.setting
-        given = setting.prompts or setting.text
-        sides, guards = _divided(given is None, read_prompts(given) if given else shipped_prompts())
-        writing = Writing(
-            generator=pair.generator,
-            folder=setting.work / "text",
-            fingerprint=pair.base_fingerprint,
-            new_tokens=setting.new_tokens,
-            temperature=setting.temperature,
-            seed=setting.seed,
-            batch=setting.batch,
-            chat_template=setting.chat_template,
-            share=pair.share,
-            drafts=0 if setting.directory is None else Writing.drafts,
-        )
-        if setting.text_from is not None:
-            writing = Served.of(writing, setting)
+        setting, steps = pair.setting, pair.setting.draft_steps
+        sides, guards = _divided(setting)
+        writing = _writing(pair)
+        # They are not the user's: what a short context has no room for is no reason to stop.
+        guards = writing.fitting(guards)
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         by_base = setting.text is None
-        prompts = [*(item for side in sides.values() for item in side if by_base), *guards]
-        again = [*sides[TRAINED], *sides[HELD_OUT]] if by_base else []
-        for writer, items in ((writing, prompts), (other, again)):
-            if items:
-                pair.say(f"continuing {len(items)} prompts with {writer.author} at temperature {writer.temperature:g}")
-                writer.prepare(items, tell)
-        pair.accelerator.wait_for_everyone()
-        sources = [writer.checked(items) for writer, items in ((writing, prompts), (other, again)) if items]
+        asked = [*chain.from_iterable(sides.values()), *guards] if by_base else guards
+        text_from = _write(pair, writing, asked, tell)
+        _write(pair, other, [*sides[TRAINED], *sides[HELD_OUT]] if by_base else [], tell)
 
         def written(writer: Writing, items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
-            return list(zip(items, writer.texts(items), strict=True)) if items else []
+            return list(zip(items, writer.texts(items), strict=True))
 
-        def windows(items: Sequence[Prompt]) -> list[tuple[Prompt, Text]]:
-            found = people_texts(items, writing)
-            return [(item, text) for item, parts in zip(items, found, strict=True) for text in parts]
-
-        steps = setting.draft_steps
         texts = {
-            side: _with_rounds(written(writing, items) if by_base else windows(items), steps)
-            for side, items in sides.items()
+            side: written(writing, items) if by_base else people_texts(items, writing) for side, items in sides.items()
         }
-        candidates = [*texts[HELD_OUT], *_with_rounds(written(writing, guards), steps)]
-        # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
-        trained = _enough(TRAINED, _unrepeated(texts[TRAINED]), steps)
-        watched = _enough(WATCHED, _unrepeated(texts[WATCHED], trained), steps)[:_MOST_WATCHED]
-        learned = [*trained, *watched]
-        own = _enough(HELD_OUT, _unrepeated(texts[HELD_OUT], learned), steps)
-        held_out = _unrepeated(candidates, learned)
-        otherwise = _unrepeated(_with_rounds(written(other, again[len(sides[TRAINED]) :]), steps), learned)
-        kinds: list[Sequence[Text]] = [[text for _, text in trained]]
+        trained = _enough(TRAINED, _new(texts[TRAINED], steps), steps)
+        kinds = [_texts(trained)]
         if by_base:
-            kinds += _beside(pair, writing, [text for _, text in written(other, sides[TRAINED])], tell)
+            beside = _beside(pair, writing, written(other, sides[TRAINED]), tell)
+            kinds += [_texts(_new(kind, steps)) for kind in beside]
+        # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
+        learned = [*chain.from_iterable(kinds)]
+        watched = _enough(WATCHED, _new(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
+        learned += _texts(watched)
+        own = _enough(HELD_OUT, _new(texts[HELD_OUT], steps, learned), steps)
+        candidates = [*texts[HELD_OUT], *written(writing, guards)]
+        held_out = _new(candidates, steps, learned)
         origins = [None, *(item for item, _ in held_out)]
         return cls(
-            kinds=tuple(filter(None, (_learned(kind, steps) for kind in kinds))),
-            watched=tuple(text for _, text in watched),
-            held_out=tuple(text for _, text in held_out),
+            kinds=tuple(filter(None, kinds)),
+            watched=_texts(watched),
+            held_out=_texts(held_out),
             workloads=tuple(item.workload for item, _ in held_out),
             own=len(own),
             units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
             names=tuple(_name(item) for item, _ in held_out),
-            repeats=len(candidates) - len(held_out),
-            otherwise=tuple(text for _, text in otherwise),
+            repeats=len(_with_rounds(candidates, steps)) - len(held_out),
+            otherwise=_texts(_new(written(other, sides[HELD_OUT]), steps, learned)) if by_base else (),
             other_temperature=other.temperature,
-            text_from=next(iter(sources), None),
+            text_from=text_from,
         )
 
 
-def _divided(are_shipped: bool, items: Sequence[Prompt]) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
+def _divided(setting: Setting) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     """By side; and shipped prompts that are not trained on, which show whether other workloads get worse."""
+    items = setting.items
     sides = {side: [item for item in items if side_of(item.source) == side] for side in (TRAINED, WATCHED, HELD_OUT)}
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
     sides[TRAINED] = [item for item in sides[TRAINED] if item.key not in held]
@@ -176,7 +159,7 @@ def _divided(are_shipped: bool, items: Sequence[Prompt]) -> tuple[dict[str, list
     # Of another name, as a user's own workload may be called "code" too.
     guards = [
         replace(item, workload=f"{item.workload} (shipped)")
-        for item in (() if are_shipped else shipped_prompts(FEW))
+        for item in (shipped_prompts(FEW) if setting.prompts or setting.text else ())
         if item.key not in learned | held
     ]
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]
@@ -185,7 +168,7 @@ def _divided(are_shipped: bool, items: Sequence[Prompt]) -> tuple[dict[str, list
         raise MtpExtractError(
             f"expected enough prompts for at least {wanted}, found {len(items)} prompts from "
             f"{len({item.source for item in items})} sources, divided by a hash of where they come from; give more",
-            remedies=("prompts",),
+            remedies=("prompts", "text"),
         )
     return sides, guards
 
@@ -197,37 +180,62 @@ def _name(item: Prompt) -> str:
     return start if item.source in (item.content, item.key) else f"{item.source[:_NAME]}: {start}"
 
 
+def _writing(pair: Pair) -> Writing:
+    """What writes the texts as the setting serves them: the base at hand, or a server."""
+    setting = pair.setting
+    own = Writing(
+        generator=pair.generator,
+        folder=setting.work / "text",
+        fingerprint=pair.base_fingerprint,
+        new_tokens=setting.new_tokens,
+        temperature=setting.temperature,
+        seed=setting.seed,
+        batch=setting.batch,
+        chat_template=setting.chat_template,
+        share=pair.share,
+        drafts=0 if setting.directory is None else Writing.drafts,
+    )
+    return own if setting.text_from is None else Served.of(own, setting)
+
+
+def _write(
+    pair: Pair, writer: Writing, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None]
+) -> Mapping[str, Any] | None:
+    """Have written what is not stored yet, by all processes; who wrote it, where that is not the base at hand."""
+    if not items:
+        return None
+    pair.say(f"continuing {len(items)} prompts with {writer.author} at temperature {writer.temperature:g}")
+    writer.prepare(items, tell)
+    pair.accelerator.wait_for_everyone()
+    return writer.checked(items)
+
+
 def _beside(
-    pair: Pair, writing: Writing, drawn: Sequence[Text], tell: Callable[[Status], None]
-) -> Iterator[Sequence[Text]]:
+    pair: Pair, writing: Writing, drawn: Sequence[tuple[Prompt, Text]], tell: Callable[[Status], None]
+) -> Iterator[Sequence[tuple[Any, Text]]]:
     """What is learned beside the text as ``writing`` has it: ``drawn`` at the other temperature, and text within it."""
     # What stands in a prompt is as good to learn from as what the base drew.
-    yield [replace(text, prompt_length=1) for text in drawn]
+    yield [(item, replace(text, prompt_length=1)) for item, text in drawn]
     if not writing.temperature and pair.setting.text_from is None:
-        writer, places = writing.branches(drawn)
-        pair.say(f"continuing {len(places)} places within these")
-        writer.prepare(places, tell)
-        pair.accelerator.wait_for_everyone()
-        yield writer.texts(places)
+        writer, places = writing.branches(_texts(drawn))
+        _write(pair, writer, places, tell)
+        yield list(zip(places, writer.texts(places), strict=True))
 
 
-def _unrepeated(
-    pairs: Sequence[tuple[Prompt, Text]], seen: Sequence[tuple[Prompt, Text]] = ()
-) -> list[tuple[Prompt, Text]]:
-    """Without those whose text repeats one of ``seen``, or one before it."""
-    again = repeats([text.tokens for _, text in (*seen, *pairs)])
-    return [pair for index, pair in enumerate(pairs, len(seen)) if index not in again]
+def _new(pairs: Sequence[tuple[Item, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[Item, Text]]:
+    """Those with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
+    found = _with_rounds(pairs, steps)
+    again = repeats([text.tokens for text in (*seen, *_texts(found))])
+    return [pair for index, pair in enumerate(found, len(seen)) if index not in again]
 
 
-def _learned(texts: Sequence[Text], steps: int) -> tuple[Text, ...]:
-    """Those that can be drafted from, each of those that repeat one another once."""
-    again = repeats([text.tokens for text in texts])
-    return tuple(text for index, text in enumerate(texts) if index not in again and len(text.anchors) >= steps)
-
-
-def _with_rounds(pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
+def _with_rounds(pairs: Sequence[tuple[Item, Text]], steps: int) -> list[tuple[Item, Text]]:
     """Those with a place to draft from, and a target for each of ``steps`` drafts."""
     return [(item, text) for item, text in pairs if len(text.anchors) >= steps]
+
+
+def _texts(pairs: Sequence[tuple[Any, Text]]) -> tuple[Text, ...]:
+    return tuple(text for _, text in pairs)
 
 
 def _enough(side: str, pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list[tuple[Prompt, Text]]:
@@ -235,7 +243,7 @@ def _enough(side: str, pairs: Sequence[tuple[Prompt, Text]], steps: int) -> list
     if len(pairs) < _LEAST[side]:
         raise MtpExtractError(
             f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(pairs)}: the "
-            "base ends the others at once, or they repeat one another; give other prompts",
-            remedies=("prompts",),
+            "others are shorter, or repeat one that counts; give other ones",
+            remedies=("prompts", "text"),
         )
     return list(pairs)

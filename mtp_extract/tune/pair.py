@@ -21,7 +21,6 @@ from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base, memory_guard, placement, read_size
 from mtp_extract.evaluate.base_size import free_on
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import read_prompts, shipped_prompts
 from mtp_extract.io.address import public_name
 from mtp_extract.options import Bytes
 from mtp_extract.pipeline.conversion import ReadDirectory
@@ -88,11 +87,10 @@ class Pair:
                 self._join()
 
     def _check_memory(self, demand: Demand) -> None:
-        setting, given = self.setting, self.setting.prompts or self.setting.text
+        setting = self.setting
         base = read_size(setting.base)
         config = self.origin.checkpoint.config if setting.directory else head_for(base.config, demand.draft_vocab, None)
-        items = read_prompts(given) if given else shipped_prompts()
-        found = estimate(setting, demand, base, config, items)
+        found = estimate(setting, demand, base, config, setting.items)
         device = placement(setting.device)
         free = free_on(device)
         there = f"; {Bytes(free)} are free" if free < math.inf else ""

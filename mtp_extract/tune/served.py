@@ -172,7 +172,7 @@ class Served(Writing):
             )
         return tokens
 
-    def checked(self, items: Sequence[Prompt]) -> Mapping[str, Any]:
+    def checked(self, items: Sequence[Prompt | Encoded]) -> Mapping[str, Any]:
         """Who wrote the texts, and how far that is the base at hand.
 
         Raises:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
+from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.options import BASE, About, ApiKey, Bytes, Device, check_values
 
@@ -86,6 +87,16 @@ class Setting:
     def inputs(self) -> tuple[PathLike | None, ...]:
         """What is read, and so is not replaced."""
         return self.directory, *files_of(self.base), self.prompts, self.text
+
+    @property
+    def items(self) -> tuple[Prompt, ...]:
+        """The prompts, or the texts by people.
+
+        Raises:
+            MtpExtractError: the file that holds them cannot be read.
+        """
+        given = self.prompts or self.text
+        return read_prompts(given) if given else shipped_prompts()
 
     def check_out(self, out: Path, overwrite: bool) -> None:
         """Whether the result may be written to ``out``.

@@ -79,9 +79,15 @@ class Writing:
         stored = self._stored()
         return [stored[self._name(prompt)] for prompt in self._encoded(items)]
 
-    def checked(self, items: Sequence[Prompt]) -> Mapping[str, Any] | None:
+    def checked(self, items: Sequence[Prompt | Encoded]) -> Mapping[str, Any] | None:
         """Who wrote the texts, for the record; None for the base at hand."""
         return None
+
+    def fitting(self, items: Sequence[Prompt]) -> list[Prompt]:
+        """Those after which all new tokens fit the base's context."""
+        room = (self._context or math.inf) - self.new_tokens
+        encoded = self._encoded(items)
+        return [item for item, prompt in zip(items, encoded, strict=True) if len(prompt.tokens) <= room]
 
     def branches(self, texts: Sequence[Text]) -> tuple[Writing, list[Encoded]]:
         """What writes half as many tokens after random places of ``texts``, and what it is to continue there.
@@ -209,8 +215,8 @@ def _number(parts: Sequence[Any]) -> int:
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
-def people_texts(items: Sequence[Prompt], writing: Writing) -> list[list[Text]]:
-    """Of each item, a text by people, or a prompt and what people answered, in windows of ``writing.new_tokens``.
+def people_texts(items: Sequence[Prompt], writing: Writing) -> list[tuple[Prompt, Text]]:
+    """Each item, a text by people or a prompt with their answer, in windows of ``writing.new_tokens``.
 
     Drafts aim at every token of a text but BOS, each window standing alone. With a prompt they aim at the answer's
     tokens, and each window has before it all that was there: the prompt as ``writing`` would encode it, and the answer
@@ -239,7 +245,7 @@ def people_texts(items: Sequence[Prompt], writing: Writing) -> list[list[Text]]:
         else:
             given, tokens = next(prompts).tokens, codec.continued(item.completion)
             writing.check_length(len(given), len(tokens), ("text",))
-        found.append(list(_windows(given, tokens, length, alone=item.completion is None)))
+        found += [(item, text) for text in _windows(given, tokens, length, alone=item.completion is None)]
     return found
 
 

@@ -18,6 +18,7 @@ from mtp_extract.evaluate.measured import Measured
 from mtp_extract.evaluate.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
+from mtp_extract.tune import corpus
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
@@ -52,21 +53,21 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
         Prompt("w", "Why?"),
         Prompt("w", (system, user), completion=ANSWER),
     ]
-    (asked,), (text,), (told,) = people_texts(items, writing(tokenizer))
+    (_, asked), (_, text), (_, told) = people_texts(items, writing(tokenizer))
     given = chat(tokenizer, user)
     assert asked == Text((*given, *answer), len(given))
     assert told == Text((*chat(tokenizer, system, user), *answer), len(chat(tokenizer, system, user)))
     plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
     assert text == Text(plain, 1)
-    ((raw,),) = people_texts(items[:1], writing(tokenizer, chat=False))
+    ((_, raw),) = people_texts(items[:1], writing(tokenizer, chat=False))
     assert raw == Text((*plain, *answer), len(plain))
 
 
 def test_a_long_answer_is_aimed_at_once(tokenizer: Any) -> None:
     """Every token of it in one window, after all that stands before it."""
     item = Prompt("w", "Why?", completion=ANSWER)
-    ((whole,),) = people_texts([item], writing(tokenizer))
-    (windows,) = people_texts([item], writing(tokenizer, length=5))
+    ((_, whole),) = people_texts([item], writing(tokenizer))
+    windows = [text for _, text in people_texts([item], writing(tokenizer, length=5))]
     assert len(windows) > 3
     assert [token for window in windows for token in window.continuation] == list(whole.continuation)
     assert all(window.tokens == whole.tokens[: len(window.tokens)] for window in windows)
@@ -108,6 +109,35 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Callable[..., TuningP
     assert found.repeats >= 4
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *found.held_out)]
     assert len(set(tails)) == len(tails)
+
+
+def test_what_is_learned_beside_the_served_text_is_not_held_out(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
+    pair = Pair(plan(tmp_path / "tuned").setting)
+    once = Corpus.of(pair)
+    learned = (once.held_out[0], once.otherwise[0])
+    monkeypatch.setattr(corpus, "_beside", lambda *of: [[(None, text) for text in learned]])
+    again = Corpus.of(pair)
+    assert again.kinds[1] == learned
+    assert again.held_out == once.held_out[1:]
+    assert again.repeats == once.repeats + 1
+    assert again.otherwise == once.otherwise[1:]
+
+
+def test_a_shipped_prompt_that_does_not_fit_is_left_out(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only to see whether other workloads get worse: no reason to refuse somebody's own prompts."""
+    pair = Pair(plan(tmp_path / "tuned").setting)
+    whole = Corpus.of(pair)
+    guards = [text for text, workload in zip(whole.held_out, whole.workloads, strict=True) if "shipped" in workload]
+    longest = max(text.prompt_length for text in guards)
+    monkeypatch.setattr(pair.base.config, "max_position_embeddings", longest - 1 + pair.setting.new_tokens)
+    found = Corpus.of(pair)
+    assert found.held_out == tuple(text for text in whole.held_out if text.prompt_length < longest)
+    assert len(found.held_out) < len(whole.held_out)
 
 
 def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
