@@ -120,18 +120,18 @@ class Corpus:
         texts = {
             side: written(writing, items) if by_base else people_texts(items, writing) for side, items in sides.items()
         }
-        trained = _enough(TRAINED, _new(texts[TRAINED], steps), steps)
+        trained = _enough(TRAINED, new_texts(texts[TRAINED], steps), steps)
         kinds = [_texts(trained)]
         if by_base:
             beside = _beside(pair, writing, written(other, sides[TRAINED]), tell)
-            kinds += [_texts(_new(kind, steps)) for kind in beside]
+            kinds += [_texts(new_texts(kind, steps)) for kind in beside]
         # A text that was learned, or chose the best, shows nothing of texts that nobody has seen.
         learned = [*chain.from_iterable(kinds)]
-        watched = _enough(WATCHED, _new(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
+        watched = _enough(WATCHED, new_texts(texts[WATCHED], steps, learned), steps)[:_MOST_WATCHED]
         learned += _texts(watched)
-        own = _enough(HELD_OUT, _new(texts[HELD_OUT], steps, learned), steps)
+        own = _enough(HELD_OUT, new_texts(texts[HELD_OUT], steps, learned), steps)
         candidates = [*texts[HELD_OUT], *written(writing, guards)]
-        held_out = _new(candidates, steps, learned)
+        held_out = new_texts(candidates, steps, learned)
         origins = [None, *(item for item, _ in held_out)]
         return cls(
             kinds=tuple(filter(None, kinds)),
@@ -142,7 +142,7 @@ class Corpus:
             units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
             names=tuple(_name(item) for item, _ in held_out),
             repeats=len(_with_rounds(candidates, steps)) - len(held_out),
-            otherwise=_texts(_new(written(other, sides[HELD_OUT]), steps, learned)) if by_base else (),
+            otherwise=_texts(new_texts(written(other, sides[HELD_OUT]), steps, learned)) if by_base else (),
             other_temperature=other.temperature,
             text_from=text_from,
         )
@@ -199,12 +199,16 @@ def _writing(pair: Pair) -> Writing:
 
 
 def _write(
-    pair: Pair, writer: Writing, items: Sequence[Prompt | Encoded], tell: Callable[[Status], None]
+    pair: Pair,
+    writer: Writing,
+    items: Sequence[Prompt | Encoded],
+    tell: Callable[[Status], None],
+    what: str = "prompts",
 ) -> Mapping[str, Any] | None:
     """Have written what is not stored yet, by all processes; who wrote it, where that is not the base at hand."""
     if not items:
         return None
-    pair.say(f"continuing {len(items)} prompts with {writer.author} at temperature {writer.temperature:g}")
+    pair.say(f"continuing {len(items)} {what} with {writer.author} at temperature {writer.temperature:g}")
     writer.prepare(items, tell)
     pair.accelerator.wait_for_everyone()
     return writer.checked(items)
@@ -218,12 +222,12 @@ def _beside(
     yield [(item, replace(text, prompt_length=1)) for item, text in drawn]
     if not writing.temperature and pair.setting.text_from is None:
         writer, places = writing.branches(_texts(drawn))
-        _write(pair, writer, places, tell)
+        _write(pair, writer, places, tell, "places within these")
         yield list(zip(places, writer.texts(places), strict=True))
 
 
-def _new(pairs: Sequence[tuple[Item, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[Item, Text]]:
-    """Those with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
+def new_texts(pairs: Sequence[tuple[Item, Text]], steps: int, seen: Sequence[Text] = ()) -> list[tuple[Item, Text]]:
+    """Those of ``pairs`` with ``steps`` drafts to make whose text repeats none of ``seen``, nor one before it."""
     found = _with_rounds(pairs, steps)
     again = repeats([text.tokens for text in (*seen, *_texts(found))])
     return [pair for index, pair in enumerate(found, len(seen)) if index not in again]

@@ -16,7 +16,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune.corpus import Corpus
+from mtp_extract.tune.corpus import Corpus, new_texts
 from mtp_extract.tune.made import made_states
 from mtp_extract.tune.ordered import Used, collect
 from mtp_extract.tune.pair import Pair
@@ -136,14 +136,18 @@ def random_texts(pair: Pair, tell: Callable[[Status], None] = lambda status: Non
     )
     pair.say(f"continuing {len(items)} prompts of random tokens")
     writing.prepare(items, tell)
-    sides: dict[str, list[Text]] = {TRAINED: [], WATCHED: [], HELD_OUT: []}
-    for item, text in zip(items, writing.texts(items), strict=True):
-        if len(text.anchors) >= setting.draft_steps:
-            sides[side_of(str(list(item.tokens)))].append(text)
+    written = [(side_of(str(list(item.tokens))), text) for item, text in zip(items, writing.texts(items), strict=True)]
+    sides, learned = dict[str, list[Text]](), list[Text]()
+    # After random tokens a base soon writes the same loops: one that was learned shows nothing.
+    for side in (TRAINED, WATCHED, HELD_OUT):
+        own = [pair for pair in written if pair[0] == side]
+        sides[side] = [text for _, text in new_texts(own, setting.draft_steps, learned)]
+        learned += sides[side]
     if not all(sides.values()):
         raise MtpExtractError(
             f"expected the base to write more than {setting.draft_steps} tokens after random ones, found that it ends "
-            "nearly all such texts at once: on other text than yours a head cannot be checked; keep the dense one"
+            "nearly all such texts at once, or repeats itself: on other text than yours a head cannot be checked; "
+            "keep the dense one"
         )
     return sides
 

@@ -28,10 +28,11 @@ from mtp_extract.speculate.intervals import Interval
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tune.clusters import cluster_of
 from mtp_extract.tune.head import HeadPlan, _chosen, _refused, run_ordered_head
-from mtp_extract.tune.kinds import held_out_kinds
+from mtp_extract.tune.kinds import held_out_kinds, random_texts
 from mtp_extract.tune.made import made_states
 from mtp_extract.tune.ordered import Kept, Reached, Used, build_head, dense, vectors_of
 from mtp_extract.tune.outcome import Outcome
+from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.run import TuningPlan
 from mtp_extract.tune.setting import Setting
 from mtp_extract.validate.parity.transformers import check_transformers
@@ -85,6 +86,13 @@ def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None
     assert all(f"{name} {found['share']:.2%}" in card for name, found in head["kinds"].items())
     assert "--against" not in card
     assert "The LM head is dense" not in card
+
+
+def test_what_follows_random_tokens_is_judged_by_new_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """The base soon writes loops after them: texts that end alike are one, on whichever side they are."""
+    pair = Pair(plan(tmp_path / "head", new_tokens=60).setting)
+    texts = [text for found in random_texts(pair).values() for text in found]
+    assert len({text.tokens[-48:] for text in texts}) == len(texts)
 
 
 def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -> None:
