@@ -251,13 +251,13 @@ class _Run:
     def evaluate(self) -> None:
         weights = self.latents.weights(self.drafter.lm_head.weight.dtype)
         drafter = self.drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
-        measured, self.watched = self.watch(drafter)
+        measured, balanced = self.watch(drafter)
         figures = {"conditional": measured.conditional, "tokens_a_round": measured.tokens_a_round}
-        length = measured.mean_accepted_length
-        self.note({"step": self.done, "mean_accepted_length": length, "balanced": self.watched, **figures})
+        self.watched = measured.mean_accepted_length
+        self.note({"step": self.done, "mean_accepted_length": self.watched, "balanced": balanced, **figures})
         self.stale += 1
-        if self.watched > self.best_watched:
-            self.best_watched, self.best_step, self.stale = self.watched, self.done, 0
+        if balanced > self.best_watched:
+            self.best_watched, self.best_step, self.stale = balanced, self.done, 0
             self.best = {key: value.clone() for key, value in self._values().items()}
 
     def note(self, entry: Mapping[str, Any]) -> None:

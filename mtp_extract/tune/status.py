@@ -14,4 +14,4 @@ class Status:
     total: int  # likewise
     seconds_left: float  # at the pace so far
     loss: float | None = None  # of the last step
-    watched: float | None = None  # mean accepted length on the watched texts, seen and unseen tokens half each
+    watched: float | None = None  # mean accepted length on the watched texts

@@ -237,6 +237,16 @@ def test_how_far_the_text_is(plan: Callable[..., TuningPlan], tmp_path: Path) ->
         assert all(0 < status.done <= status.total for status in written)
 
 
+def test_progress_tells_the_mean_accepted_length(
+    plan: Callable[..., TuningPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the watched texts, and not the number by which the best is chosen."""
+    monkeypatch.setattr(Corpus, "balanced", lambda self, watched: 0.5)
+    told: list[Status] = []
+    run_tuning(plan(tmp_path / "tuned", steps=1, learning_rate=0.0123), tell=told.append)
+    assert told[-1].watched is not None and told[-1].watched >= 1
+
+
 def test_sampled_serving(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     """Tuned for what a draft's probability of standing is, and told of beside the greedy figure."""
     # Text is written in several batches, which differ in length, and asked for side by side.
