@@ -324,8 +324,9 @@ class Tuning(Record):
     steps_done: Count  #: of the optimizer
     best_step: Count  #: the one after which the watched texts were at their best: these weights are what was written
     interrupted: bool  #: whether it was stopped before its end
-    #: whether it took fewer rounds on held-out text, lost no more than 0.05 where `unseen`, ruined no text, was worse
-    #: on no workload and lost no more than 0.05 served otherwise, at 95 %; of fewer than five texts nothing is known
+    #: whether it took fewer rounds on held-out text, at 95 %, may not lose more than 0.05 where `unseen`, and is not
+    #: seen to ruin a text, to be worse on a workload or to lose more than 0.05 served otherwise; of fewer than five
+    #: texts of a kind nothing is seen
     accepted: bool
     refused: list[str]  #: why it was not; then it was written because that was asked for
     #: over the same prompts served otherwise (at temperature 1 where tuned for greedy serving, else greedily); null
@@ -336,6 +337,7 @@ class Tuning(Record):
     sequences: Sequences  #: over all held-out texts, by whether training has seen the tokens around a draft
     worst: list[TextChange]  #: the five held-out texts that lost most, that one first
     ruined: Count  #: how many held-out texts fell below 0.7 of their mean accepted length, beyond chance
+    too_short: Count  #: of how many that is not decided, as they have fewer than 33 places to draft from
     tuned_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that was tuned
     #: by tensor: how many of its codes, or numbers where it has none, are others than before; those with none left out
     changed: dict[str, Positive]
@@ -411,6 +413,7 @@ class OrderedHead(Record):
     sequences: Sequences  #: as of a tuning
     worst: list[TextChange]  #: as of a tuning
     ruined: Count  #: as of a tuning
+    too_short: Count  #: as of a tuning
     made_from: dict[str, Xxh3]  #: by name: XXH3-128 of each file with tensors of the directory that it was made for
 
 
@@ -453,7 +456,7 @@ class Length(Record):
 class Change(Record):
     mean: float  #: after less before
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
-    shows: NotNegative | None  #: half its width: the least change that these texts would show
+    shows: NotNegative | None  #: half its width: a change that these texts would show half of the time
 
 
 class Saving(Record):

@@ -82,10 +82,11 @@ def command(
 ) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or train a new one.
 
-    What is written takes fewer rounds on held-out text, is not worse where text is new to it, and neither ruins a text
-    nor a workload (an ordered head: as good as the dense one); else nothing is, and the exit status is 1. Ctrl-C ends
-    the training and keeps the best so far if it is better; once more, and nothing is kept. The same command goes on
-    where it stopped.
+    Written is only what takes fewer rounds on held-out text, at 95 %, and is not seen to lose: where text is new to
+    it, on a single text or a workload, or served at another temperature. (An ordered head: what drafts as the dense one
+    does.) What so few texts cannot show is said. Else nothing is written, and the exit status is 1. Ctrl-C ends the
+    training and keeps the best so far if it may be kept; once more, and nothing is. The same command goes on where it
+    stopped.
     """
     directory, base = setting["directory"], setting["base"]
     if (directory is None) != (new is not None):
@@ -213,7 +214,7 @@ def _show(made: Outcome, lines: Sequence[str], when: tuple[str, str], work: Path
 def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
     """What is gained in rounds, on text that training has not seen, served otherwise; by workload; of single texts."""
     overall, other = found.overall, found.otherwise
-    say(f"On held-out text, {len(overall.before.conditional)} drafts a round, 95 % intervals over texts:")
+    say(f"On held-out text, with K = {len(overall.before.conditional)} drafts a round, 95 % intervals over texts:")
     before, after, saving = overall.before, overall.after, overall.saving
     rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", f"x {saving.ratio:.3f}", _interval(saving.interval, ".3f")]
     tokens = [f"{before.tokens_a_round:.3f}", f"{after.tokens_a_round:.3f}", "", ""]
@@ -221,16 +222,16 @@ def _show_comparisons(found: Comparisons, when: tuple[str, str]) -> None:
         ["rounds, before for one after", before.texts, *rounds],
         ["tokens a round", before.texts, *tokens],
         ["mean accepted length", *_lengths(overall)],
-        ["where training has seen no such tokens", *_lengths(found.unseen)],
-        ["where it has", *_lengths(found.seen)],
+        ["all workloads, tokens new to training", *_lengths(found.unseen)],
+        ["all workloads, tokens it has seen", *_lengths(found.seen)],
     ]
     if other is not None:
         rows.append([f"served {found.served_otherwise}", *_lengths(other)])
     table(rows, ("", "texts", *when, "change", ""))
-    say("By workload, mean accepted length, the least change that these texts would show, and rounds:")
+    say("By workload, mean accepted length, the change that would show half of the time, and rounds:")
     head = ("", "texts", *when, "change", "", "shows", "rounds")
     table([[name, *_lengths(one), *_power(one)] for name, one in found.workloads.items()], head, longest=_WIDEST)
-    say("Texts that lose most, mean accepted length and tokens a round:")
+    say("Texts that lose most, or gain least, mean accepted length and tokens a round:")
     table([_text_row(text) for text in found.texts[:_WORST]], longest=_WIDEST)
 
 

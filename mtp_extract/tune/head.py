@@ -44,7 +44,11 @@ class HeadPlan:
     ] = None
     top_k: Annotated[
         int | None,
-        About("Clusters it looks into; by default the least that keep 99.5 % of the best tokens on all text.", least=1),
+        About(
+            "Clusters it looks into; by default as few as keep 99.875 % of the dense head's choices on watched text, "
+            "up to half of its rows.",
+            least=1,
+        ),
     ] = None
     states: Annotated[
         int | None,

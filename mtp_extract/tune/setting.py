@@ -80,7 +80,7 @@ class Setting:
             parse=Bytes.parse,
         ),
     ] = Bytes(0)
-    seed: Annotated[int, About("The same seed on the same machine gives the same bytes.", least=0)] = 0
+    seed: Annotated[int, About("The same seed, texts and machine give the same bytes.", least=0)] = 0
     device: Device = "auto"
 
     @property

@@ -1,7 +1,8 @@
 """Before and after on texts that nothing was trained on, and whether what came out is to be kept.
 
-What is kept takes fewer rounds on held-out text, loses no more than 0.05 of mean accepted length where drafts continue
-what no training text has, ruins no text, is worse on no workload, and does not lose more than 0.05 served otherwise.
+What is kept takes fewer rounds on held-out text, at 95 %. It may not lose more than 0.05 of mean accepted length where
+drafts continue what no training text has. And it is not seen to ruin a text, to be worse on a workload, or to lose more
+than 0.05 served otherwise; what too few or too short texts cannot show is said.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Comparison:
 
     @property
     def shows(self) -> float | None:
-        """The least change that so many texts, as unlike as these, would show; None with too few for any."""
+        """A change that so many texts, as unlike as these, would show half of the time; None with too few for any."""
         interval = self.change.interval
         return interval and (interval.high - interval.low) / 2
 
@@ -142,6 +143,11 @@ class Comparisons:
         return tuple(text for text in self.texts if text.ruined)
 
     @property
+    def too_short(self) -> int:
+        """How many texts are, for whether they are ruined to be decided."""
+        return sum(not text.decided for text in self.texts)
+
+    @property
     def served_otherwise(self) -> str:
         """How :attr:`otherwise` was served, in words."""
         return f"at temperature {self.other_temperature:g}" if self.other_temperature else "greedily"
@@ -185,12 +191,13 @@ class Comparisons:
         overall = self.overall
         if (texts := overall.before.texts) < ENOUGH_TEXTS:
             shown = (
-                f"no change of mean accepted length below {overall.shows:.2f} would show"
+                f"a change of mean accepted length below {overall.shows:.2f} would more likely not show"
                 if overall.shows
                 else "whether it drafts better cannot be known"
             )
             yield (
-                f"{_counted(texts, 'held-out text')} of what was trained on: {shown}, nor what single texts lose. "
+                f"{_counted(texts, 'held-out text')} of what was trained on: {shown}, "
+                f"and a kind of text that loses may not be among them. "
                 f"Give more prompts, {ENOUGH_TEXTS} of them held out (one in eight is)."
             )
         few = [
@@ -208,9 +215,9 @@ class Comparisons:
                 "What becomes of drafts that continue what no training text has is not known: "
                 f"{undecided(self.unseen.before.texts)}. More prompts, or ones less alike, would show it."
             )
-        if short := sum(not text.decided for text in self.texts):
+        if self.too_short:
             yield (
-                f"Whether a text is ruined is not decided for {short} of {len(self.texts)}, of fewer than "
+                f"Whether a text is ruined is not decided for {self.too_short} of {len(self.texts)}, of fewer than "
                 f"{LEAST_ANCHORS} places to draft from. Longer texts would show it."
             )
 
@@ -224,6 +231,7 @@ class Comparisons:
             "sequences": {name: _part(found) for name, found in (("seen", self.seen), ("unseen", self.unseen))},
             "worst": [text.as_json() for text in self.texts[:WORST]],
             "ruined": len(self.ruined),
+            "too_short": self.too_short,
         }
 
 

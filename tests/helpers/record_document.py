@@ -55,6 +55,8 @@ def tuning(name: str) -> dict[str, Any]:
         },
         "worst": [{"workload": name, "name": name, "before": _LENGTH, "after": _LENGTH}],
         "ruined": 0,
+        "too_short": 3,
+        "texts": {"held_out": 10},
     }
 
 

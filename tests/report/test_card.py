@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from helpers.record_document import RECORD, tensor
+from helpers.record_document import RECORD, tensor, tuning
 from helpers.report_document import REPORT
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
@@ -38,6 +38,14 @@ def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     assert read["library_name"] == "transformers"
     assert read["pipeline_tag"] == "text-generation"
     assert read["license_link"] == "https://www.apache.org/licenses/LICENSE-2.0"
+
+
+def test_the_card_says_of_how_many_texts_ruin_is_decided() -> None:
+    made = tuning("org/name") | {"numbers": 10}
+    assert "Of 7 that are long enough to tell, none fell below 0.7" in card(tuning=made)
+    short = card(tuning=made | {"too_short": 10})
+    assert "All are too short to tell whether one is ruined" in short
+    assert "fell below" not in short
 
 
 def test_what_the_card_states() -> None:

@@ -67,6 +67,7 @@ def test_harm_that_could_not_be_seen_is_said() -> None:
     few, short = found.notes()
     assert "not decided for those of fewer than 5 held-out texts: prose (1)." in few
     assert "not decided for 37 of 37, of fewer than 33 places" in short
+    assert found.as_json()["too_short"] == 37
     none = compared(("code",) * 37, 30, measured(37, 0.3), measured(37, 0.8))
     assert none.notes() == (short,)
 
@@ -79,7 +80,7 @@ def test_what_few_texts_cannot_show_is_said() -> None:
     half = (interval.high - interval.low) / 2
     assert found.overall.as_json()["change"]["shows"] == pytest.approx(half, abs=1e-4)
     assert found.notes()[0].startswith(
-        f"12 held-out texts of what was trained on: no change of mean accepted length below {half:.2f} would show"
+        f"12 held-out texts of what was trained on: a change of mean accepted length below {half:.2f} would more "
     )
     one = compared(("code",), 1, measured(1, 0.3), measured(1, 0.8))
     assert one.notes()[0].startswith("1 held-out text of what was trained on: whether it drafts better cannot be known")
