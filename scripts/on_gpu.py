@@ -44,6 +44,7 @@ CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 _REPEATS = 3
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 _TUNED_STEPS = 12
+_TUNING_S, _TESTS_S = 90.0, 45.0  # seconds that must be left for either to begin
 
 Row = tuple[str, ...]
 
@@ -73,9 +74,9 @@ class Page:
         self.parts += lines
         self.out.write_text("\n".join(self.parts) + "\n", encoding="utf-8")
 
-    def require_time(self) -> None:
-        """Raise where none is left."""
-        if time.monotonic() > self.end:
+    def require_time(self, seconds: float = 0.0) -> None:
+        """Raise where no ``seconds`` are left."""
+        if time.monotonic() + seconds > self.end:
             raise TimeIsUpError
 
 
@@ -157,11 +158,11 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 def tuning(page: Page, place: Place, drafter: Path, device: str) -> Iterator[Row]:
     """Steps a second of a tuning, from the end of its first to the end of its last."""
     for mode in ("norms", "float"):
-        page.require_time()
+        page.require_time(_TUNING_S)
         times: list[float] = []
         gc.collect()
         peak(torch.device(device))
-        setting = Setting(drafter, str(place.base), place.root / mode, place.texts, new_tokens=64, device=device)
+        setting = Setting(drafter, str(place.base), place.root / "work", place.texts, new_tokens=64, device=device)
         plan = TuningPlan(setting, place.root / f"tuned-{mode}", mode=mode, steps=_TUNED_STEPS, force=True)
 
         def tell(status: Status, ends: list[float] = times) -> None:
@@ -175,7 +176,7 @@ def tuning(page: Page, place: Place, drafter: Path, device: str) -> Iterator[Row
 
 def marked_tests(page: Page) -> Iterator[Row]:
     """The tests that need a GPU."""
-    page.require_time()
+    page.require_time(_TESTS_S)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     yield str(done.returncode), (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
