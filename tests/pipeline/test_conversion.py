@@ -323,7 +323,7 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As llama.cpp's converter leaves it: one .gguf of any name, nothing beside it."""
     convert(bf16, tmp_path / "made", format="gguf", dtype="f32")
-    alone = Path(shutil.copy(tmp_path / "made" / "mtp-sample-Q4_0.gguf", tmp_path / "mine.gguf"))
+    alone = Path(shutil.copy(tmp_path / "made" / "mtp-sample-F32.gguf", tmp_path / "mine.gguf"))
     monkeypatch.chdir(tmp_path)
     result = convert(alone, format="transformers")
     assert result.directory == Path("mine-transformers")
@@ -331,7 +331,7 @@ def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monke
     assert list(result.record["converted_from"][0]["files"]) == ["mine.gguf"]
     assert contents(tmp_path / "mine-transformers") == contents(bf16)
     # One that lies in a directory of ours is that directory's.
-    convert(tmp_path / "made" / "mtp-sample-Q4_0.gguf", tmp_path / "back", format="transformers")
+    convert(tmp_path / "made" / "mtp-sample-F32.gguf", tmp_path / "back", format="transformers")
     assert contents(tmp_path / "back") == contents(bf16)
     assert verify(tmp_path / "back").record["proof"]["inherited"]
     cut(tmp_path, "mine.gguf")
