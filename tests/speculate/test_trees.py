@@ -317,7 +317,8 @@ def test_trained_text_is_the_base_s_own(pair: Pair, alone: list[tuple[int, ...]]
 def test_a_hundred_prompts_in_one_batch(pair: Pair, drafts: Tree | AutoTree) -> None:
     """Every token is the base's own choice after what stands before it, by one plain forward over all of them."""
     generator = pair.generator
-    prompts = encode_prompts(shipped_prompts(), generator.codec, chat_template=False)
+    short = [prompt for prompt in shipped_prompts() if len(prompt.text) < 100]
+    prompts = encode_prompts(short[:100], generator.codec, chat_template=False)
     results = generator.generate_batch(prompts, Options(20, drafts))
     assert len(results) == 100 and len({len(result.prompt_tokens) for result in results}) > 10
     texts = [torch.tensor(result.prompt_tokens + result.tokens) for result in results]
