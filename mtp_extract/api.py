@@ -249,25 +249,38 @@ def tune(
 
 @_options_of(BenchPlan)
 def bench(
-    url: str, *, report: PathLike | None = None, overwrite: bool = False, say: Say = _silent, **options: Any
+    url: str,
+    *,
+    report: PathLike | None = None,
+    save: PathLike | None = None,
+    overwrite: bool = False,
+    say: Say = _silent,
+    **options: Any,
 ) -> Benchmark:
     """How fast a running server is, with and without its drafter, and what comes of the drafts.
 
     Args:
         url: an OpenAI-compatible server.
         report: where to write ``bench.json`` and its pages; None for nowhere.
+        save: where to write the figures under the names that ``vllm bench serve`` has; None for nowhere.
         overwrite: replace an older report.
         options: fields of :class:`~mtp_extract.bench.plan.BenchPlan`.
 
     Raises:
         ServerError: the server refuses, or says what makes no sense.
     """
-    plan = BenchPlan(url, **options)
-    if report is None:
-        return run_benchmark(plan, say)
-    from mtp_extract.bench.report import BENCH_LISTED, write_bench
+    from mtp_extract.bench.report import BENCH_LISTED, as_json, write_bench
+    from mtp_extract.bench.vllm import write_vllm
 
-    check_place(Path(report), overwrite=overwrite, inputs=(plan.prompts,), listed=BENCH_LISTED)
+    plan = BenchPlan(url, **options)
+    inputs = (plan.prompts,)
+    if report is not None:
+        check_place(Path(report), overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED)
+    if save is not None:
+        check_place(Path(save), overwrite=overwrite, inputs=inputs)
     found = run_benchmark(plan, say)
-    write_bench(found, Path(report), overwrite=overwrite, inputs=(plan.prompts,))
+    if report is not None:
+        write_bench(found, Path(report), overwrite=overwrite, inputs=inputs)
+    if save is not None:
+        write_vllm(as_json(found), Path(save), overwrite=overwrite, inputs=inputs)
     return found

@@ -6,8 +6,12 @@ says so, else in seconds. What it has and is not known here is left out; nothing
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from mtp_extract.io.place import PathLike, staged
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
@@ -53,3 +57,13 @@ def as_vllm(report: Mapping[str, Any], side: str = "server") -> dict[str, Any]:
             "spec_decode_per_position_acceptance_rates": of["acceptance_by_position"] or [],
         }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def write_vllm(report: Mapping[str, Any], path: Path, *, overwrite: bool, inputs: tuple[PathLike | None, ...]) -> None:
+    """Write ``bench.json``, as data, to ``path`` in these names.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with staged(path, overwrite=overwrite, inputs=inputs) as stage:
+        stage.write_text(json.dumps(as_vllm(report), indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +32,8 @@ def command(
     """
     from mtp_extract.bench.report import BENCH_LISTED, as_json, tables, write_bench
     from mtp_extract.bench.run import run_benchmark
-    from mtp_extract.bench.vllm import as_vllm
-    from mtp_extract.io.place import check_place, staged
+    from mtp_extract.bench.vllm import write_vllm
+    from mtp_extract.io.place import check_place
 
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(plan.prompts,), listed=BENCH_LISTED)
@@ -44,8 +43,7 @@ def command(
     files = write_bench(found, out, overwrite=overwrite, inputs=(plan.prompts,)) if out is not None else []
     report = as_json(found)
     if save is not None:
-        with staged(save, overwrite=overwrite, inputs=(plan.prompts,)) as stage:
-            stage.write_text(json.dumps(as_vllm(report), indent=2) + "\n", encoding="utf-8")
+        write_vllm(report, save, overwrite=overwrite, inputs=(plan.prompts,))
     if print_json:
         write_json(report)
         return
