@@ -106,8 +106,10 @@ class Corpus:
         setting, steps = pair.setting, pair.setting.draft_steps
         sides, guards = _divided(setting)
         writing = _writing(pair)
-        # They are not the user's: what a short context has no room for is no reason to stop.
+        # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
         guards = writing.fitting(guards)
+        if not (setting.prompts or setting.text):
+            sides = {side: writing.fitting(items) for side, items in sides.items()}
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         by_base = setting.text is None
         asked = [*chain.from_iterable(sides.values()), *guards] if by_base else guards

@@ -15,10 +15,10 @@ from helpers.first_pair import first_base
 
 from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import Prompt
+from mtp_extract.evaluate.prompts import Prompt, read_prompts
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tune import corpus
+from mtp_extract.tune import corpus, setting
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
@@ -138,6 +138,20 @@ def test_a_shipped_prompt_that_does_not_fit_is_left_out(
     found = Corpus.of(pair)
     assert found.held_out == tuple(text for text in whole.held_out if text.prompt_length < longest)
     assert len(found.held_out) < len(whole.held_out)
+
+
+def test_of_shipped_prompts_those_that_fit_are_taken(
+    plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none are given: nobody could shorten them."""
+    source = next(s for s in map("file {}".format, range(100)) if side_of(s) == TRAINED)
+    shipped = (*read_prompts(prompts), Prompt("code", "x = 1\n" * 60, source))
+    monkeypatch.setattr(setting, "shipped_prompts", lambda: shipped)
+    pair = Pair(plan(tmp_path / "tuned", prompts=None).setting)
+    monkeypatch.setattr(pair.base.config, "max_position_embeddings", 80)
+    found = Corpus.of(pair)
+    assert found.own == len(found.held_out)
+    assert found.kinds[0] == Corpus.of(Pair(plan(tmp_path / "tuned").setting)).kinds[0]
 
 
 def test_kinds_of_text(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
