@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Format
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
-from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
+from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
 from mtp_extract.checkpoint.rounding import RoundedTensor, round_matrices
-from mtp_extract.errors import UnsupportedError, escape
+from mtp_extract.errors import OutputError, UnsupportedError, escape
 from mtp_extract.formats import EVERY, format_named, variant_for
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
@@ -240,7 +241,15 @@ def finish(
     replaced = [f"{escape(target)}: its card had been changed by hand, and was replaced."] if changed else []
     # The card is made of the record, which lists it.
     record["files"][CARD] = write_file(staged.directory, OutputFile(CARD, text=model_card(record)))
-    write_file(staged.directory, OutputFile(RECORD, text=json_text(record)))
+    text = json_text(record)
+    try:
+        check_extraction(json.loads(text))
+    except ValueError as error:
+        raise OutputError(
+            f"{escape(target / RECORD)}: expected a record that can be read again, found {escape(error)}. Nothing was "
+            "written; please report it."
+        ) from error
+    write_file(staged.directory, OutputFile(RECORD, text=text))
     return ExtractionResult(
         directory=target,
         files={name: (staged.directory / name).stat().st_size for name in files_in(staged.directory)},

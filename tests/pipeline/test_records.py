@@ -14,7 +14,9 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract import extract
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION
-from mtp_extract.errors import CheckpointError
+from mtp_extract.data import sample_bundle
+from mtp_extract.errors import CheckpointError, OutputError
+from mtp_extract.pipeline import extraction
 from mtp_extract.pipeline.check import files_in, read_record
 from mtp_extract.pipeline.staging import RECORD
 
@@ -103,3 +105,12 @@ def test_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> No
     assert read_record(tmp_path) == {**record, "more": {}}
     with pytest.raises(fastjsonschema.JsonSchemaValueException):
         validator("extraction")(record)
+
+
+def test_a_record_that_its_reader_refuses_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that no other command takes is no result."""
+    made = extraction.record_of_drafter
+    monkeypatch.setattr(extraction, "record_of_drafter", lambda *given: {**made(*given), "notes": [1]})
+    with pytest.raises(OutputError, match=r"extraction\.json: expected a record that can be read again, .*notes"):
+        extract(sample_bundle(), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
