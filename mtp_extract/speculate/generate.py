@@ -23,13 +23,21 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.protocol import BaseState, Drafter, DraftState
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.errors import DrafterError, MtpExtractError, escape
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, DraftLength
 from mtp_extract.speculate.codec import Codec, Prompt
 from mtp_extract.speculate.growing import FixedTree, Nodes, grow_by_confidence, grow_fixed
 from mtp_extract.speculate.numbers import count
 from mtp_extract.speculate.result import Chunk, Generation, Round
-from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled, verify_tree
+from mtp_extract.speculate.sampling import (
+    NOT_DRAWN,
+    Sampling,
+    Verdict,
+    draw,
+    verify_greedy,
+    verify_sampled,
+    verify_tree,
+)
 from mtp_extract.speculate.state import ActiveSequence, LoopState, Marks, RandomNumbers, at_index
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.speculate.trees import AutoTree, Tree
@@ -261,7 +269,8 @@ class _Run:
     def _chain_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
         sampling = self.options.sampling
         uniform = None if sampling.greedy else loop.numbers.next(self.active)
-        drafts, q = self._draft(loop, drafted, uniform)
+        drawn, q = self._draft(loop, drafted, uniform)
+        drafts = drawn if uniform is None else drawn.clamp(min=0)
         marks.mark()
         tokens = torch.cat((loop.pending[:, None], drafts), dim=1)
         fed = self.base.forward(tokens, loop.position, loop.cache, layers=self.drafter.needs.layers)
@@ -274,7 +283,7 @@ class _Run:
             judge = torch.cat((judge[:, :drafted], judge[:, -1:]), dim=1)
             verdict = verify_sampled(sampling.probabilities(logits), q, drafts, limit, judge)
         steps = torch.full_like(verdict.accepted, drafted)
-        return self._read_back(loop.after(fed, verdict), verdict, steps, [drafts], marks)
+        return self._read_back(loop.after(fed, verdict), verdict, steps, [drawn], marks)
 
     def _tree_round(self, loop: LoopState, drafted: int, marks: Marks) -> _RoundResult:
         sampling, cache, position = self.options.sampling, loop.cache, loop.position
@@ -332,10 +341,11 @@ class _Run:
             last = logits[:, -1].to(device)
             if uniform is None:
                 token = last.argmax(-1)
+                tokens.append(token)
             else:
                 distributions.append(self.options.sampling.probabilities(last))
-                token = draw(distributions[-1], uniform[:, step])
-            tokens.append(token)
+                tokens.append(draw(distributions[-1], uniform[:, step]))
+                token = tokens[-1].clamp(min=0)
         return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if distributions else nothing
 
     def _start(self, loop: LoopState) -> DraftState:
@@ -359,6 +369,15 @@ class _Run:
         return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
 
     def _to_host(self, table: Tensor) -> list[list[int]]:
-        """int64 [batch, …] as numbers: one copy from the device, the round's only wait."""
+        """int64 [batch, …] as numbers: one copy from the device, the round's only wait.
+
+        Raises:
+            DrafterError: a token could not be drawn.
+        """
         rows: list[list[int]] = table.tolist()
+        if any(NOT_DRAWN in row for row in rows):
+            raise DrafterError(
+                "expected logits to draw a token from, found some that are no numbers: a weight is damaged, or the "
+                "type that drafter or base computes in is too small; prove the checkpoint, or compute in bfloat16"
+            )
         return rows

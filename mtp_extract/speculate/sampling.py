@@ -23,6 +23,8 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.speculate.growing import Nodes
 from mtp_extract.speculate.numbers import count
 
+NOT_DRAWN = torch.iinfo(torch.int64).min
+"""In place of a token, where weights are no numbers."""
 _COLD = 1e-3  # below it, a logit over the temperature may leave the range of F32; above it, it does not
 
 
@@ -85,20 +87,22 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     The inverse of the cumulative sum, in F64: first over blocks of about the root of the vocabulary, then within the
     block it falls in, so that little is summed so precisely. A token of weight zero is never drawn: the point lies in
-    (0, total], and the first block, then token, whose cumulative sum reaches it has a share of its own.
+    (0, total], and the first block, then token, whose cumulative sum reaches it has a share of its own. Where the sum
+    is no number above 0 it is :data:`NOT_DRAWN`: to raise an error here would be to wait for the device.
     """
     width = 1 << (weights.shape[-1].bit_length() + 1) // 2
     padded = functional.pad(weights, (0, -weights.shape[-1] % width))
     blocks = padded.reshape(*padded.shape[:-1], -1, width)  # [..., blocks, width]
     cumulative = blocks.sum(-1).double().cumsum(-1)
     point = (1 - uniform.double())[..., None] * cumulative[..., -1:]
-    block = torch.searchsorted(cumulative, point)  # [..., 1]
+    block = torch.searchsorted(cumulative, point).clamp(max=cumulative.shape[-1] - 1)  # [..., 1]
     ends = functional.pad(cumulative, (1, 0))
     before, after = ends.gather(-1, block), ends.gather(-1, block + 1)
     within = blocks.gather(-2, block[..., None].expand(*block.shape, width)).squeeze(-2).double().cumsum(-1)
     # The block's sum in F32 is not quite that of its numbers in F64.
     token = torch.searchsorted(within, (point - before) / (after - before) * within[..., -1:])
-    return (block * width + token).squeeze(-1)
+    drawn = (cumulative[..., -1] > 0) & cumulative[..., -1].isfinite()
+    return torch.where(drawn, (block * width + token).squeeze(-1), NOT_DRAWN)
 
 
 def verify_greedy(choices: Tensor, drafts: Tensor, limits: Tensor) -> Verdict:

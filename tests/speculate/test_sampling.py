@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.chi_square import chi_square
+from helpers.random_pairs import random_base, random_drafter
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.errors import DrafterError, MtpExtractError
+from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling, Verdict, draw, verify_greedy, verify_sampled
 
 ROWS = 600_000
@@ -130,6 +132,18 @@ def test_greedy_accepts_the_agreeing_prefix() -> None:
     assert verdict.following.tolist() == [8, 6, 5, 6]
     none = verify_greedy(choices[:, :1], drafts[:, :0], torch.zeros(4))
     assert (none.accepted.tolist(), none.following.tolist()) == ([0] * 4, [5] * 4)
+
+
+@pytest.mark.parametrize("who", ["drafter", "base"])
+def test_logits_that_are_no_numbers_are_an_error_where_tokens_are_drawn(who: str) -> None:
+    base = random_base()
+    drafter = random_drafter(base)
+    damaged = drafter.final_norm.weight if who == "drafter" else base.model.norm.weight
+    with torch.no_grad():
+        damaged.fill_(torch.nan)
+    generator = SpeculativeGenerator(base, drafter)
+    with pytest.raises(DrafterError, match="no numbers"):
+        generator.generate_batch([[3, 4, 5]], Options(8, 2, Sampling(1.0), stop_token_ids=[]))
 
 
 def test_draw_never_takes_an_impossible_token() -> None:
