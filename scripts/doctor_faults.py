@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from helpers.counting_server import Played, played
+from helpers.counting_server import played
+from helpers.model_server import Written
 from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
@@ -94,7 +95,7 @@ class Bench:
         options = Options(NEW_TOKENS, way.drafts, Sampling(way.temperature), seed=seed)
         generator = SpeculativeGenerator(self.generator.base, engine, self.tokenizer)
         results = generate_in_batches(generator, [self.encoded[row] for row in rows], options, batch=BATCH)
-        return [_told(played(result, STEPS)) for result in results]
+        return [_told(played(result)) for result in results]
 
     def look(self, drafter: MtpDrafter, way: Way, told: Sequence[Told], rows: Sequence[int]) -> Iterator[Any]:
         """By tells and noise: texts, reference and verdict."""
@@ -110,7 +111,7 @@ class Bench:
                 has = served if tells == "steps" else dataclasses.replace(served, by_step=None)
                 found = Diagnosis(
                     Identity("the pair", "transformers", "extracted", None, None),
-                    {"drafts": STEPS},
+                    {"drafts": STEPS, "drafts_known": True},
                     (),
                     Serving("the engine", "vLLM"),
                     expected=rates_of(known.sound, STEPS),
@@ -131,8 +132,10 @@ class Bench:
         return self._known[key]
 
 
-def _told(answer: Played) -> Told:
-    return Told(answer.text, answer.tokens, answer.rounds, answer.drafted, answer.accepted, answer.by_step)
+def _told(answer: Written) -> Told:
+    made = answer.counted
+    by_step = tuple(made.get(f"accepted_{step}", 0) for step in range(STEPS))
+    return Told(answer.pieces[0], made["tokens"], made["rounds"], made["drafted"], made["accepted"], by_step)
 
 
 def _noisy(counts: Counted) -> Counted:

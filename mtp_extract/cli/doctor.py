@@ -39,7 +39,8 @@ def command(
     path = Path(plan.place)
     if not (path.is_dir() or path.suffix == ".gguf"):
         if wrong := given(context, *_PAIR):
-            raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} is no drafter's directory. Extract it.")
+            what = "is no drafter's directory. Extract one from a bundle first."
+            raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
         _file(plan.place, download, print_json)
         return
     from mtp_extract.evaluate.extras import require

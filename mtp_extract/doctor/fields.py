@@ -52,6 +52,7 @@ class Settings(Record, forbid_unknown_fields=True):
     chat_template: bool  #: whether prompts are chats
     prompts: Positive  #: how many were asked
     drafts: Positive  #: K, drafts a round
+    drafts_known: bool  #: whether it was asked for, or the server's counters say so; else it is a guess
 
 
 class Check(Record):

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluate.batches import groups
-from mtp_extract.speculate.target import Base, FullPass
-from mtp_extract.speculate.teacher import Text, chances_of_text, teacher_forced
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text, chances_of_text, read_texts, teacher_forced
 
 Floats = NDArray[np.float64]
 
@@ -68,23 +66,6 @@ def mean_of(counts: Sequence[Counted]) -> Counted:
     return Counted(counts[0].tokens, rounds, accepted, by_step)
 
 
-class _Once:
-    """A base whose forward over one group of texts is made once, whatever drafts along it."""
-
-    def __init__(self, base: Base) -> None:
-        self._base = base
-        self._passes: dict[tuple[int, ...], FullPass] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
-
-    def full_pass(self, tokens: torch.Tensor, layers: Sequence[int] = ()) -> FullPass:
-        key = tuple(layers)
-        if key not in self._passes:
-            self._passes[key] = self._base.full_pass(tokens, layers)
-        return self._passes[key]
-
-
 def patterns(
     base: Base,
     drafters: Sequence[Drafter],
@@ -103,13 +84,14 @@ def patterns(
     """
     found, stops = [_empty(len(texts), steps) for _ in drafters], frozenset(base.stop_token_ids)
     for rows in groups([len(text.tokens) for text in texts], batch):
-        once, chosen = cast(Base, _Once(base)), [texts[row] for row in rows]
+        chosen = [texts[row] for row in rows]
+        full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
         for pattern, drafter in zip(found, drafters, strict=True):
             if temperature is None:
-                agreement = teacher_forced(once, drafter, chosen, steps)
+                agreement = teacher_forced(base, drafter, chosen, steps, full=full)
                 text, stands = agreement.text, (agreement.drafts == agreement.targets).double()
             else:
-                chances = chances_of_text(once, drafter, chosen, steps, temperature=temperature)
+                chances = chances_of_text(base, drafter, chosen, steps, temperature=temperature, full=full)
                 text, stands = chances.text, chances.stands
             for place, row in enumerate(rows):
                 stopped = chosen[place].tokens[-1] in stops

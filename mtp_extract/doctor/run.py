@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +42,14 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     identity = identify(place, public_name(str(place)))
     prompts = list({prompt.key: prompt for prompt in prompts_or_shipped(plan.prompts)}.values())
     asked, serving = _serving(plan, prompts, say)
+    drafts = plan.drafts or _drafts_of(asked)
     found = Diagnosis(
         identity,
         settings={
             **{name: getattr(plan, name) for name in ("max_tokens", "temperature", "drawn", "chat_template")},
             "prompts": len(prompts),
-            "drafts": plan.drafts or _most_drafts(asked) or _DRAFTS,
+            "drafts": drafts or _DRAFTS,
+            "drafts_known": drafts is not None,
         },
         engines=tuple(engines_of(place, serving.kind if serving else None)),
         serving=serving,
@@ -91,7 +94,7 @@ def _serving(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Ask
         others = ask(plan.baseline).answers
         same = [a.text == b.text for a, b in zip(asked.answers, others, strict=True)]
     judged = [(t.drafted, t.accepted) for t in asked.answers if t.drafted is not None and t.accepted is not None]
-    rounds = [(t.drafted, t.rounds) for t in asked.answers if t.drafted and t.rounds]
+    rounds = [(t.drafted, t.made) for t in asked.answers if t.drafted and t.made]
     drafted, accepted = (sum(column) for column in zip(*judged, strict=True)) if judged else (None, 0)
     return asked, Serving(
         asked.name,
@@ -105,10 +108,10 @@ def _serving(plan: DoctorPlan, prompts: Sequence[Prompt], say: Say) -> tuple[Ask
     )
 
 
-def _most_drafts(asked: Asked | None) -> int | None:
+def _drafts_of(asked: Asked | None) -> int | None:
     """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    found = [-(-t.drafted // t.rounds) for t in asked.answers if t.drafted and t.rounds] if asked else []
-    return max(found, default=None)
+    told = [(t.drafted / t.made, t.rounds) for t in asked.answers if t.drafted and t.made] if asked else []
+    return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in told), default=None)
 
 
 def _beside(
@@ -147,14 +150,16 @@ def _beside(
     known = reference(drafter, along)
     convention = _CONVENTIONS[known.convention] if known.convention else None
     found = replace(found, expected=rates_of(known.sound, steps), convention=convention)
-    served = counted(chosen, steps) if asked else None
+    if asked is None:
+        return found
+    otherwise = encode_prompts(prompts, codec, chat_template=not plan.chat_template) if codec.has_template else None
+    found = replace(found, text=text_fit(generator, chosen, otherwise, temperature=temperature, batch=plan.batch))
+    served = counted(chosen, steps)
     if served is None:
         return found
     say("the same with one thing broken at a time")
     known = with_faults(known, generator.base, drafter, along, served.mean_accepted_length)
-    otherwise = encode_prompts(prompts, codec, chat_template=not plan.chat_template) if codec.has_template else None
-    text = text_fit(generator, chosen, otherwise, temperature=temperature, batch=plan.batch)
-    return held_against(replace(found, text=text), known, served)
+    return held_against(found, known, served)
 
 
 def held_against(found: Diagnosis, known: Reference, served: Counted) -> Diagnosis:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtp_extract.doctor.diagnosis import Rate, TextFit
 from mtp_extract.doctor.patterns import Counted
 from mtp_extract.doctor.served import Told
+from mtp_extract.errors import PairError
 from mtp_extract.evaluate.batches import generate_in_batches, groups
 from mtp_extract.evaluate.measured import share_over_texts
 from mtp_extract.speculate.codec import Encoded
@@ -41,8 +42,12 @@ def samples(
 ) -> list[Sample]:
     """Texts to count along; those that are too short, repeat another, or say nothing of drafts, are left out.
 
-    A server tells text, and rounds are of tokens. Greedy text that is the reference's own has its tokens; other text is
-    made tokens again, and left out where these are not as many as the server counts.
+    Rounds are of tokens, and most servers tell text alone. Greedy text that is the reference's own has its tokens;
+    other text is made tokens again, and left out where these are not as many as the server counts. Where no text says
+    anything of drafts, all are kept.
+
+    Raises:
+        PairError: the server writes tokens that the base does not have.
     """
     own: Sequence[tuple[tuple[int, ...], str | None]] = [((), None)] * len(encoded)  # tokens and text
     if told is None or not temperature:
@@ -51,24 +56,33 @@ def samples(
         own = [(result.tokens, result.text) for result in written]
     found = []
     for index, (prompt, (written_tokens, text)) in enumerate(zip(encoded, own, strict=True)):
-        answer, tokens = told[index] if told is not None else None, written_tokens
-        same = answer is None or answer.text == text
-        if answer is not None and not same:
-            tokens = tuple(generator.codec.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+        answer, tokens, same = told[index] if told is not None else None, written_tokens, True
+        if answer is not None and answer.ids is not None:
+            tokens, same = _known(answer.ids, generator.base.vocab_size), answer.ids == written_tokens
+        elif answer is not None and (answer.thoughts or answer.text != text):
+            tokens, same = tuple(generator.codec.continued(answer.text)), False
             # The token that ended the text may be missing.
-            if (answer.tokens if answer.tokens is not None else len(tokens)) - len(tokens) not in (0, 1):
+            if answer.thoughts or (answer.tokens or len(tokens)) - len(tokens) not in (0, 1):
                 continue
         found.append(Sample(index, Text((*prompt.tokens, *tokens), len(prompt.tokens)), answer, same))
     again = repeats([sample.text.tokens for sample in found])
-    return [s for index, s in enumerate(found) if s.text.anchors and index not in again and _tells(s.told)]
+    kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
+    return [sample for sample in kept if sample.told is not None and sample.told.counts] or kept
 
 
-def _tells(told: Told | None) -> bool:
-    return told is None or told.accepted is not None or (told.rounds is not None and told.tokens is not None)
+def _known(tokens: tuple[int, ...], size: int) -> tuple[int, ...]:
+    if (most := max(tokens, default=0)) >= size:
+        raise PairError(
+            f"expected the server to write tokens below {size}, found {most}: it has another base. Name that one.",
+            remedies=("base",),
+        )
+    return tokens
 
 
 def counted(chosen: Sequence[Sample], steps: int) -> Counted | None:
-    """The counters, text by text; None where nothing was drafted."""
+    """The counters, text by text; None where nothing was drafted, or no counters are told."""
+    if not all(sample.told is not None and sample.told.counts for sample in chosen):
+        return None
     rows: list[tuple[int, int, int]] = []
     by_step: list[tuple[int, ...]] | None = []
     for sample in chosen:
@@ -78,10 +92,10 @@ def counted(chosen: Sequence[Sample], steps: int) -> Counted | None:
         accepted = told.accepted if told.accepted is not None else max(0, length - rounds)
         rows.append((length, rounds, accepted))
         known = told.by_step if told.rounds is not None else None
-        if known is None or sum(known) != accepted or len(known) > steps:
+        if known is None or sum(known[:steps]) != accepted:
             by_step = None
         if by_step is not None and known is not None:
-            by_step.append((*known, *[0] * (steps - len(known))))
+            by_step.append((*known, *[0] * steps)[:steps])
     if not sum(rounds for _, rounds, _ in rows):
         return None
     tokens, rounds, accepted = np.array(rows, np.float64).T

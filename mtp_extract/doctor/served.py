@@ -15,6 +15,7 @@ from mtp_extract.io.regular import read_regular
 
 _RATE = re.compile(rb"MTP Drafter - Success rate: ([0-9.]+)")
 _LARGEST_LOG = 1 << 26
+_FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
 _SETTLING_TIME = 2.0  # seconds that counters may trail behind an answer
 _POLL_INTERVAL = 0.05  # seconds between looks at them
 
@@ -29,6 +30,21 @@ class Told:
     drafted: int | None
     accepted: int | None
     by_step: tuple[int, ...] | None  # accepted at each step
+    ids: tuple[int, ...] | None = None  # of its tokens
+    thoughts: bool = False  # whether some of the text was told as thoughts, whose marks are not in it
+
+    @property
+    def counts(self) -> bool:
+        """Whether drafts and rounds can be told."""
+        return self.accepted is not None or (self.rounds is not None and self.tokens is not None)
+
+    @property
+    def made(self) -> float | None:
+        """Rounds: as told; or what tokens and accepted drafts leave, half of one less for a last one without drafts."""
+        if self.rounds is not None or self.tokens is None or self.accepted is None:
+            return self.rounds
+        found = self.tokens - 1 - self.accepted
+        return found - 0.5 if found >= _FEW_ROUNDS else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Asked:
     """A server, and what it told of every prompt, in their order."""
 
     name: str
-    kind: str  # as bench.kinds calls it
+    kind: str  # as engines.kinds calls it
     version: str | None
     answers: tuple[Told, ...]
 
@@ -63,7 +79,7 @@ def ask_all(
         answers = []
         for prompt in prompts:
             before = server.counters()
-            answer = server.ask(prompt, max_tokens=max_tokens, chat=chat, temperature=temperature)
+            answer = server.ask(prompt, max_tokens=max_tokens, chat=chat, temperature=temperature, **server.kind.ids)
             moved = _moved(server, before, answer.tokens) or Counters()
             told = answer.told or moved
             answers.append(
@@ -74,6 +90,8 @@ def ask_all(
                     drafted=told.drafted,
                     accepted=told.accepted,
                     by_step=moved.positions,
+                    ids=answer.token_ids,
+                    thoughts=answer.reasoning,
                 )
             )
         return Asked(server.name, server.kind.name, server.version, tuple(answers))

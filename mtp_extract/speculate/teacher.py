@@ -225,13 +225,14 @@ def chances_of_text(
     *,
     temperature: float,
     logits_at_once: int = _LOGITS_AT_ONCE,
+    full: FullPass | None = None,
 ) -> Chances:
     """How likely drafts that are drawn at ``temperature`` stand, where the base drew the text at it, too.
 
     Every step reads the text's own token, as where all drafts before it stand. Other arguments and errors are those of
     :func:`teacher_forced`; ``temperature`` is above 0.
     """
-    rounds = _Rounds(base, drafter, texts, steps, logits_at_once)
+    rounds = _Rounds(base, drafter, texts, steps, logits_at_once, full=full)
     parts = []
     for start, pending, aims in rounds:
         state, token, chances = start, pending, []
@@ -240,7 +241,7 @@ def chances_of_text(
             token = aims[..., step].clamp(min=0).to(logits.device)
             chances.append(torch.softmax(logits.float() / temperature, dim=-1).gather(-1, token[..., None])[..., 0])
         parts.append(torch.stack(chances, dim=-1).double().cpu())
-    q, own = rounds.gathered(parts), chances_of_base(base, texts, temperature)
+    q, own = rounds.gathered(parts), chances_of_base(base, texts, temperature, full=full)
     # The token at position n + 1 + i is the one that the base gives at n + i.
     length = own.chance.shape[1] - 1
     at = (rounds.anchor[:, None] + torch.arange(steps)).clamp(max=length)
@@ -259,10 +260,16 @@ class OwnChances:
 
 
 @torch.inference_mode()
-def chances_of_base(base: Base, texts: Sequence[Text], temperature: float) -> OwnChances:
-    """How likely the base thinks each token of ``texts``, at ``temperature`` above 0; past a text's end anything."""
+def chances_of_base(
+    base: Base, texts: Sequence[Text], temperature: float, *, full: FullPass | None = None
+) -> OwnChances:
+    """How likely the base thinks each token of ``texts``, at ``temperature`` above 0; past a text's end anything.
+
+    Args:
+        full: :func:`read_texts` of these texts, where it is at hand.
+    """
     tokens = _padded([text.tokens for text in texts], 0)
-    hidden = base.full_pass(tokens.to(base.device)).hidden
+    hidden = (full or base.full_pass(tokens.to(base.device))).hidden
     rows = []
     for state, following in zip(hidden, tokens[:, 1:], strict=True):
         p = torch.softmax(base.logits(state[:-1]).cpu().double() / temperature, dim=-1)

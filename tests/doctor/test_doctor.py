@@ -12,9 +12,11 @@ import pytest
 import torch
 from helpers.bases import base_with
 from helpers.commands import run_here
-from helpers.counting_server import Played, counting_server, played
+from helpers.counting_server import counting_server, played
 from helpers.first_pair import first_base, first_bundle
+from helpers.model_server import Written
 from helpers.planted_faults import PLANTED, near_overflow
+from helpers.random_heads import head_config, random_head, write_head
 from helpers.schemas import validator
 
 import mtp_extract
@@ -39,14 +41,14 @@ NEW_TOKENS, STEPS = 32, 3
 @pytest.fixture(scope="module")
 def answers(
     generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[Encoded], texts: list[str]
-) -> Mapping[str, Mapping[str, Played]]:
+) -> Mapping[str, Mapping[str, Written]]:
     """By what is wrong with the loop: prompt → what it answers and counts."""
     found = {}
     for name in ("sound", "unit_layer_scalars", "unscaled_embedding"):
         engine = drafter if name == "sound" else PLANTED[name](drafter, generator.base)
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
         results = loop.generate_batch(encoded, Options(NEW_TOKENS, STEPS))
-        found[name] = {text: played(result, STEPS) for text, result in zip(texts, results, strict=True)}
+        found[name] = {text: played(result, ids=True) for text, result in zip(texts, results, strict=True)}
     return found
 
 
@@ -87,7 +89,7 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch, generator: SpeculativeGenerator
     ],
 )
 def test_what_is_wrong_with_a_server_is_named(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], fault: str, kind: str
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], fault: str, kind: str
 ) -> None:
     with counting_server(answers[fault], kind) as server:
         report = checked(diagnose(plan(directory, prompts_file, server=server.url), directory))
@@ -107,7 +109,7 @@ def test_what_is_wrong_with_a_server_is_named(
 
 
 def test_the_command_prints_and_writes(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], tmp_path: Path
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], tmp_path: Path
 ) -> None:
     fault, texts = answers["unit_layer_scalars"], answers["sound"]
     with counting_server(fault) as server, counting_server(texts, "llama-server") as baseline:
@@ -135,7 +137,7 @@ def test_without_a_server_it_says_what_is_to_be_expected(directory: Path, prompt
 
 
 def test_text_that_the_base_does_not_write_is_said(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]], texts: Sequence[str]
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], texts: Sequence[str]
 ) -> None:
     """Answers to other prompts: fluent, and not what this base says here."""
     moved = {text: answers["sound"][texts[at - 1]] for at, text in enumerate(texts)}
@@ -146,21 +148,107 @@ def test_text_that_the_base_does_not_write_is_said(
 
 
 def test_a_server_without_a_drafter_drafts_nothing(
-    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Played]]
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
 ) -> None:
-    idle = {
-        text: dataclasses.replace(answer, rounds=0, drafted=0, by_step=()) for text, answer in answers["sound"].items()
-    }
-    with counting_server(idle, "llama-server") as server:
+    with counting_server(answers["sound"], "llama-server") as server:
+        server.drafts = False
         asked = dataclasses.replace(plan(directory, prompts_file, server=server.url), base=None)
         assert checked(diagnose(asked, directory))["outcome"] == "nothing drafted"
+
+
+def answered(
+    plan: DoctorPlan, directory: Path, answers: Mapping[str, Written], kind: str = "vLLM", **state: Any
+) -> dict[str, Any]:
+    """``doctor.json`` of a server of ``answers``."""
+    with counting_server(answers, kind) as server:
+        for name, value in state.items():
+            setattr(server, name, value)
+        return checked(diagnose(dataclasses.replace(plan, server=server.url), directory))
+
+
+def test_tokens_that_are_told_are_not_made_again(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
+) -> None:
+    """The text says nothing here: tokens alone."""
+    told = {text: dataclasses.replace(one, pieces=["?"]) for text, one in answers["sound"].items()}
+    report = answered(plan(directory, prompts_file), directory, told)
+    assert report["outcome"] == "in line"
+    assert report["text"]["same"] == report["text"]["texts"] == report["serving"]["rates"]["texts"]
+    beyond = {text: dataclasses.replace(one, ids=[[512]]) for text, one in told.items()}
+    with pytest.raises(MtpExtractError, match="tokens below 512, found 512") as raised:
+        answered(plan(directory, prompts_file), directory, beyond)
+    assert raised.value.remedies == ("base",)
+
+
+def test_a_server_that_counts_nothing_is_not_judged(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]]
+) -> None:
+    report = answered(plan(directory, prompts_file), directory, answers["unscaled_embedding"], "unknown")
+    assert (report["outcome"], report["suspect"], report["fits"]) == ("cannot tell", None, [])
+    assert "tells nothing of its drafts" in report["verdict"]
+    assert report["expected"]["texts"] == report["text"]["texts"] > 0
+    assert not report["settings"]["drafts_known"]
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
+def test_another_number_of_drafts_is_not_judged(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], kind: str
+) -> None:
+    for drafts in (2, 5):
+        report = answered(plan(directory, prompts_file, drafts=drafts), directory, answers["sound"], kind)
+        assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
+        assert f"where {drafts} were expected" in report["verdict"]
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_a_few_prompts_are_not_judged(
+    directory: Path, tmp_path: Path, answers: Mapping[str, Mapping[str, Written]], prompts: int
+) -> None:
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps({"few": list(answers["sound"])[:prompts]}))
+    report = answered(plan(directory, few), directory, answers["unscaled_embedding"])
+    assert (report["outcome"], report["suspect"]) == ("cannot tell", None)
+    log = tmp_path / "log"
+    log.write_text("MTP Drafter - Success rate: 0.01\n")
+    assert checked(diagnose(plan(directory, few, log=log, drafts=STEPS), directory))["outcome"] == "cannot tell"
+
+
+def test_a_baseline_that_writes_otherwise_is_said(
+    directory: Path, prompts_file: Path, answers: Mapping[str, Mapping[str, Written]], texts: Sequence[str]
+) -> None:
+    other = {**answers["sound"], texts[0]: dataclasses.replace(answers["sound"][texts[0]], pieces=["?"])}
+    with counting_server(other) as baseline:
+        report = answered(plan(directory, prompts_file, baseline=baseline.url), directory, answers["sound"])
+    assert (report["outcome"], report["serving"]["identical"]) == ("in line", len(texts) - 1)
+    assert f"{len(texts) - 1} of {len(texts)} answers are the baseline's: drafting changed" in report["findings"][-1]
+
+
+def test_a_head_is_in_line_or_below_and_nothing_else(
+    tmp_path: Path, prompts_file: Path, generator: SpeculativeGenerator, encoded: list[Encoded], texts: Sequence[str]
+) -> None:
+    """An EAGLE-3 head has no faults to hold against: one that drafts as another head does is below, with no suspect."""
+    base = generator.base
+    sizes = {
+        "backbone_hidden_size": base.width,
+        "hidden_size": base.width,
+        "vocab_size": base.vocab_size,
+        "draft_vocab_size": base.vocab_size,
+    }
+    head = random_head(head_config(**sizes, base_layers=(1, 3, base.num_layers)))
+    out = write_head(tmp_path / "head", head)
+    loop = SpeculativeGenerator(base, head, generator.codec.tokenizer)
+    results = loop.generate_batch(encoded, Options(NEW_TOKENS, STEPS))
+    sound = {text: played(result) for text, result in zip(texts, results, strict=True)}
+    report = answered(plan(out, prompts_file), out, sound)
+    assert (report["outcome"], report["suspect"], report["convention"]) == ("in line", None, None)
+    assert [fit["name"] for fit in report["fits"]] == ["sound"]
 
 
 def test_a_log_has_one_number(directory: Path, prompts_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for rate, outcome in ((0.05, "below"), (0.99, "in line")):
         log.write_text(f"noise\nI0000 llm_litert_mtp_drafter.cc:172] MTP Drafter - Success rate: {rate}\n")
-        report = checked(diagnose(plan(directory, prompts_file, log=log), directory))
+        report = checked(diagnose(plan(directory, prompts_file, log=log, drafts=STEPS), directory))
         assert (report["outcome"], report["suspect"], report["serving"]["acceptance"]) == (outcome, None, rate)
     log.write_text("MTP Drafter - Success rate: 1.5\n")
     with pytest.raises(MtpExtractError, match="found none"):

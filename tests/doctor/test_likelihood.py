@@ -56,7 +56,7 @@ def judged(rates: Mapping[str, np.ndarray], served: Counted, *, steps_told: bool
     known = Reference(expected.pop(SOUND), LITERT, expected, ())
     found = Diagnosis(
         Identity("pair", "transformers", "extracted", None, None),
-        {"drafts": STEPS},
+        {"drafts": STEPS, "drafts_known": True},
         (),
         Serving("server", "vLLM"),
         expected=rates_of(known.sound, STEPS),
@@ -104,7 +104,7 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     expected = expectation(rates[SOUND])
     found = Diagnosis(
         Identity("pair", "transformers", "extracted", None, None),
-        {"drafts": STEPS},
+        {"drafts": STEPS, "drafts_known": True},
         (),
         Serving("server", "vLLM"),
         expected=rates_of(expected, STEPS),
@@ -114,6 +114,13 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
     assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, "base")
     assert "mtp-tune" in " ".join(verdict.next)
+
+
+def test_a_drafter_without_known_faults_is_below_and_no_more(rates: Mapping[str, np.ndarray]) -> None:
+    """As an EAGLE-3 head is."""
+    verdict = judged({SOUND: rates[SOUND]}, simulated(rates[FAULTS[0].name], np.random.default_rng(1)))
+    assert (verdict.outcome, verdict.suspect) == (BELOW, None)
+    assert "faults are known of MTP drafters alone" in verdict.sentence
 
 
 @pytest.mark.parametrize(("mean", "correlation"), [(0.3, 0.001), (0.3, 0.2), (0.95, 0.05)])

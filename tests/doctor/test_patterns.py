@@ -31,11 +31,12 @@ def test_greedy_patterns_are_what_the_loop_counts(
         results = loop.generate_batch(encoded[:8], Options(NEW_TOKENS, STEPS))
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
         (pattern,) = patterns(generator.base, [engine], along, STEPS, batch=8)
-        answers = [played(result, STEPS) for result in results]
+        counts = [played(result).counted for result in results]
         assert pattern.by_step is not None
-        assert [tuple(row) for row in pattern.by_step] == [answer.by_step for answer in answers], name
-        assert pattern.rounds.tolist() == [answer.rounds for answer in answers]
-        assert (pattern.tokens == [answer.tokens - 1 for answer in answers]).all()
+        by_step = [[made.get(f"accepted_{step}", 0) for step in range(STEPS)] for made in counts]
+        assert pattern.by_step.tolist() == by_step, name
+        assert pattern.rounds.tolist() == [made["rounds"] for made in counts]
+        assert (pattern.tokens == [made["tokens"] - 1 for made in counts]).all()
 
 
 def test_expected_rounds_are_those_of_every_outcome() -> None:

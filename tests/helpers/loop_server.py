@@ -7,14 +7,29 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from helpers.model_server import ModelServer, Written, model_server
 from mtp_extract.evaluate.prompts import Prompt, encode_prompts
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
+from mtp_extract.speculate.result import Round
 from mtp_extract.speculate.sampling import Sampling
+
+
+def account_of(tokens: int, rounds: Sequence[Round]) -> Mapping[str, int]:
+    """What a server counts of an answer: rounds in which nothing is drafted are none."""
+    made = [one for one in rounds if one.drafted]
+    counted = Counter(
+        requests=1,
+        tokens=tokens,
+        rounds=len(made),
+        drafted=sum(one.drafted for one in made),
+        accepted=sum(one.accepted for one in made),
+    )
+    counted.update(f"accepted_{step}" for one in made for step in range(one.accepted))
+    return counted
 
 
 def writer(
@@ -34,20 +49,11 @@ def writer(
         options = Options(asked["max_tokens"], drafts, sampling, seed=asked.get("seed", 0))
         with alone:
             chunks = list(generator.stream(prompt, options))
-        rounds = [chunk.round for chunk in chunks if chunk.round is not None and chunk.round.drafted]
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        counted = Counter(
-            requests=1,
-            tokens=len(tokens),
-            rounds=len(rounds),
-            drafted=sum(one.drafted for one in rounds),
-            accepted=sum(one.accepted for one in rounds),
-        )
-        counted.update(f"accepted_{step}" for one in rounds for step in range(one.accepted))
         return Written(
             pieces=[chunk.text for chunk in chunks],
             sizes=[len(chunk.tokens) for chunk in chunks],
-            counted=counted,
+            counted=account_of(len(tokens), [chunk.round for chunk in chunks if chunk.round is not None]),
             finish="length" if len(tokens) == asked["max_tokens"] else "stop",
             ids=[chunk.tokens for chunk in chunks] if ids else None,
             prompt_tokens=len(prompt.tokens),
