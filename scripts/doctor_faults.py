@@ -29,7 +29,7 @@ from helpers.planted_faults import PLANTED, near_overflow
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
 from mtp_extract.doctor.faults import Reference, reference, with_faults
-from mtp_extract.doctor.pair import Identity
+from mtp_extract.doctor.fields import Identity
 from mtp_extract.doctor.patterns import Counted, patterns
 from mtp_extract.doctor.run import held_against
 from mtp_extract.doctor.samples import Sample, counted, samples, text_fit

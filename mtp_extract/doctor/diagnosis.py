@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mtp_extract.doctor.fields import Check, Engine, Identity
 from mtp_extract.doctor.likelihood import Fit
-from mtp_extract.doctor.pair import Check, EngineSays, Identity
 from mtp_extract.doctor.patterns import Counted, Floats
 from mtp_extract.speculate.intervals import Interval, share_interval
 
@@ -64,7 +64,7 @@ class Serving:
 class Diagnosis:
     identity: Identity
     settings: Mapping[str, Any]  # what a second run needs
-    engines: tuple[EngineSays, ...]
+    engines: tuple[Engine, ...]
     serving: Serving | None  # None without a server or a log
     base: str | None = None  # None without one; then there is nothing of what follows
     checks: tuple[Check, ...] = ()

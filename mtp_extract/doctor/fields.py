@@ -8,6 +8,7 @@ from msgspec import field
 
 from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, Share, Tool
 
+Made = Literal["extracted", "tuned", "unknown"]
 Outcome = Literal["does not fit", "not served", "nothing drafted", "in line", "below", "another text", "cannot tell"]
 
 
@@ -40,7 +41,7 @@ class Doctor(Record):
 class Identity(Record):
     name: str  #: of the directory or file
     format: str  #: its layout
-    made: Literal["extracted", "tuned", "unknown"]  #: by its record; `unknown` where it has none, as official ones
+    made: Made  #: by its record; `unknown` where it has none, as official ones
     known_as: str | None  #: name of its geometry; null for one that `mappings/geometries.json` does not list
     made_for: str | None  #: the base that its record, its config or its geometry names; null where nothing does
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
 from mtp_extract.architecture.eagle3 import Eagle3Config
+from mtp_extract.doctor.fields import Check, Engine, Identity, Made
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import escape
 from mtp_extract.evaluate.base_model import LoadedBase
@@ -30,33 +30,6 @@ _ENGINES = {"vLLM": "vllm", "SGLang": "sglang", "llama-server": "llama_cpp", "ml
 """Kind of a server → the engine, as formats call it."""
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    passed: bool | None  # None: it may matter, and nothing here decides it
-    found: str  # in words
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a directory holds, by its files alone."""
-
-    name: str
-    format: str
-    made: str  # "extracted", "tuned" or "unknown"
-    known_as: str | None  # name of its geometry
-    made_for: str | None  # the base that its record, its config or its geometry names
-
-
-@dataclass(frozen=True)
-class EngineSays:
-    """What an engine makes of the directory."""
-
-    engine: str
-    loads: bool | None  # None: only its maker can judge
-    what: str
-
-
 def identify(place: Path, name: str) -> Identity:
     """What is in ``place``.
 
@@ -71,10 +44,10 @@ def identify(place: Path, name: str) -> Identity:
         made_for = made_for or config.base
     elif known:
         made_for = made_for or known["base_model"]
-    return Identity(name, facts.format, facts.made, known["name"] if known else None, made_for)
+    return Identity(name, facts.format, cast(Made, facts.made), known["name"] if known else None, made_for)
 
 
-def engines_of(place: Path, kind: str | None) -> Iterator[EngineSays]:
+def engines_of(place: Path, kind: str | None) -> Iterator[Engine]:
     """What engines do with the directory: of every engine, or of the one that a server of ``kind`` is.
 
     Raises:
@@ -85,15 +58,15 @@ def engines_of(place: Path, kind: str | None) -> Iterator[EngineSays]:
         same = (name for name, other in EVERY.items() if other.architecture == EVERY[layout].architecture)
         others = [name for name in same if engine in EVERY[name].engines and not EVERY[name].variant]
         if engine in EVERY[layout].engines:
-            yield EngineSays(engine, True, f"loads the {layout} layout")
+            yield Engine(engine, True, f"loads the {layout} layout")
         elif others:
-            yield EngineSays(engine, False, f"does not load the {layout} layout: convert it to {' or '.join(others)}")
+            yield Engine(engine, False, f"does not load the {layout} layout: convert it to {' or '.join(others)}")
     for finding in findings_of(place):
-        yield EngineSays(finding.engine, False if finding.forbids else None, f"{finding.effect}: {finding.what}")
+        yield Engine(finding.engine, False if finding.forbids else None, f"{finding.effect}: {finding.what}")
     for what in unexpected_in(place, REPORT_FILES):
-        yield EngineSays("engines", None, f"may read more than the drafter there: {what}")
+        yield Engine("engines", None, f"may read more than the drafter there: {what}")
     for note in _record(place).get("notes", ()):
-        yield EngineSays("engines", None, str(note))
+        yield Engine("engines", None, str(note))
 
 
 def _record(place: Path) -> Mapping[str, Any]:
@@ -121,10 +94,11 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
     return [*checks, *_tokenizers(place, loaded, base), *_generation(identity, loaded)]
 
 
-def _same(name: str, drafter: object, base: object) -> Check:
+def _same(name: str, drafter: object, base: object, otherwise: bool | None = False, so: str = "") -> Check:
+    """``otherwise``: what it comes to where they differ."""
     if drafter == base:
         return Check(name, True, f"{escape(base)}")
-    return Check(name, False, f"the drafter has {escape(drafter)}, the base {escape(base)}")
+    return Check(name, otherwise, f"the drafter has {escape(drafter)}, the base {escape(base)}{so}")
 
 
 def _shared(drafter: Network, base: Base) -> Iterator[Check]:
@@ -152,12 +126,9 @@ def _attention(config: DrafterConfig, base: Base) -> Iterator[Check]:
             yield _same(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), found)
         if layer.sliding_window is not None:
             yield _same("sliding window", layer.sliding_window, base.windows.get(kind))
-    ours, theirs = config.final_logit_softcap, getattr(base.config, "final_logit_softcapping", None)
-    if ours == theirs:
-        yield Check("soft cap", True, f"{ours or 'none'}")
-    else:
-        what = "greedy drafts are the same, drawn ones are not"
-        yield Check("soft cap", None, f"the drafter has {ours or 'none'}, the base {theirs or 'none'}: {what}")
+    theirs = getattr(base.config, "final_logit_softcapping", None) or None
+    so = ": greedy drafts are the same, drawn ones are not"
+    yield _same("soft cap", config.final_logit_softcap or None, theirs, None, so)
 
 
 def _tokenizers(place: Path, loaded: LoadedBase, base: Base) -> Iterator[Check]:
@@ -177,37 +148,30 @@ def _tokenizers(place: Path, loaded: LoadedBase, base: Base) -> Iterator[Check]:
     eos = loaded.tokenizer.eos_token_id
     told = f"text ends at {sorted(stops)}, the tokenizer's EOS is {eos}"
     yield Check("special tokens", True if not stops or eos in stops else None, told)
-    template = getattr(loaded.tokenizer, "chat_template", None)
-    file = place / _TEMPLATE
-    if place.is_dir() and file.is_file() and template is not None:
+    template, file = getattr(loaded.tokenizer, "chat_template", None), place / _TEMPLATE
+    found, fits = ("the base has one", True) if template else ("the base has none", None)
+    if template and place.is_dir() and file.is_file():
         same = file.read_text(encoding="utf-8").strip() == str(template).strip()
-        yield Check("chat template", True if same else None, "the base's own" if same else "another than the base's")
-    else:
-        yield Check(
-            "chat template", True if template else None, "the base has one" if template else "the base has none"
-        )
+        found, fits = ("the base's own", True) if same else ("another than the base's", None)
+    yield Check("chat template", fits, found)
 
 
 def _generation(identity: Identity, loaded: LoadedBase) -> Iterator[Check]:
     """Which base it is, as far as names and configurations say."""
     config, folder = loaded.model.config, Path(loaded.name)
-    quantized = getattr(config, "quantization_config", None)
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else getattr(quantized, "quant_method", "")
-    if quantized:
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized.quant_method
         what = f"{escape(str(method))}: its states are not quite those that the drafter was made for"
         yield Check("quantization of the base", None, what)
     if hasattr(loaded.model, "peft_config") or (folder / _ADAPTER).is_file():
-        yield Check(
-            "adapter", None, "an adapter lies beside the base: the reference runs without it unless it is merged"
-        )
+        what = "an adapter lies beside the base: the reference runs without it unless it is merged"
+        yield Check("adapter", None, what)
     named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
     wanted = (identity.made_for or "").rpartition("/")[2]
     revision = getattr(config, "_commit_hash", None)
     told = f"{named}{f', revision {revision[:12]}' if revision else ''}, {loaded.dtype}"
-    if not wanted:
-        yield Check("made for this base", None, f"nothing names the base it was made for; here it is {escape(told)}")
-    elif named == wanted:
+    if named == wanted:
         yield Check("made for this base", True, escape(told))
-    else:
-        what = f"it was made for {identity.made_for}, here it is {told}: another size, generation or tuning of it?"
-        yield Check("made for this base", None, escape(what))
+        return
+    what = f"it was made for {identity.made_for}" if wanted else "nothing names the base it was made for"
+    yield Check("made for this base", None, escape(f"{what}; here it is {told}"))

@@ -13,7 +13,7 @@ from mtp_extract.doctor.diagnosis import Diagnosis
 from mtp_extract.doctor.verdict import judge
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
-from mtp_extract.report.columns import DASH, Table, number, share
+from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, named, number, percent
 from mtp_extract.report.page import page, plain_json
 from mtp_extract.report.web import web_page
 
@@ -61,47 +61,46 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     if report["next"]:
         yield Table("What to do next", ("",), tuple((step,) for step in report["next"]), first=True)
     if report["checks"]:
-        checks = tuple((check["name"], _PASSED[check["passed"]], check["found"]) for check in report["checks"])
-        yield Table("Does the pair fit", ("", "", ""), checks, first=True)
+        columns = (("", item("name")), ("", lambda row: _PASSED[row["passed"]]), ("", item("found")))
+        yield Table.of("Does the pair fit", columns, report["checks"], first=True)
     if report["engines"]:
-        engines = tuple((e["engine"], _PASSED[e["loads"]], e["what"]) for e in report["engines"])
-        yield Table("Engines", ("engine", "loads", ""), engines)
+        columns = (("engine", item("engine")), ("loads", lambda row: _PASSED[row["loads"]]), ("", item("what")))
+        yield Table.of("Engines", columns, report["engines"])
     sides = {"expected": report["expected"], "served": report["serving"] and report["serving"]["rates"]}
-    if any(sides.values()):
-        steps = range(report["settings"]["drafts"])
-        columns = ("", "texts", "rounds", "accepted", "mean length", *(f"step {step + 1} %" for step in steps))
-        yield Table(
-            "Drafts",
-            columns,
-            tuple(_drafts(side, rates, len(steps)) for side, rates in sides.items() if rates),
-            about="Along the same texts. By step: accepted, of those accepted a step before. In brackets: 95 % "
-            "intervals, over texts.",
-            first=True,
-        )
-    if report["fits"]:
-        yield Table(
-            "Patterns",
-            ("pattern", "log-likelihood", "support %", "served less expected, drafts in 100 tokens"),
-            tuple(map(_fit, report["fits"])),
-            about="What the drafter would come to with one thing broken, held against the counters text by text. "
-            "Support: share of draws of texts in which a pattern is 20 times as likely as any other.",
-        )
+    if told := {side: rates for side, rates in sides.items() if rates}:
+        steps = tuple((f"step {step + 1} %", _of_step(step)) for step in range(report["settings"]["drafts"]))
+        yield Table.of("Drafts", (*_DRAFTS, *steps), named(told), about=_ABOUT_DRAFTS, first=True)
+    if len(report["fits"]) > 1:
+        yield Table.of("Patterns", _FITS, report["fits"], about=_ABOUT_FITS)
 
 
-def _drafts(side: str, rates: Mapping[str, Any], steps: int) -> tuple[str | int, ...]:
-    by_step = [share(rate["value"], rate["interval"]) for rate in rates["conditional"] or ()]
-    length = rates["mean_accepted_length"]
-    return (
-        side,
-        rates["texts"],
-        round(rates["rounds"]),
-        round(rates["accepted"]),
-        number(length["value"], ".2f", length["interval"]),
-        *[*by_step, *[DASH] * steps][:steps],
-    )
+def _of_step(step: int) -> Cell:
+    # A server may tell no steps.
+    return lambda row: percent(f"{step}.value", f"{step}.interval")(row["conditional"]) if row["conditional"] else DASH
 
 
-def _fit(fit: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _gap(fit: Row) -> str:
     gap = fit["gap"] and [100 * end for end in fit["gap"]]
-    apart = number(sum(gap) / 2, "+.1f", gap, between=" to ") if gap else DASH
-    return fit["name"], number(fit["log_likelihood"], ".1f"), number(100 * fit["support"], ".1f"), apart
+    return number(sum(gap) / 2, "+.1f", gap, between=" to ") if gap else DASH
+
+
+_DRAFTS: tuple[Column, ...] = (
+    ("", item("name")),
+    ("texts", item("texts")),
+    ("rounds", decimal("rounds", ".0f")),
+    ("accepted", decimal("accepted", ".0f")),
+    ("mean length", decimal("mean_accepted_length.value", ".2f", "mean_accepted_length.interval")),
+)
+_ABOUT_DRAFTS = (
+    "Along the same texts. By step: accepted, of those accepted a step before. In brackets: 95 % intervals, over texts."
+)
+_FITS: tuple[Column, ...] = (
+    ("pattern", item("name")),
+    ("log-likelihood", decimal("log_likelihood", ".1f")),
+    ("support %", percent("support")),
+    ("served less expected, drafts in 100 tokens", _gap),
+)
+_ABOUT_FITS = (
+    "What the drafter would come to with one thing broken, held against the counters text by text. "
+    "Support: share of draws of texts in which a pattern is 20 times as likely as any other."
+)

@@ -11,8 +11,8 @@ import pytest
 
 from mtp_extract.doctor.diagnosis import Diagnosis, Rate, Serving, TextFit, rates_of
 from mtp_extract.doctor.faults import FAULTS, Reference
+from mtp_extract.doctor.fields import Identity
 from mtp_extract.doctor.likelihood import SOUND, _beta_binomial, compare, gap
-from mtp_extract.doctor.pair import Identity
 from mtp_extract.doctor.patterns import Counted
 from mtp_extract.doctor.run import held_against
 from mtp_extract.doctor.verdict import BELOW, IN_LINE, OTHER_TEXT, UNTOLD, Verdict, judge
