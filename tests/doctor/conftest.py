@@ -47,9 +47,9 @@ def generator(drafter: MtpDrafter) -> SpeculativeGenerator:
 
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quarter of the sample's prompts."""
+    """A sixth of the sample's prompts."""
     path = tmp_path_factory.mktemp("prompts") / "few.json"
-    few = {name: texts[::4] for name, texts in json.loads(sample_prompts().read_text()).items()}
+    few = {name: texts[::6] for name, texts in json.loads(sample_prompts().read_text()).items()}
     path.write_text(json.dumps(few))
     return path
 
