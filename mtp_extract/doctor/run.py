@@ -25,6 +25,7 @@ from mtp_extract.options import check_values
 from mtp_extract.speculate.generate import SpeculativeGenerator
 
 Say = Callable[[str], None]
+_DRAWN_BASELINE = "The baseline was not asked: texts that are drawn differ by chance."
 _DRAFTS = 3  # a round, where nothing says how many
 _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
 
@@ -53,6 +54,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
         },
         engines=tuple(engines_of(place, serving.kind if serving else None)),
         serving=serving,
+        notes=(_DRAWN_BASELINE,) if plan.baseline is not None and plan.temperature else (),
     )
     if plan.base is None:
         return found
@@ -61,7 +63,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = lambda line: None) -> Dia
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
     checks = tuple(check_fit(place, identity, drafter, loaded))
-    found = replace(found, base=public_name(plan.base), checks=checks, notes=loaded.notes)
+    found = replace(found, base=public_name(plan.base), checks=checks, notes=(*found.notes, *loaded.notes))
     if any(check.passed is False for check in checks):
         return found
     with memory_guard("running the base"):
