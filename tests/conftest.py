@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from helpers.first_pair import first_base, first_bundle
 from helpers.twin import twin
 from helpers.variant_files import HERE
+
+# pytest-xdist tells its workers how wide the terminal is: what a command prints would be wrapped there.
+os.environ.pop("COLUMNS", None)
 
 # Folders and files; single tests elsewhere are marked where they stand.
 NEED_TORCH = (

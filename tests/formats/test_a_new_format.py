@@ -114,7 +114,7 @@ def test_the_default_type_is_the_formats_own(sample: Path, tmp_path: Path) -> No
 
 
 def test_without_the_entry_there_is_no_such_format(sample: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected transformers or litert"):
+    with pytest.raises(ValueError, match="format 'toy': expected transformers, litert"):
         extract(sample, tmp_path / "toy", format="toy")
     assert not (tmp_path / "toy").exists()
 

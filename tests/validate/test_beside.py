@@ -94,6 +94,7 @@ TUNING = {
     "sequences": {"seen": _PLACES, "unseen": _PLACES},
     "worst": [],
     "ruined": 0,
+    "too_short": 0,
     "tuned_from": {},
     "changed": {},
 }

@@ -135,8 +135,8 @@ def test_a_text_of_its_own_in_a_batch_of_one(
     assert text.continuation[-2] == best
     slow = (*text.continuation[:-2], second, text.tokens[-1])
 
-    def generated(given: SpeculativeGenerator, prompts: list[Any], options: Any, *, batch: int) -> list[Any]:
-        found = batched(given, prompts, options, batch=batch)
+    def generated(given: SpeculativeGenerator, prompts: list[Any], options: Any, **more: Any) -> list[Any]:
+        found = batched(given, prompts, options, **more)
         # The base alone, one at a time.
         return [
             dataclasses.replace(r, tokens=slow) if options.drafts == 0 and r.tokens == text.continuation else r
