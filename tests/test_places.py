@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.killing import killed_at
-from helpers.record_document import tuning
+from helpers.record_document import TUNING
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -70,7 +70,7 @@ def insert_base(source: Path, bundle: Path, out: Path) -> None:
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
     Setting(directory, base, work).check_out(out, overwrite=True)
     origin = ReadDirectory.of(directory)
-    describe = tuned_record(origin, origin.checkpoint, tuning("org/name"))
+    describe = tuned_record(origin, origin.checkpoint, TUNING)
     write_made(origin, origin.checkpoint, out, describe, overwrite=True, inputs=(directory,))
 
 

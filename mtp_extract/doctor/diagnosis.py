@@ -43,6 +43,7 @@ class TextFit:
     expected: float  # of them, at the temperature that was asked for; 1 for greedy
     at_one: float | None  # and at temperature 1; None where that was not computed
     other_template: float | None  # ``likeliest`` with prompts written the other way; None where there is none
+    prompts_alike: float | None  # share of prompts with as many tokens there as here; None where none is told
 
 
 @dataclass(frozen=True)

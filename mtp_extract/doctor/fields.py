@@ -17,7 +17,7 @@ class Doctor(Record):
     tool: Tool  #: what wrote it
     verdict: str  #: the result in one sentence
     outcome: Outcome  #: the same in a word or two
-    #: what is to blame: the name of a fault, or `base`, `temperature`, `template`; null where nothing is named
+    #: what is to blame: the name of a fault, or `temperature`, `template`; null where nothing is named
     suspect: str | None
     #: of a fault: share of draws of texts in which its pattern is 20 times as likely as any other; null for others
     certainty: Share | None
@@ -101,6 +101,7 @@ class Text(Record):
     expected: Share  #: what that should be, at the temperature that was asked for
     at_one: Share | None  #: and at temperature 1; null where not computed
     other_template: Share | None  #: `likeliest` with prompts written the other way; null where not computed
+    prompts_alike: Share | None  #: share of the prompts with as many tokens there as here; null where not told
 
 
 class Fit(Record):

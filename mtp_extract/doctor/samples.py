@@ -122,6 +122,11 @@ def text_fit(
         prompts = [otherwise[sample.prompt].tokens for sample in chosen]
         after = [Text((*p, *t.continuation), len(p)) for p, t in zip(prompts, texts, strict=True)]
         other = float(_of_base(generator.base, after, temperature or 1.0, batch)[1].mean())
+    sizes = [
+        sample.told.prompt_tokens == sample.text.prompt_length
+        for sample in chosen
+        if sample.told is not None and sample.told.prompt_tokens is not None
+    ]
     return TextFit(
         texts=len(chosen),
         same=sum(sample.own for sample in chosen) if greedy else 0,
@@ -129,6 +134,7 @@ def text_fit(
         expected=1.0 if greedy else float(best.mean()),
         at_one=float(best.mean()) if greedy or temperature == 1 else None,
         other_template=other,
+        prompts_alike=sum(sizes) / len(sizes) if sizes else None,
     )
 
 

@@ -32,6 +32,7 @@ class Told:
     by_step: tuple[int, ...] | None  # accepted at each step
     ids: tuple[int, ...] | None = None  # of its tokens
     thoughts: bool = False  # whether some of the text was told as thoughts, whose marks are not in it
+    prompt_tokens: int | None = None  # of the prompt, as the server wrote it
 
     @property
     def counts(self) -> bool:
@@ -92,6 +93,7 @@ def ask_all(
                     by_step=moved.positions,
                     ids=answer.token_ids,
                     thoughts=answer.reasoning,
+                    prompt_tokens=answer.prompt_tokens,
                 )
             )
         return Asked(server.name, server.kind.name, server.version, tuple(answers))

@@ -27,6 +27,7 @@ _IN_LINE = 0.05  # as above, that may be missing at most where it is called in l
 _NEAR = 0.10  # as above, between what a suspect expects and what was served
 _OWN = 0.97  # of tokens that are the base's argmax, in greedy text: less is another base's
 _ALIKE = 0.05  # the same at a temperature, from what is expected there
+_MOSTLY = 0.5  # of prompts: where fewer have as many tokens there as here, they are written otherwise
 _CONSTANT = 0.1  # of K drafts in a round, more or fewer: the engine makes another number than the reference
 _LOW = 0.5  # of drafts, at the first step, below which a drafter does little for its base
 
@@ -41,6 +42,7 @@ _STEADY = (
 _PROMPTING = ("ask with the chat template that the server applies, or have it apply the base's",)
 _HEATING = ("have the server take the temperature of the request, or say the one it samples at",)
 _REBASING = (
+    "serve it once more without a drafter, as the baseline: where that writes other text, drafting changes the text",
     "give the very base that is served: its revision, its quantization, its adapter merged",
     "if that base was tuned or quantized since, tune the drafter on what it writes (mtp-tune): others gained 13 "
     "points of acceptance where the base had moved; what it gains here, its held-out texts say",
@@ -58,7 +60,7 @@ class Verdict:
     sentence: str
     next: tuple[str, ...] = ()  # what to do
     findings: tuple[str, ...] = ()  # what it rests on
-    suspect: str | None = None  # name of a fault, or "base", "temperature" or "template"
+    suspect: str | None = None  # name of a fault, or "temperature" or "template"
     certainty: float | None = None  # of a fault: its support
 
 
@@ -113,11 +115,15 @@ def _another_text(found: Diagnosis) -> Verdict | None:
     if other is not None and other > interval.high and other >= (_OWN if greedy else text.expected - _ALIKE):
         what = f"with prompts written the other way, as chat or not, it is {100 * other:.1f} %"
         return Verdict(OTHER_TEXT, f"Another prompt: {told}; {what}.", _PROMPTING, (told, what), "template")
+    if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
+        what = f"{100 * (1 - text.prompts_alike):.0f} % of the prompts have another number of tokens there"
+        return Verdict(OTHER_TEXT, f"Another prompt: {told}; {what}.", _PROMPTING, (told, what), "template")
     if greedy and text.at_one is not None and abs(said - text.at_one) < _ALIKE:
         what = f"as it would be at temperature 1, where it is {100 * text.at_one:.1f} %"
         steps = (*_HEATING, *_REBASING)
         return Verdict(OTHER_TEXT, f"Probably sampled, not greedy: {told}; {what}.", steps, (told, what), "temperature")
-    return Verdict(OTHER_TEXT, f"The server's base is not this one: {told}.", _REBASING, (told,), "base")
+    sentence = f"The served text is not this base's own, so its drafts cannot be judged: {told}."
+    return Verdict(OTHER_TEXT, sentence, _REBASING, (told,))
 
 
 def _unsteady(found: Diagnosis) -> Verdict | None:

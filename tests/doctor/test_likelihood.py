@@ -108,12 +108,18 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
         (),
         Serving("server", "vLLM"),
         expected=rates_of(expected, STEPS),
-        text=TextFit(20, 0, Rate(0.8, Interval(0.75, 0.85)), 1.0, 0.3, None),
+        text=TextFit(20, 0, Rate(0.8, Interval(0.75, 0.85)), 1.0, 0.3, None, None),
     )
     served = simulated(rates[FAULTS[0].name], np.random.default_rng(1))
     verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
-    assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, "base")
+    assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, None)
     assert "mtp-tune" in " ".join(verdict.next)
+    # That most prompts have another number of tokens there says what it is.
+    assert found.text is not None
+    found = replace(found, text=replace(found.text, prompts_alike=0.1))
+    verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
+    assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, "template")
+    assert "90 % of the prompts have another number of tokens there" in verdict.sentence
 
 
 def test_a_drafter_without_known_faults_is_below_and_no_more(rates: Mapping[str, np.ndarray]) -> None:

@@ -137,3 +137,46 @@ RECORD: dict[str, Any] = {
     "kv_inputs": {},
     "proof": None,
 }
+
+
+_LENGTHS = {
+    **{"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]},
+    **{"rounds": 1.0, "tokens_a_round": 3.0, "tokens_a_round_interval": None},
+}
+_NOWHERE = {"texts": 0, "anchors": 0, "change": None}
+TUNING: dict[str, Any] = {
+    "mode": "qat",
+    "base": "a base",
+    "base_xxh3": "0" * 32,
+    "recipe": {
+        **dict.fromkeys(("steps", "draft_steps", "batch", "anchors", "evaluations", "patience", "logits_at_once"), 1),
+        **{"objective": "ce", "temperature": 0.0, "learning_rate": None, "warm_up": 0.1, "seed": 0},
+    },
+    "numbers": 1,
+    "texts": {"trained": 1},
+    "shared_sequences": 0.0,
+    "text_from": None,
+    "steps_done": 1,
+    "best_step": 1,
+    "interrupted": False,
+    "accepted": True,
+    "refused": [],
+    "other_serving": None,
+    "overall": {
+        "texts": 1,
+        "anchors": 1,
+        "trained_on_its_kind": True,
+        "before": _LENGTHS,
+        "after": _LENGTHS,
+        "change": {"mean": 0.0, "interval": None, "shows": None},
+        "rounds": {"ratio": 1.0, "interval": None},
+    },
+    "workloads": {},
+    "sequences": {"seen": _NOWHERE, "unseen": _NOWHERE},
+    "worst": [],
+    "ruined": 0,
+    "too_short": 0,
+    "tuned_from": {},
+    "changed": {},
+}
+"""A tuning, whole."""

@@ -15,6 +15,7 @@ import torch
 from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.random_assistants import GEOMETRIES, random_assistant
+from helpers.record_document import TUNING
 from helpers.schemas import validator
 from safetensors.torch import load_file, save_file
 
@@ -56,48 +57,6 @@ def ordered(source: Path, target: Path, top_k: int) -> Path:
     config |= {"use_ordered_embeddings": True, "num_centroids": CLUSTERS, "centroid_intermediate_top_k": top_k}
     (target / "config.json").write_text(json.dumps(config))
     return target
-
-
-_LENGTH = {
-    **{"mean_accepted_length": 3.0, "interval": None, "conditional": [0.9, 0.8]},
-    **{"rounds": 1.0, "tokens_a_round": 3.0, "tokens_a_round_interval": None},
-}
-_PLACES = {"texts": 0, "anchors": 0, "change": None}
-TUNING = {
-    "mode": "qat",
-    "base": "a base",
-    "base_xxh3": "0" * 32,
-    "recipe": {
-        **dict.fromkeys(("steps", "draft_steps", "batch", "anchors", "evaluations", "patience", "logits_at_once"), 1),
-        **{"objective": "ce", "temperature": 0.0, "learning_rate": None, "warm_up": 0.1, "seed": 0},
-    },
-    "numbers": 1,
-    "texts": {"trained": 1},
-    "shared_sequences": 0.0,
-    "text_from": None,
-    "steps_done": 1,
-    "best_step": 1,
-    "interrupted": False,
-    "accepted": True,
-    "refused": [],
-    "other_serving": None,
-    "overall": {
-        "texts": 1,
-        "anchors": 1,
-        "trained_on_its_kind": True,
-        "before": _LENGTH,
-        "after": _LENGTH,
-        "change": {"mean": 0.0, "interval": None, "shows": None},
-        "rounds": {"ratio": 1.0, "interval": None},
-    },
-    "workloads": {},
-    "sequences": {"seen": _PLACES, "unseen": _PLACES},
-    "worst": [],
-    "ruined": 0,
-    "too_short": 0,
-    "tuned_from": {},
-    "changed": {},
-}
 
 
 @pytest.fixture(scope="module")
