@@ -17,11 +17,11 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
-from mtp_extract.tune.seen import seen
+from mtp_extract.tune.seen import Numbers, repeated_share, seen, sequences
 from mtp_extract.tune.served import Served, said_of
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
-from mtp_extract.tune.text import Writing, people_texts, repeated_share
+from mtp_extract.tune.text import Writing, people_texts
 
 Item = TypeVar("Item")
 
@@ -79,6 +79,11 @@ class Corpus:
         """The share of the held-out texts' 8-token sequences that training texts have too."""
         return repeated_share(self.held_out[: self.own], self.trained)
 
+    @cached_property
+    def known(self) -> Numbers:
+        """The sequences of tokens that training has seen; asked for at every measurement on the way."""
+        return sequences(self.trained)
+
     def measured(self, pair: Pair, drafter: Network) -> tuple[Measured, Measured | None]:
         """``drafter`` on the held-out texts, and on those that were served otherwise; None where there are none."""
         other = pair.measured(drafter, self.otherwise, self.other_temperature) if self.otherwise else None
@@ -90,7 +95,7 @@ class Corpus:
         Mean accepted length where training has seen the tokens and where it has not, half each: a drafter that goes on
         learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
-        known = seen(watched, self.watched, self.trained, watched.stands.shape[1])
+        known = seen(watched, self.watched, self.known, watched.stands.shape[1])
         parts = [watched.where(rows) for rows in (known, ~known)]
         if any(part.texts < LEAST_TEXTS for part in parts):
             return watched.mean_accepted_length

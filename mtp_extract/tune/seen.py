@@ -18,30 +18,47 @@ from mtp_extract.speculate.teacher import Text
 LENGTH = 8
 """Tokens of a sequence: the last drafts of a round that fit, the pending token and those before it."""
 
+Numbers = NDArray[np.uint64]
+
+_NONE = np.zeros(0, np.uint64)
 _BEFORE = 0  # stands for what is before a text, where tokens are counted from 1
 
 
-def seen(measured: Measured, texts: Sequence[Text], trained: Sequence[Text], steps: int) -> Tensor:
-    """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a text of ``trained``.
+def seen(measured: Measured, texts: Sequence[Text], known: Numbers, steps: int) -> Tensor:
+    """Bool [N]: of each anchor, whether the 8 tokens that end with its last draft stand in a trained text.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
     up to the seventh.
 
     Args:
         measured: over anchors of ``texts``, with ``steps`` drafts each.
+        known: :func:`sequences` of what was trained on.
     """
-    known = [_sequences(text.tokens) for text in trained]
     ends, around = measured.anchor + min(steps, LENGTH - 1), np.zeros(len(measured.text), np.uint64)
     for index in torch.unique(measured.text).tolist():
         rows = (measured.text == index).numpy()
         around[rows] = _sequences(texts[index].tokens)[ends[rows].numpy()]
-    return torch.from_numpy(np.isin(around, np.concatenate([np.zeros(0, np.uint64), *known])))
+    return torch.from_numpy(np.isin(around, known))
 
 
-def _sequences(tokens: Sequence[int]) -> NDArray[np.uint64]:
+def sequences(texts: Sequence[Text]) -> Numbers:
+    """Of all tokens of ``texts``: a number for each sequence that stands in one, once."""
+    return np.unique(np.concatenate([_NONE, *(_sequences(text.tokens) for text in texts)]))
+
+
+def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:
+    """The share of the 8-token sequences that the base wrote in ``held_out`` that it wrote in ``trained`` too."""
+    wrote, known = (
+        np.concatenate([_NONE, *(_sequences(text.continuation)[LENGTH - 1 :] for text in texts if text.continuation)])
+        for texts in (held_out, trained)
+    )
+    return float(np.isin(wrote, known).mean()) if len(wrote) else 0.0
+
+
+def _sequences(tokens: Sequence[int]) -> Numbers:
     """A number for the sequence that ends with each token: equal for equal ones, and else by a chance of 2^-60."""
     padded = np.concatenate([np.full(LENGTH - 1, _BEFORE), np.asarray(tokens, np.int64) + 1]).astype(np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(padded, LENGTH)
     factors = np.random.default_rng(LENGTH).integers(1 << 63, size=LENGTH, dtype=np.uint64) * 2 + 1
-    numbers: NDArray[np.uint64] = (windows * factors).sum(axis=1, dtype=np.uint64)
+    numbers: Numbers = (windows * factors).sum(axis=1, dtype=np.uint64)
     return numbers

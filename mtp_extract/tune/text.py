@@ -32,8 +32,6 @@ from mtp_extract.tune.work import writing_to
 BRANCHES = 3
 """Of a text, places from which the base goes on."""
 
-_GRAM = 8
-
 
 @dataclass(frozen=True)
 class Writing:
@@ -255,15 +253,3 @@ def _windows(given: tuple[int, ...], tokens: tuple[int, ...], length: int, *, al
         window, before = tokens[at : at + length], given if alone else given + tokens[:at]
         if not alone or len(window) > 2:
             yield Text((*before, *window), max(1, len(before)))
-
-
-def repeated_share(held_out: Sequence[Text], trained: Sequence[Text]) -> float:
-    """The share of the 8-token sequences that the base wrote in ``held_out`` that it wrote in ``trained`` too."""
-    seen = {gram for text in trained for gram in _grams(text)}
-    grams = [gram for text in held_out for gram in _grams(text)]
-    return sum(gram in seen for gram in grams) / len(grams) if grams else 0.0
-
-
-def _grams(text: Text) -> Iterator[tuple[int, ...]]:
-    tokens = text.tokens[text.prompt_length :]
-    yield from (tokens[at : at + _GRAM] for at in range(len(tokens) - _GRAM + 1))

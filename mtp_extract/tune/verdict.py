@@ -123,7 +123,7 @@ class Comparisons:
             found = every.where(torch.isin(old.text, torch.tensor(texts)))
             return replace(found, own=texts[0] < corpus.own)
 
-        known = seen(old, corpus.held_out, corpus.trained, old.stands.shape[1])
+        known = seen(old, corpus.held_out, corpus.known, old.stands.shape[1])
         return cls(
             overall=of(range(corpus.own)),
             workloads={
