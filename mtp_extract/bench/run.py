@@ -35,8 +35,6 @@ from mtp_extract.options import check_values
 
 Say = Callable[[str], None]
 
-_SETTLING_TIME = 2.0  # seconds that counters may trail behind answers
-_POLL_INTERVAL = 0.05  # seconds between looks at them
 _FILLED = 4  # times that a window's requests fill what may be in flight
 _MOST_TURNS = 20  # where an interval is to get narrower
 
@@ -171,8 +169,8 @@ def _window(
     done = server.run(load(lambda at: _ask(server, prompts[chosen[at][1]], plan), len(chosen), most, arrivals))
     answers = [sent.answer for sent in done.sent]
     of_all = Counters(requests=len(answers), tokens=total(answer.tokens for answer in answers))
-    page = _counters_since(before, server, of_all) if before is not None else None
-    same = page is not None and _is_of(page, of_all)
+    page = server.moved(before, of_all) if before is not None else None
+    same = page is not None and page.is_of(of_all)
     wrong = impossible(page, plan.max_tokens, len(answers)) if page is not None and same else ()
     return Window(
         asked=tuple(
@@ -189,24 +187,6 @@ def _window(
         disturbed=page is not None and not same and not any(answer.impossible for answer in answers),
         impossible=wrong,
     )
-
-
-def _counters_since(before: Counters, server: Server, asked: Counters) -> Counters | None:
-    """By how much the counters of ``server`` moved; they may trail behind the answers."""
-    deadline = time.monotonic() + _SETTLING_TIME
-    while (after := server.counters()) is not None:
-        moved = after - before
-        if _is_of(moved, asked) or time.monotonic() > deadline:
-            return moved
-        time.sleep(_POLL_INTERVAL)
-    return None
-
-
-def _is_of(moved: Counters, asked: Counters) -> bool:
-    """Whether counters moved by what was asked, in requests, or in tokens where these are not counted; and up."""
-    name = "tokens" if moved.requests is None else "requests"
-    same = getattr(moved, name) is not None and getattr(moved, name) == getattr(asked, name)
-    return same and 0 <= (moved.accepted or 0) <= (moved.drafted or 0) and (moved.rounds or 0) >= 0
 
 
 def _pairs(windows: Mapping[str, Iterable[Window]]) -> list[tuple[str, int, str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ from mtp_extract.io.regular import read_regular
 _RATE = re.compile(rb"MTP Drafter - Success rate: ([0-9.]+)")
 _LARGEST_LOG = 1 << 26
 _FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
-_SETTLING_TIME = 2.0  # seconds that counters may trail behind an answer
-_POLL_INTERVAL = 0.05  # seconds between looks at them
 
 
 @dataclass(frozen=True)
@@ -101,18 +98,9 @@ def ask_all(
 
 def _moved(server: Server, before: Counters | None, tokens: int | None) -> Counters | None:
     """By how much the page's counters moved for one answer; None if it has none, or if somebody else moved them."""
-    if before is None:
-        return None
-    deadline = time.monotonic() + _SETTLING_TIME
-    while (after := server.counters()) is not None:
-        moved = after - before
-        count, asked = (moved.tokens, tokens) if moved.requests is None else (moved.requests, 1)
-        if count == asked:
-            return moved
-        if time.monotonic() > deadline or (count or 0) > (asked or 0):
-            return None
-        time.sleep(_POLL_INTERVAL)
-    return None
+    asked = Counters(requests=1, tokens=tokens)
+    moved = server.moved(before, asked) if before is not None else None
+    return moved if moved is not None and moved.is_of(asked) else None
 
 
 def rate_in(log: Path) -> float:

@@ -42,6 +42,20 @@ class Counters:
     def __add__(self, other: Counters) -> Counters:
         return self._with(other, add)
 
+    def is_of(self, asked: Counters) -> bool:
+        """Whether counters moved by what was asked, in requests, or in tokens where these are not counted; and up."""
+        moved, wanted = self._of_requests(asked)
+        same = moved is not None and moved == wanted
+        return same and 0 <= (self.accepted or 0) <= (self.drafted or 0) and (self.rounds or 0) >= 0
+
+    def exceeds(self, asked: Counters) -> bool:
+        """Whether they moved by more than that."""
+        moved, wanted = self._of_requests(asked)
+        return (moved or 0) > (wanted or 0)
+
+    def _of_requests(self, asked: Counters) -> tuple[int | None, int | None]:
+        return (self.tokens, asked.tokens) if self.requests is None else (self.requests, asked.requests)
+
     def _with(self, other: Counters, what: Any) -> Counters:
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
         found: dict[str, Any] = {

@@ -24,6 +24,8 @@ T = TypeVar("T")
 _PAGE_TIMEOUT = 30.0  # seconds, for what takes no computing
 _LARGEST_PAGE = 1 << 24  # bytes
 _MOST_NAMED = 8
+_SETTLING_TIME = 2.0  # seconds that counters may trail behind answers
+_POLL_INTERVAL = 0.05  # seconds between looks at them
 _CHAT = "/v1/chat/completions"
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -127,6 +129,22 @@ class Server:
             ServerError: what it tells are no counters.
         """
         return self.run(self._named(self._counters())) if self.kind.page else None
+
+    def moved(self, before: Counters, asked: Counters) -> Counters | None:
+        """By how much its counters moved since ``before``, which may trail behind the answers; None if it tells none.
+
+        They are waited for until they moved by ``asked``, or by more: then somebody else moved them too.
+
+        Raises:
+            ServerError: what it tells are no counters.
+        """
+        deadline = time.monotonic() + _SETTLING_TIME
+        while (after := self.counters()) is not None:
+            found = after - before
+            if found.is_of(asked) or found.exceeds(asked) or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_INTERVAL)
+        return None
 
     async def _counters(self) -> Counters | None:
         async with self._connection.request("/metrics", self._page_timeout) as response:

@@ -34,6 +34,7 @@ from mtp_extract.bench.report import as_json, tables, write_bench
 from mtp_extract.bench.run import Benchmark, run_benchmark
 from mtp_extract.bench.vllm import as_vllm
 from mtp_extract.bench.windows import Asked, Window
+from mtp_extract.engines import server as server_module
 from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.load import Client, Load, load, poisson
@@ -257,7 +258,7 @@ def test_others_that_use_the_server(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters that moved by other than what was asked here are nobody's; what answers tell is still theirs."""
-    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     server.others = 1
     found = run_benchmark(plan(prompts, server))
@@ -271,7 +272,7 @@ def test_others_that_use_the_server(
 def test_counters_that_start_again(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
@@ -292,7 +293,7 @@ def test_counters_that_move_as_none_can(
     pair: tuple[ModelServer, ModelServer], prompts: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As many requests as were asked, and fewer drafts than before, or more accepted than there were."""
-    monkeypatch.setattr(serving, "_SETTLING_TIME", 0.0)
+    monkeypatch.setattr(server_module, "_SETTLING_TIME", 0.0)
     server, _ = pair
     own = server.answer
 
