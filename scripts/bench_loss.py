@@ -28,6 +28,7 @@ CASES = (
     ("chunked", "ce", 2048, True),
     ("chunked", "ce", 1024, False),
     ("chunked", "tv", 1024, False),
+    ("chunked", "mixed", 1024, False),
 )
 """Which loss, its objective, rows, and whether the head is trained."""
 
