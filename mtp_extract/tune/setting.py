@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -88,7 +89,7 @@ class Setting:
         """What is read, and so is not replaced."""
         return self.directory, *files_of(self.base), self.prompts, self.text
 
-    @property
+    @cached_property
     def items(self) -> tuple[Prompt, ...]:
         """The prompts, or the texts by people.
 
