@@ -33,7 +33,7 @@ class Doctor(Record):
     convention: str | None
     expected: Rates | None  #: drafts in the reference loop; null without a base
     serving: Serving | None  #: what is served; null without a server or a log
-    text: Text | None  #: whether the served texts are this base's; null without both
+    text: TextFit | None  #: whether the served texts are this base's; null without both
     fits: list[Fit]  #: patterns that the counters were held against, likeliest first; empty where none were
     untold: list[str]  #: faults that change nothing along these texts, and so can be neither named nor excluded
 
@@ -94,7 +94,7 @@ class Serving(Record):
     rates: Rates | None  #: along the texts that the reference was run along; null where it tells too little
 
 
-class Text(Record):
+class TextFit(Record):
     texts: Positive  #: that were looked at
     same: Count  #: of greedy texts, those that are the reference's, character for character
     likeliest: Rate  #: share of their tokens that are the base's argmax

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mtp_extract.doctor.fields import Fit
 from mtp_extract.doctor.patterns import Counted, Floats
 from mtp_extract.speculate.intervals import Interval, student
 from mtp_extract.speculate.texts import LEAST_TEXTS
@@ -30,17 +30,6 @@ _LEAST_CHANCE = 0.002  # of a draft, whatever a pattern says
 _DRAWS = 2000
 _LEAD = math.log(20)  # by which the log-likelihood of the best is to be ahead in a draw
 _SEED = 20
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How a pattern stands to the counters."""
-
-    name: str
-    log_likelihood: float  # over all texts
-    correlation: float  # within a text, of what the pattern does not know
-    support: float  # share of draws of texts in which it is the likeliest, by a factor of 20
-    gap: Interval | None  # served less expected, accepted drafts a token; 95 % over texts, None with too few
 
 
 def compare(served: Counted, expected: Mapping[str, Counted]) -> list[Fit]:
@@ -56,8 +45,9 @@ def compare(served: Counted, expected: Mapping[str, Counted]) -> list[Fit]:
     clear = totals.max(1) - others >= _LEAD
     support = np.bincount(best[clear], minlength=len(table)) / _DRAWS
     fits = [
-        Fit(name, float(table[row].sum()), scored[name][1], float(support[row]), gap(served, expected[name]))
+        Fit(name, float(table[row].sum()), scored[name][1], float(support[row]), apart and list(apart))
         for row, name in enumerate(expected)
+        for apart in (gap(served, expected[name]),)
     ]
     return sorted(fits, key=lambda fit: fit.log_likelihood, reverse=True)
 

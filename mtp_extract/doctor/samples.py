@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp_extract.doctor.diagnosis import Rate, TextFit
+from mtp_extract.doctor.diagnosis import rate
+from mtp_extract.doctor.fields import TextFit
 from mtp_extract.doctor.patterns import Counted
 from mtp_extract.doctor.served import Told
 from mtp_extract.errors import PairError
@@ -130,7 +131,7 @@ def text_fit(
     return TextFit(
         texts=len(chosen),
         same=sum(sample.own for sample in chosen) if greedy else 0,
-        likeliest=Rate(float(likeliest.mean()), share_over_texts(text, likeliest)),
+        likeliest=rate(float(likeliest.mean()), share_over_texts(text, likeliest)),
         expected=1.0 if greedy else float(best.mean()),
         at_one=float(best.mean()) if greedy or temperature == 1 else None,
         other_template=other,

@@ -7,7 +7,7 @@ them, in 95 % of draws of texts, and what it expects is near what was served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mtp_extract.doctor.diagnosis import Diagnosis
@@ -104,8 +104,9 @@ def _unmeasured(found: Diagnosis) -> Verdict | None:
 def _another_text(found: Diagnosis) -> Verdict | None:
     """Where the server's texts are not what this base would write, there is no telling of its drafts."""
     text = found.text
-    if text is None or (interval := text.likeliest.interval) is None:
+    if text is None or text.likeliest.interval is None:
         return None
+    interval = Interval(*text.likeliest.interval)
     said, greedy = text.likeliest.value, text.expected == 1.0
     near = abs(said - text.expected) <= _ALIKE or interval.low <= text.expected <= interval.high
     if interval.high >= _OWN if greedy else near:
@@ -149,7 +150,7 @@ def _by_rate(found: Diagnosis) -> Verdict | None:
         return None
     steps = found.settings["drafts"]
     wanted = (mean.value - 1) / steps
-    interval = mean.interval and mean.interval.scaled(1 / steps, -1 / steps)
+    interval = Interval(*mean.interval).scaled(1 / steps, -1 / steps) if mean.interval else None
     told = f"served {share(served, None)} % of drafts, to be expected {share(wanted, interval)} %"
     if interval is not None and served < interval.low - _PLAIN:
         return Verdict(BELOW, f"Below: {told}. One number does not say why.", _COUNTING)
@@ -164,14 +165,14 @@ def _by_pattern(found: Diagnosis) -> Verdict:
     if sound.gap is None:
         why = f"{found.expected.texts} texts, at least {LEAST_TEXTS} are needed"
         return Verdict(UNTOLD, f"Cannot tell: {_both(found)}; {why}.", _MORE)
-    mean, ends = sum(sound.gap) / 2, [100 * end for end in sound.gap]
+    (low, high), mean, ends = sound.gap, sum(sound.gap) / 2, [100 * end for end in sound.gap]
     apart = f"{number(100 * mean, '+.1f', ends, between=' to ')} accepted drafts in 100 tokens from what is expected"
     faults = [fit for fit in found.fits if fit.name != SOUND]
     # A pattern that is plainly a fault's shows a loss that the mean over so different texts does not.
     likely = any(fit.support >= _SURE for fit in faults)
-    if mean < -_NOTICED if likely else sound.gap.high < -_PLAIN:
+    if mean < -_NOTICED if likely else high < -_PLAIN:
         return _suspected(found, apart)
-    if sound.gap.low > -_IN_LINE:
+    if low > -_IN_LINE:
         return Verdict(IN_LINE, f"In line: {_both(found)}.", tuple(_of_drafter(found)), (apart,))
     return Verdict(UNTOLD, f"Cannot tell: {_both(found)}; too few texts to say.", _MORE, (apart,))
 
@@ -184,8 +185,10 @@ def _suspected(found: Diagnosis, apart: str) -> Verdict:
         return Verdict(BELOW, f"{told}; {why}.", _ELSEWHERE, (apart,))
     rest = next(fit for fit in found.fits if fit is not best)
     what, next_best = _WHAT[best.name], _WHAT[rest.name]
-    if best.gap is None or not (best.gap.low < _NEAR and best.gap.high > -_NEAR):
-        ends = "" if best.gap is None else f"{-100 * best.gap.high:+.1f} to {-100 * best.gap.low:+.1f}"
+    assert best.gap is not None  # of the same texts as the sound one's
+    low, high = best.gap
+    if not (low < _NEAR and high > -_NEAR):
+        ends = f"{-100 * high:+.1f} to {-100 * low:+.1f}"
         how = f"even {what}, the likeliest, expects {ends} drafts in 100 tokens otherwise"
         why = "no fault that is known explains it"
     else:
@@ -252,5 +255,5 @@ def _served(found: Diagnosis) -> str:
     return f"served: {_rates(length.value, length.interval, found)}"
 
 
-def _rates(value: float, interval: Interval | None, found: Diagnosis) -> str:
+def _rates(value: float, interval: Sequence[float] | None, found: Diagnosis) -> str:
     return f"mean accepted length {number(value, '.2f', interval)} of at most {found.settings['drafts'] + 1}"

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from mtp_extract.doctor.diagnosis import Diagnosis, Rate, Serving, TextFit, rates_of
+from mtp_extract.doctor.diagnosis import Diagnosis, Serving, rates_of
 from mtp_extract.doctor.faults import FAULTS, Reference
-from mtp_extract.doctor.fields import Identity
+from mtp_extract.doctor.fields import Identity, Rate, TextFit
 from mtp_extract.doctor.likelihood import SOUND, _beta_binomial, compare, gap
 from mtp_extract.doctor.patterns import Counted
 from mtp_extract.doctor.run import held_against
@@ -108,7 +109,7 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
         (),
         Serving("server", "vLLM"),
         expected=rates_of(expected, STEPS),
-        text=TextFit(20, 0, Rate(0.8, Interval(0.75, 0.85)), 1.0, 0.3, None, None),
+        text=TextFit(20, 0, Rate(0.8, [0.75, 0.85]), 1.0, 0.3, None, None),
     )
     served = simulated(rates[FAULTS[0].name], np.random.default_rng(1))
     verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
@@ -116,7 +117,7 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     assert "mtp-tune" in " ".join(verdict.next)
     # That most prompts have another number of tokens there says what it is.
     assert found.text is not None
-    found = replace(found, text=replace(found.text, prompts_alike=0.1))
+    found = replace(found, text=structs.replace(found.text, prompts_alike=0.1))
     verdict = judge(held_against(found, Reference(expected, LITERT, {}, ()), served))
     assert (verdict.outcome, verdict.suspect) == (OTHER_TEXT, "template")
     assert "90 % of the prompts have another number of tokens there" in verdict.sentence
