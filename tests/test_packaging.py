@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mtp_extract
 from mtp_extract.cli import COMMANDS
 from mtp_extract.data import load_mapping, sample_base, sample_bundle
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/workflows").glob("*.yml")
+}
 
 installed = pytest.mark.skipif(
     "MTP_EXTRACT_TEST_INSTALLED" not in os.environ, reason="scripts/check.sh tests the installed wheel"
@@ -69,3 +78,70 @@ def test_exported_names() -> None:
         assert getattr(mtp_extract, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mtp_extract.no_such_name
+
+
+def quoted(key: str) -> list[str]:
+    """The strings of a list in pyproject.toml; Python 3.10 has no reader of that."""
+    (found,) = re.findall(rf"^{key} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
+    return re.findall(r'"([^"]+)"', found)
+
+
+def test_what_the_index_says_of_python_is_what_is_tested() -> None:
+    tested = WORKFLOWS["check"]["jobs"]["check"]["strategy"]["matrix"]["python"]
+    prefix = "Programming Language :: Python :: "
+    told = [name.removeprefix(prefix) for name in quoted("classifiers") if re.fullmatch(rf"{prefix}3\.\d+", name)]
+    assert told == tested
+    assert f'requires-python = ">={tested[0]}"' in PROJECT
+    assert re.findall(r"^ARG PYTHON=(.*)$", DOCKERFILE, re.MULTILINE)[0] in tested
+
+
+def test_a_release_is_checked_and_holds_no_token() -> None:
+    release = WORKFLOWS["release"]
+    assert release["permissions"] == {}
+    jobs = release["jobs"]
+    assert jobs["check"]["uses"] == "./.github/workflows/check.yml"
+    # PyYAML reads the key "on" as true.
+    assert "workflow_call" in WORKFLOWS["check"][True]
+    assert set(jobs["publish"]["needs"]) == {"check", "build"}
+    assert jobs["publish"]["environment"] == "pypi"
+    may_write = {name: job["permissions"] for name, job in jobs.items() if job["permissions"] != {"contents": "read"}}
+    assert may_write == {"publish": {"id-token": "write"}}
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+
+
+def test_the_image_gets_what_the_wheel_is_built_from() -> None:
+    copied = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE))
+    (readme,) = re.findall(r'^readme = "(.+)"$', PROJECT, re.MULTILINE)
+    forced = re.search(r"force-include\]\n(\w+) =", PROJECT)
+    assert forced is not None
+    needed = {"pyproject.toml", readme, *quoted("license-files"), *quoted("packages"), forced[1]}
+    used = set(re.findall(r"^COPY (?!--from|\. )(\S+)", DOCKERFILE, re.MULTILINE))
+    assert copied == needed | used == {name for name in copied if (ROOT / name).exists()}
+
+
+def test_every_target_of_the_image_is_no_root_and_its_extras_are_there() -> None:
+    stages = dict(re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL))
+    assert set(stages) == {"wheel", "core", "validate"}
+    for name in ("core", "validate"):
+        assert re.findall(r"^USER (.+)$", stages[name], re.MULTILINE)[-1] == "mtp"
+    extras = re.findall(r"\[(\w+)\]\"", DOCKERFILE)
+    assert extras == ["validate"]
+    assert all(re.search(rf"^{extra} = \[", PROJECT, re.MULTILINE) for extra in extras)
+
+
+def test_the_source_distribution_names_files_that_are_there() -> None:
+    named = [name.lstrip("/") for name in quoted("include")]
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert {"docs", "SECURITY.md", "Dockerfile", ".dockerignore", ".github"} <= set(named)
+
+
+def test_forms_for_issues_are_forms() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.glob("*.yml")}
+    assert set(forms) == {"bug", "engine", "wrong_result"}
+    for form in forms.values():
+        assert form["name"] and form["description"]
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert len({field["id"] for field in fields}) == len(fields)
+        assert all(field["attributes"]["label"] for field in fields)
+        assert {field["type"] for field in fields} <= {"input", "textarea", "dropdown"}
