@@ -21,10 +21,9 @@ parser.add_argument("--new-tokens", type=int, default=32)
 arguments = parser.parse_args()
 
 made = mtp_extract.extract(arguments.source, "drafter", overwrite=True)
-base = AutoModelForCausalLM.from_pretrained(arguments.base)
-generator = SpeculativeGenerator(
-    base, load_drafter(made.directory, dtype=base.dtype), AutoTokenizer.from_pretrained(arguments.base)
-)
+base = AutoModelForCausalLM.from_pretrained(arguments.base, device_map="auto")
+drafter = load_drafter(made.directory, dtype=base.dtype, device=base.device)
+generator = SpeculativeGenerator(base, drafter, AutoTokenizer.from_pretrained(arguments.base))
 
 alone = None
 for drafts in (0, 1, 2, 4, 8):

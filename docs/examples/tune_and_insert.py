@@ -19,25 +19,16 @@ parser.add_argument("--prompts", type=Path, default=sample_prompts(), help="text
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--learning-rate", type=float, help="by default by the drafter's width")
 parser.add_argument("--new-tokens", type=int, default=32)
-arguments = parser.parse_args()
+options = vars(parser.parse_args())
+bundle = options.pop("bundle")
 
-made = mtp_extract.extract(arguments.bundle, "drafter", dtype="f32", overwrite=True)
-tuned = mtp_extract.tune(
-    made.directory,
-    "drafter-tuned",
-    base=arguments.base,
-    prompts=arguments.prompts,
-    steps=arguments.steps,
-    learning_rate=arguments.learning_rate,
-    new_tokens=arguments.new_tokens,
-    force=True,  # so that there is something to insert; without it only what is shown to be better is written
-    overwrite=True,
-    say=print,
-)
+made = mtp_extract.extract(bundle, "drafter", dtype="f32", overwrite=True)
+# Forced, so that there is something to insert: else only what is shown to be better is written.
+tuned = mtp_extract.tune(made.directory, "drafter-tuned", force=True, overwrite=True, say=print, **options)
 for reason in tuned.refused:
     print(f"not shown to be better: {reason}")
 
-written = mtp_extract.insert(tuned.directory, arguments.bundle, "tuned.litertlm", overwrite=True)
+written = mtp_extract.insert(tuned.directory, bundle, "tuned.litertlm", overwrite=True)
 print(f"{written.path}: {written.size:,} bytes")
 again = mtp_extract.extract(written.path, "drafter-again", dtype="f32", overwrite=True)
 places = (made.directory, tuned.directory, again.directory)
