@@ -15,7 +15,7 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("bundle", nargs="?", default=sample_bundle(), help="the bundle with the drafter")
 parser.add_argument("base", nargs="?", default=str(sample_base()), help="the model that it drafts for")
-parser.add_argument("--prompts", type=Path, default=sample_prompts(), help="texts of your workload")
+parser.add_argument("--prompts", type=Path, default=sample_prompts(), help="by default the sample's")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--learning-rate", type=float, help="by default by the drafter's width")
 parser.add_argument("--new-tokens", type=int, default=32)
