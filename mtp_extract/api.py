@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mtp_extract.base.comparison import BaseComparison, compare_base
 from mtp_extract.bench.plan import BenchPlan
@@ -30,12 +30,14 @@ from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.verification import verify_against_source
 from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
-from mtp_extract.tune.outcome import Outcome
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
 from mtp_extract.tune.status import Status
-from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
+
+if TYPE_CHECKING:
+    from mtp_extract.tune.outcome import Outcome
+    from mtp_extract.validate.result import Validation
 
 Say = Callable[[str], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])

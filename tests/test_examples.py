@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -124,8 +125,14 @@ def test_a_validation_is_read_from_its_report(
     assert float(steps[0][1]) == pytest.approx(100 * first["top1"], abs=0.06)
 
 
-def test_a_gguf_holds_the_integers_of_the_bundle(run: Run, tmp_path: Path) -> None:
-    printed = run("convert_to_gguf")
+def test_a_gguf_holds_the_integers_of_the_bundle_and_needs_no_torch(tmp_path: Path) -> None:
+    """In a process where none of the extra ``validate`` can be imported."""
+    hidden = "sys.modules |= dict.fromkeys(('torch', 'transformers', 'safetensors', 'accelerate', 'matplotlib'))"
+    script = EXAMPLES / "convert_to_gguf.py"
+    code = f"import runpy, sys; {hidden}; sys.argv = ['']; runpy.run_path({str(script)!r}, run_name='__main__')"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    printed = ran.stdout
     (file,) = (tmp_path / "drafter-gguf").glob("*.gguf")
     assert f"{file.stat().st_size:,} bytes in drafter-gguf/{file.name}" in printed
     assert file.stat().st_size < (tmp_path / "drafter" / "model.safetensors").stat().st_size
