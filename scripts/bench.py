@@ -1,4 +1,4 @@
-"""Measure what the README claims, side by side in one run, and print the table that stands there.
+"""Measure whole commands, side by side in one run, and print the table that stands in docs/performance.md.
 
     python scripts/bench.py [FILE.litertlm]
 

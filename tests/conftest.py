@@ -49,6 +49,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="every case of the fuzz, not one in twelve")
+    parser.addoption("--refresh-blocks", action="store_true", help="write into README and docs what commands print")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

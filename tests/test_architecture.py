@@ -119,12 +119,15 @@ def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
     assert not [path for path, text in paths.items() if "__import__" in text]
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/records.md", "README.md", "CONTRIBUTING.md"])
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_path_that_is_named_exists(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     spans = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text)
     words = {word.strip("()[],:;'\"").split("::")[0] for span in spans for word in span.split()}
     tops = {path.name for folder in (ROOT, PACKAGE) for path in folder.iterdir() if path.is_dir()}
     named = sorted(word for word in words if "/" in word and word.split("/")[0] in tops)
-    assert not [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()]
-    assert named
+    assert not [path for path in named if not any((top / path).exists() for top in (ROOT, PACKAGE, ROOT / "tests"))]
+    assert named or name not in ("README.md", "docs/architecture.md")

@@ -74,7 +74,7 @@ def test_hand_computed_per_channel_with_zero_points() -> None:
     np.testing.assert_array_equal(source.dequantize(), [[-4.5, 3.0, 0.0], [0.0, 4.0, 10.0]])
 
 
-def test_f32_is_taken_as_it_is_whatever_its_metadata_says() -> None:
+def test_f32_is_taken_as_it_is() -> None:
     """The seed's bug: norms with spurious scales came out as zeros."""
     values = np.array([0.9916, -11.4, 1.0], "<f4")
     source = replace(

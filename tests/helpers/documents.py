@@ -1,0 +1,153 @@
+"""The pages that users read: their fenced blocks, the commands in them, what those printed, links and anchors."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+__all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "commands", "links", "parts_from", "unlike"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_LEFT_OUT = "…"
+"""A line of a block that stands for any number of lines."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``line`` is that of its first line."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line for a shell.
+
+    Attributes:
+        at: the block it stands in.
+        line: the number of its first line in the block's text, from 0.
+        text: without the prompt, continued lines in one.
+        shown: what the block says that it prints; None where it says nothing.
+    """
+
+    at: Block
+    line: int
+    text: str
+    shown: tuple[str, ...] | None = None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def blocks(page: Path) -> list[Block]:
+    """Every fenced block of ``page``."""
+    text = page.read_text(encoding="utf-8")
+    return [Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], found[3]) for found in _FENCE.finditer(text)]
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """Those of a ``sh`` block, one a line; of a ``console`` block what follows ``$ ``, and under it what it prints."""
+    lines = block.text.splitlines()
+    number = 0
+    while number < len(lines):
+        first, line = number, lines[number]
+        assert block.language == "sh" or line.startswith("$ "), f"{block}: expected a prompt"
+        while line.endswith("\\"):
+            number += 1
+            line = line[:-1].rstrip() + " " + lines[number].strip()
+        number += 1
+        shown: tuple[str, ...] | None = None
+        if block.language == "console":
+            line = line.removeprefix("$ ")
+            begin = number
+            while number < len(lines) and not lines[number].startswith("$ "):
+                number += 1
+            shown = tuple(lines[begin:number])
+        if shlex.split(line, comments=True):
+            yield Command(block, first, line, shown)
+
+
+def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
+    """Where what a page shows is not what was printed; None where it is.
+
+    Numbers that differ between machines (sizes of files, sums, differences in the last bits) are not compared.
+    """
+    at = 0
+    for number, part in enumerate(parts := _parts(shown)):
+        places = [at] if number == 0 and not _begins_open(shown) else range(at, len(printed) - len(part) + 1)
+        if number == len(parts) - 1 and not _ends_open(shown):
+            places = [place for place in places if place == len(printed) - len(part)]
+        wanted = [_plain(line) for line in part]
+        found = next((p for p in places if [_plain(line) for line in printed[p : p + len(part)]] == wanted), None)
+        if found is None:
+            return "shown:\n" + "\n".join(part) + "\nprinted:\n" + "\n".join(printed)
+        at = found + len(part)
+    return None
+
+
+def parts_from(shown: Sequence[str], printed: Sequence[str]) -> list[str]:
+    """``printed``, with the same left out as in ``shown``: as many lines are taken from its begin and its end.
+
+    Raises:
+        ValueError: ``shown`` leaves lines out at more than one place, so that only a person can say which to keep.
+    """
+    if _LEFT_OUT not in shown:
+        return list(printed)
+    if shown.count(_LEFT_OUT) > 1:
+        raise ValueError("expected one line of … in a block that is made anew, found more. Change it by hand.")
+    before = shown.index(_LEFT_OUT)
+    after = len(shown) - before - 1
+    return [*printed[:before], _LEFT_OUT, *(printed[-after:] if after else [])]
+
+
+def _parts(shown: Sequence[str]) -> list[list[str]]:
+    return [list(part) for left_out, part in groupby(shown, lambda line: line == _LEFT_OUT) if not left_out]
+
+
+def _begins_open(shown: Sequence[str]) -> bool:
+    return bool(shown) and shown[0] == _LEFT_OUT
+
+
+def _ends_open(shown: Sequence[str]) -> bool:
+    return bool(shown) and shown[-1] == _LEFT_OUT
+
+
+def _plain(line: str) -> str:
+    """Without what differs between machines and releases."""
+    line = re.sub(r"\b[0-9a-f]{64}\b", "SUM", line)
+    line = re.sub(r"[\d.]+e[-+]\d+", "SMALL", line)
+    line = re.sub(r"[\d.]+ (k|M)?B\b", "SIZE", line)
+    return re.sub(r" +", " ", line).rstrip()
+
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _without_code(page: Path) -> str:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`\n]*`", "CODE", text)
+
+
+def links(page: Path) -> list[str]:
+    """Where the links and pictures of ``page`` lead."""
+    return _LINK.findall(_without_code(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings of ``page``, as a code host and the site make them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,0 +1,390 @@
+"""README and docs: every block runs on the sample, what is shown is what is printed, every name in them exists.
+
+``pytest tests/test_docs.py --refresh-blocks`` writes what is printed into the blocks that show it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.commands import run_here
+from helpers.documents import ROOT, Block, Command, anchors, blocks, commands, links, parts_from, unlike
+from helpers.hub_fixtures import hub  # noqa: F401 - a fixture
+from helpers.hub_server import HubServer
+from helpers.model_server import model_server
+from typer.main import get_command
+
+import mtp_extract
+from mtp_extract.cli import COMMANDS
+from mtp_extract.data import sample_base, sample_bundle, sample_prompts
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+BY_OTHER_TESTS = {"records.md", "mistakes.md"}
+"""Pages that are made, and held, by scripts and tests of their own."""
+RUN = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted(DOCS.glob("*.md")) if page.name not in BY_OTHER_TESTS),
+]
+"""Pages whose blocks are run here."""
+READ = [*RUN, *(DOCS / name for name in sorted(BY_OTHER_TESTS)), ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+
+BUNDLE, DRAFTER, BASE = "gemma-4-E4B-it.litertlm", "gemma-4-E4B-it-mtp-drafter", "google/gemma-4-E4B-it"
+HUB = "litert-community/gemma-4-E4B-it-litert-lm"
+
+# --- what is not run, and why; what is left of it is checked as the next tables say
+
+NOT_RUN = {
+    r"mtp-tune\b": "trains for a minute at least; tests/tune trains",
+    r"mtp-validate --sample\b": "measures for two minutes; tests/validate measures",
+    r"mtp-doctor .*--(base|server)\b": "runs the pair beside a server; tests/doctor does",
+    r"mtp-insert .*--base ": "runs the base over prompts; tests/validate/test_calibration.py does",
+    r"mtp-upload (?!.*--dry-run)": "publishes; tests/hub does, to a Hub of its own",
+    r"mtp-convert google/gemma-4-E4B-it-assistant\b": "an official assistant; tests/pipeline has such",
+    r"mtp-(validate|convert|inspect) (eagle3-)?head\b": "an EAGLE-3 head; tests/cli/test_eagle3.py has such",
+    r"mtp-\w+ .*--(install|show)-completion": "changes a shell's start-up file; tests/cli completes",
+}
+"""Commands of this package whose options are read and checked, and no more."""
+
+PROGRAMS = {
+    "vllm": "wants a GPU; scripts/engines.py runs what it can",
+    "llama-server": "another program; scripts/engines.py runs it where it is installed",
+    "python": "a script of minutes, or another program",
+    "PYTHONPATH=tests": "a script of minutes",
+    "torchrun": "starts processes; tests/tune/test_processes.py does",
+    "accelerate": "starts processes; tests/tune/test_processes.py does",
+    "ollama": "another program",
+    "trtllm-serve": "another program, wants a GPU",
+    "litert-lm": "another program; scripts/insertion.py runs it",
+    "hf": "another program, publishes",
+    "python3": "installs; what runs the tests has done so",
+    "pip": "installs",
+    ".venv/bin/pip": "installs",
+    ".venv/bin/pytest": "runs these tests",
+    ".venv/bin/python": "a script of minutes",
+    ".venv/bin/mkdocs": "scripts/check.sh builds the site",
+    "bash": "runs these tests",
+    "git": "fetches this repository",
+    "cd": "the shell's own",
+    "cat": "the shell's own",
+}
+"""What a line begins with that is not this package's → why it is not run."""
+
+FLAGS = {
+    "vllm": "--speculative-config --port",
+    "llama-server": "-m -md -hf --spec-type --spec-draft-n-max --metrics --port",
+    "sglang.launch_server": "--model-path --speculative-algorithm --speculative-draft-model-path "
+    "--speculative-num-steps --speculative-num-draft-tokens --speculative-eagle-topk --port",
+    "mlx_vlm": "--model --prompt --draft-model --draft-kind --draft-block-size",
+    "ollama": "--experimental -f",
+    "trtllm-serve": "--config",
+    "litert-lm": "--prompt --backend --speculative-decoding",
+}
+"""Options of engines that were run, or read in their sources: of no other is anything said."""
+
+NOT_RUN_PYTHON: dict[str, str] = {}
+"""What a block begins with → why it is not run."""
+
+SHORTER = {
+    "validate": ["--prompts", "few.json", "--new-tokens", "4", "--draft-steps", "1"],
+    "bench": ["--prompts", "few.json", "--max-tokens", "4", "--warm-up", "0"],
+}
+"""Beside a base or a server: less to do, for what says nothing that is shown."""
+
+
+class Desk:
+    """A folder in which the names of the docs stand for the sample, and what has been run there."""
+
+    def __init__(self, here: Path, drafter: Path) -> None:
+        self.here, self.drafter = here, drafter
+        self.names: dict[str, Any] = {}
+        few = {kind: texts[:1] for kind, texts in json.loads(sample_prompts().read_text(encoding="utf-8")).items()}
+        for name in ("few.json", "prompts.json", "mine.jsonl"):
+            first = next(iter(few.values()))
+            text = json.dumps({"prompt": first[0]}) if name.endswith("l") else json.dumps(dict(list(few.items())[:2]))
+            (here / name).write_text(text, encoding="utf-8")
+        (here / "google").mkdir()
+        for name in (BASE, "tuned-base"):
+            (here / name).symlink_to(sample_base())
+        shutil.copy(sample_bundle(), here / BUNDLE)
+
+    def provide(self, text: str) -> None:
+        """What ``text`` names and an earlier page would have made."""
+        for name in (DRAFTER, "tuned"):
+            if re.search(rf"(?<!-o )(?<![\w/-]){name}(?![\w.-])", text) and not (self.here / name).exists():
+                shutil.copytree(self.drafter, self.here / name)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample's, extracted under the name that the docs give it."""
+    folder = tmp_path_factory.mktemp("named")
+    shutil.copy(sample_bundle(), folder / BUNDLE)
+    mtp_extract.extract(folder / BUNDLE, folder / DRAFTER)
+    return folder / DRAFTER
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[str], str]]:
+    """Puts a server with a drafter, and one without, where a text says http://localhost."""
+    with model_server("vLLM") as server, model_server("vLLM", drafts=False) as baseline:
+        yield lambda text: text.replace("http://localhost:8000", server.url).replace(
+            "http://localhost:8001", baseline.url
+        )
+
+
+@pytest.fixture
+def desk(tmp_path: Path, drafter: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Desk:  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    hub.add(HUB, BUNDLE, sample_bundle().read_bytes())
+    return Desk(tmp_path, drafter)
+
+
+def called(command: Command) -> tuple[str, list[str]] | None:
+    """Of a command of this package: its name, and what follows it."""
+    words = [word for word in command.words if not word.startswith("MTP_EXTRACT_")]
+    if words[:3] == ["python", "-m", "mtp_extract"]:
+        words = ["mtp", *words[3:]]
+    program = words[0].rpartition("/")[2]
+    if program == "mtp" and len(words) > 1 and words[1] in COMMANDS:
+        return words[1], words[2:]
+    if program.startswith("mtp-"):
+        return program.removeprefix("mtp-"), words[1:]
+    return None
+
+
+def reason(command: Command) -> str | None:
+    """Why it is not run."""
+    own = called(command)
+    if own is None:
+        first = command.words[0]
+        return PROGRAMS[first] if first != "mtp" else "help"
+    text = " ".join([f"mtp-{own[0]}", *own[1]])
+    return next((why for pattern, why in NOT_RUN.items() if re.match(pattern, text)), None)
+
+
+def check(command: Command, desk: Desk) -> None:
+    """A command that is not run: its options are some that there are, and what it names in the repository exists."""
+    own = called(command)
+    if own is not None:
+        name, arguments = own
+        get_command(importlib.import_module(f"mtp_extract.cli.{name}").app).make_context(name, list(arguments))
+        return
+    words = command.words
+    program = next((word for word in words if word in FLAGS), None)
+    if program is not None:
+        given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-m"}
+        assert given <= set(FLAGS[program].split()), f"{command.at}: {given - set(FLAGS[program].split())}"
+    if "--speculative-config" in words:
+        told = json.loads(words[words.index("--speculative-config") + 1])
+        assert set(told) == {"method", "model", "num_speculative_tokens"}
+    for word in words:
+        path = word.removeprefix("./").split("::")[0]
+        if re.match(r"(scripts|tests|docs)/", path):
+            assert (ROOT / path).exists(), f"{command.at}: {path}"
+        for extra in re.findall(r"\[([\w,]+)\]", word if "pip" in " ".join(words) else ""):
+            assert set(extra.split(",")) <= EXTRAS, f"{command.at}: {word}"
+
+
+EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def run(command: Command, desk: Desk, servers: Callable[[str], str]) -> list[str]:
+    """What it prints, and its error if it ends in one."""
+    desk.provide(command.text)
+    name, arguments = called(command)  # type: ignore[misc]
+    measures = name == "bench" or (name == "validate" and "--base" in arguments)
+    if measures:
+        assert command.shown is None, f"{command.at}: figures of a shortened run are not to be shown"
+        arguments = [*map(servers, arguments), *SHORTER[name]]
+    done = run_here(name, *arguments)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    expected = any(line.startswith("error: ") for line in command.shown or ())
+    assert done.returncode == 0 or expected, f"{command.at}: {command.text}\n{done.stdout}{done.stderr}"
+    return [*done.stdout.splitlines(), *errors]
+
+
+def pages_with(*languages: str) -> list[Any]:
+    """Those that have such blocks; with the mark of PyTorch where what they run asks for it."""
+    found = []
+    for page in RUN:
+        wanted = [block for block in blocks(page) if block.language in languages]
+        needs = any(re.search(r"import torch|transformers|validate|generat|mtp-validate", b.text) for b in wanted)
+        if wanted:
+            found.append(pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.torch] if needs else []))
+    return found
+
+
+@pytest.mark.parametrize("page", pages_with("sh", "console", "python"))
+def test_blocks_run(
+    page: Path, desk: Desk, servers: Callable[[str], str], request: pytest.FixtureRequest, capsys: Any
+) -> None:
+    printed: dict[Block, list[tuple[Command, list[str]]]] = defaultdict(list)
+    for block in blocks(page):
+        if block.language == "python" and not any(block.text.startswith(first) for first in NOT_RUN_PYTHON):
+            desk.provide(block.text)
+            exec(compile(block.text, str(block), "exec"), desk.names)
+        elif block.language in ("sh", "console"):
+            for command in commands(block):
+                if reason(command) is None:
+                    printed[block].append((command, run(command, desk, servers)))
+                else:
+                    check(command, desk)
+    if request.config.getoption("--refresh-blocks"):
+        refresh(page, printed)
+        return
+    if page.name in AFTERWARDS:
+        AFTERWARDS[page.name](desk, capsys.readouterr().out)
+    for told in printed.values():
+        for command, lines in told:
+            if command.shown is not None:
+                wrong = unlike(command.shown, lines)
+                assert wrong is None, f"{command.at}: $ {command.text}\n{wrong}\nrun with --refresh-blocks"
+
+
+def of_python(desk: Desk, printed: str) -> None:
+    """Roles and files were listed, a report written; drafts change no text, and the text is right."""
+    assert "lm_head (" in printed
+    assert "projected_activations" in printed
+    assert (desk.here / "report" / "report.json").is_file()
+    alone = desk.names["generator"].generate(desk.names["question"], drafts=0, max_new_tokens=32)
+    assert desk.names["result"].text == alone.text == "GTFHWECIMQYJVDZOKRXL"
+
+
+AFTERWARDS: dict[str, Callable[[Desk, str], None]] = {"python.md": of_python}
+"""What else is to be so when the blocks of a page have run."""
+
+
+def refresh(page: Path, printed: dict[Block, list[tuple[Command, list[str]]]]) -> None:
+    """Write what was printed where ``page`` shows something else."""
+    text = page.read_text(encoding="utf-8")
+    for block, told in printed.items():
+        lines = block.text.splitlines()
+        for command, found in reversed(told):
+            if command.shown is None or unlike(command.shown, found) is None:
+                continue
+            begin = command.line + 1
+            while lines[begin - 1].endswith("\\"):
+                begin += 1
+            lines[begin : begin + len(command.shown)] = parts_from(command.shown, found)
+        text = text.replace(block.text, "\n".join(lines) + "\n")
+    page.write_text(text, encoding="utf-8")
+
+
+def test_what_is_compared() -> None:
+    """A line more, less or otherwise is seen, beside what is left out, too; figures of this machine are not."""
+    printed = ["one 1", "two 2.0 kB", "three 3e-07", "four"]
+    for shown in (printed, ["one 1", "…"], ["…", "four"], ["one 1", "…", "four"], ["…", "two 2.5 MB", "…"], ["…"]):
+        assert unlike(shown, printed) is None
+    for shown in (printed[:3], ["one 2", *printed[1:]], ["two 2.0 kB", "…"], ["…", "three 3e-07"], ["…", "five", "…"]):
+        assert unlike(shown, printed) is not None
+    assert parts_from(["x", "…", "x"], printed) == ["one 1", "…", "four"]
+    assert parts_from(["x"], printed) == printed
+    with pytest.raises(ValueError, match="by hand"):
+        parts_from(["…", "x", "…"], printed)
+
+
+def test_a_block_is_made_anew(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Text.\n\n```console\n$ mtp-extract --sample\nold\n…\n$ mtp-doctor x \\\n  y\nolder\n```\n")
+    (block,) = blocks(page)
+    first, second = commands(block)
+    assert (second.text, second.shown) == ("mtp-doctor x y", ("older",))
+    refresh(page, {block: [(first, ["new", "newer"]), (second, ["z"])]})
+    assert page.read_text() == ("Text.\n\n```console\n$ mtp-extract --sample\nnew\n…\n$ mtp-doctor x \\\n  y\nz\n```\n")
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"https?:|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_form(page: Path) -> None:
+    """Lines fit; rows of a table cannot be broken, but those of the README fit, too. Every block says what it is."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    long = [line for line in lines if len(line) > 120 and (page == README or not line.startswith("|"))]
+    assert not long
+    assert {block.language for block in blocks(page)} <= {"sh", "console", "python", "text", "json", "yaml"}
+    if page == README:
+        assert len(lines) <= 150
+
+
+def options() -> set[str]:
+    """Of all commands."""
+    found = {"--help", "--version", "-h", "--install-completion"}
+    for name in COMMANDS:
+        command = get_command(importlib.import_module(f"mtp_extract.cli.{name}").app)
+        found |= {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    return found
+
+
+FOREIGN = {
+    *" ".join(FLAGS.values()).split(),
+    *["--nightly", "--refresh-blocks", "--multi_gpu", "--cpu", "--nproc-per-node", "--dist"],
+}
+"""Options of other programs that are named in the text."""
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_options_that_are_named_exist(page: Path) -> None:
+    text = "\n".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)))
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9_-]+)", text))
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").rglob("*.py"))
+    assert not {one for one in named - options() - FOREIGN if f'"{one}"' not in scripts}
+
+
+@pytest.mark.parametrize("page", sorted(f"{name}.md" for name in COMMANDS))
+def test_every_command_has_a_page_that_begins_with_an_example(page: str) -> None:
+    first = blocks(DOCS / page)[0]
+    assert first.language in ("sh", "console")
+    assert any((called(command) or ("",))[0] == page.removesuffix(".md") for command in commands(first))
+    assert first.line < 12
+
+
+def test_the_design_card_leads_to_files_and_tests() -> None:
+    """Each row of the table names a file that exists, and a test that does."""
+    section = README.read_text(encoding="utf-8").partition("## From the design card to the code\n")[2]
+    rows = [line.split("|")[1:-1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 11
+    for _, file, test in rows:
+        files, tests = re.findall(r"`([^`]+)`", file), re.findall(r"`([^`]+)`", test)
+        assert files
+        assert tests
+        for path in files:
+            assert (ROOT / path).exists() or (ROOT / "mtp_extract" / path).exists(), path
+        for name in tests:
+            path, _, function = name.partition("::")
+            text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+            assert not function or f"def {function}(" in text, name
+
+
+def test_the_two_commands_are_those_that_are_run() -> None:
+    first, second = [block.text for block in blocks(README) if block.language == "sh"][:2]
+    assert first == (
+        "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt . && .venv/bin/mtp-extract --sample\n"
+    )
+    assert second == "bash scripts/check.sh\n"
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith(f"exec {second.strip()}")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {mtp_extract.__version__}\n" in text
