@@ -47,11 +47,9 @@ NOT_RUN = {
     r"mtp-tune\b": "trains for a minute at least; tests/tune trains",
     r"mtp-validate --sample\b": "measures for two minutes; tests/validate measures",
     r"mtp-doctor .*--(base|server)\b": "runs the pair beside a server; tests/doctor does",
-    r"mtp-insert .*--base ": "runs the base over prompts; tests/validate/test_calibration.py does",
     r"mtp-upload (?!.*--dry-run)": "publishes; tests/hub does, to a Hub of its own",
     r"mtp-convert google/gemma-4-E4B-it-assistant\b": "an official assistant; tests/pipeline has such",
     r"mtp-(validate|convert|inspect) (eagle3-)?head\b": "an EAGLE-3 head; tests/cli/test_eagle3.py has such",
-    r"mtp-\w+ .*--(install|show)-completion": "changes a shell's start-up file; tests/cli completes",
 }
 """Commands of this package whose options are read and checked, and no more."""
 
@@ -59,35 +57,27 @@ PROGRAMS = {
     "vllm": "wants a GPU; scripts/engines.py runs what it can",
     "llama-server": "another program; scripts/engines.py runs it where it is installed",
     "python": "a script of minutes, or another program",
-    "PYTHONPATH=tests": "a script of minutes",
-    "torchrun": "starts processes; tests/tune/test_processes.py does",
-    "accelerate": "starts processes; tests/tune/test_processes.py does",
     "ollama": "another program",
     "trtllm-serve": "another program, wants a GPU",
     "litert-lm": "another program; scripts/insertion.py runs it",
     "hf": "another program, publishes",
     "python3": "installs; what runs the tests has done so",
-    "pip": "installs",
     ".venv/bin/pip": "installs",
     ".venv/bin/pytest": "runs these tests",
     ".venv/bin/python": "a script of minutes",
-    ".venv/bin/mkdocs": "scripts/check.sh builds the site",
     "bash": "runs these tests",
-    "git": "fetches this repository",
-    "cd": "the shell's own",
-    "cat": "the shell's own",
 }
 """What a line begins with that is not this package's → why it is not run."""
 
 FLAGS = {
     "vllm": "--speculative-config --port",
-    "llama-server": "-m -md -hf --spec-type --spec-draft-n-max --metrics --port",
+    "llama-server": "-m -md -hf --spec-type --spec-draft-n-max --port",
     "sglang.launch_server": "--model-path --speculative-algorithm --speculative-draft-model-path "
     "--speculative-num-steps --speculative-num-draft-tokens --speculative-eagle-topk --port",
     "mlx_vlm": "--model --prompt --draft-model --draft-kind --draft-block-size",
     "ollama": "--experimental -f",
     "trtllm-serve": "--config",
-    "litert-lm": "--prompt --backend --speculative-decoding",
+    "litert-lm": "--prompt --speculative-decoding",
 }
 """Options of engines that were run, or read in their sources: of no other is anything said."""
 
@@ -281,6 +271,21 @@ def refresh(page: Path, printed: dict[Block, list[tuple[Command, list[str]]]]) -
     page.write_text(text, encoding="utf-8")
 
 
+def test_every_reason_is_needed() -> None:
+    """What no block has any more has no place in the tables."""
+    found = [command for page in RUN for block in blocks(page) if block.language != "python" for command in told(block)]
+    lines = [" ".join([f"mtp-{own[0]}", *own[1]]) for command in found if (own := called(command))]
+    assert not [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)]
+    firsts = {command.words[0] for command in found if called(command) is None}
+    assert set(PROGRAMS) == firsts
+    words = {word for command in found for word in command.words}
+    assert not {flag for flags in FLAGS.values() for flag in flags.split()} - words
+
+
+def told(block: Block) -> list[Command]:
+    return list(commands(block)) if block.language in ("sh", "console") else []
+
+
 def test_what_is_compared() -> None:
     """A line more, less or otherwise is seen, beside what is left out, too; figures of this machine are not."""
     printed = ["one 1", "two 2.0 kB", "three 3e-07", "four"]
@@ -338,7 +343,7 @@ def options() -> set[str]:
 
 FOREIGN = {
     *" ".join(FLAGS.values()).split(),
-    *["--nightly", "--refresh-blocks", "--multi_gpu", "--cpu", "--nproc-per-node", "--dist"],
+    *["--metrics", "--nightly", "--refresh-blocks", "--multi_gpu", "--cpu", "--nproc-per-node", "--dist"],
 }
 """Options of other programs that are named in the text."""
 
