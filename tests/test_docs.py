@@ -178,6 +178,11 @@ def check(command: Command, desk: Desk) -> None:
     if "--speculative-config" in words:
         told = json.loads(words[words.index("--speculative-config") + 1])
         assert set(told) == {"method", "model", "num_speculative_tokens"}
+        words.append(told["model"])
+    desk.provide(" ".join(words))
+    for word in words:
+        if re.match(r"[\w./-]*drafter[\w*./-]*$", word) and not word.startswith("-"):
+            assert list(desk.here.glob(word)), f"{command.at}: {word}"
     for word in words:
         path = word.removeprefix("./").split("::")[0]
         if re.match(r"(scripts|tests|docs)/", path):
