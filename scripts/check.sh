@@ -14,8 +14,8 @@ trap 'rm -rf "$elsewhere"' EXIT
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-# A link that leads nowhere, or a page that no menu has, is an error. The site itself is not kept.
-NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs --quiet build --strict --site-dir "$elsewhere/site"
+# A link that leads nowhere, or a page that no menu has, is an error (not so with --quiet). The site itself is not kept.
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir "$elsewhere/site"
 # From elsewhere, so that the installed wheel is imported and not this folder.
 cd "$elsewhere"
 # Two processes of one thread each: PyTorch's own threads only get in each other's way on tensors this small.
