@@ -326,7 +326,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*RUN, DOCS / "records.md"], ids=lambda page: page.name)
 def test_form(page: Path) -> None:
     """Lines fit; rows of a table cannot be broken, but those of the README fit, too. Every block says what it is."""
     lines = page.read_text(encoding="utf-8").splitlines()
