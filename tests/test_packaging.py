@@ -50,6 +50,7 @@ def test_metadata() -> None:
         "msgspec",
         "numpy",
         "rich",
+        "safetensors",
         "typer",
         "xxhash",
     }

@@ -109,6 +109,10 @@ class Gguf:
     def read_header(self, path: Path) -> dict[str, StoredTensor]:
         return read_gguf(path).tensors
 
+    def witnessed(self, path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+        # The gguf package would read every text of a tokenizer, one by one.
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.read_header(path).items()}
+
     def read_metadata(self, path: Path) -> Mapping[str, Any]:
         return read_gguf(path).metadata
 

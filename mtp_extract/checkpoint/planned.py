@@ -107,6 +107,14 @@ class Container(Protocol):
             CheckpointError: not such a file, or one whose header contradicts its size.
         """
 
+    def witnessed(self, path: Path) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of every tensor in the file at ``path``, in the order of the data: as a reader sees it that
+        is not this package's, where there is one.
+
+        Raises:
+            CheckpointError: that reader refuses the file.
+        """
+
     def read_metadata(self, path: Path) -> Mapping[str, Any]:
         """What the header of the file at ``path`` says beside its tensors.
 

@@ -1,8 +1,9 @@
 """safetensors: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
 data of all tensors without gaps.
 
-The ``safetensors`` package wants every tensor in memory and orders metadata keys differently from run to run. The tests
-hold this writer and reader against that package.
+The ``safetensors`` package does not write: it wants every tensor in memory and orders metadata keys differently from
+run to run. It is the witness of what was written: it reads the header alone, refuses one whose tensors do not follow
+each other without gaps to the end of the file, and so says where each lies.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from mtp_extract.checkpoint.json_file import parse_json
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, Layout, PlannedTensor
@@ -65,6 +68,14 @@ class Safetensors:
         if at != size:
             raise CheckpointError(f"{escape(path)}: it has {size} bytes, its header describes {at}.")
         return tensors
+
+    def witnessed(self, path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                seen = {name: file.get_slice(name) for name in file.offset_keys()}
+                return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in seen.items()}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{escape(path)}: the safetensors package cannot read it: {error}.") from error
 
     def read_metadata(self, path: Path) -> dict[str, str]:
         self.read_header(path)

@@ -127,8 +127,7 @@ def write_tensors(
             run_all(pool, [*(partial(write, t) for t in sorted(tensors, key=lambda t: -t.length)), *beside])
     except OSError as error:
         raise output_error(path, error) from error
-    described = {name: (t.dtype, t.shape, t.length) for name, t in container.read_header(path).items()}
-    if described != {t.name: (t.dtype, t.shape, t.length) for t in tensors}:
+    if list(container.witnessed(path).items()) != [(t.name, (t.dtype, t.shape)) for t in tensors]:
         raise read_back_error(path)
     # In the order of the file, not in that in which threads came to an end.
     return {tensor.name: sums[tensor.name] for tensor in tensors}

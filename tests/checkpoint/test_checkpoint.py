@@ -6,7 +6,10 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,8 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract import extract
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.planned import OutputFile, plan_array
+from mtp_extract.checkpoint.planned import Layout, OutputFile, PlannedTensor, plan_array
+from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.checkpoint.tensor_file import read_header, sums_of, write_tensors
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.pipeline.check import files_in
@@ -93,6 +97,21 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(CheckpointError):
         read_header(path)
+
+
+def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same type and shape: the sums of what lies where it was written cannot tell."""
+    real = CONTAINER.lay_out
+
+    def exchanged(tensors: Sequence[PlannedTensor], metadata: Mapping[str, Any]) -> Layout:
+        layout = real(tensors, metadata)
+        header = layout.header.replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
+        return replace(layout, header=header)
+
+    monkeypatch.setattr(type(CONTAINER), "lay_out", staticmethod(exchanged))
+    tensors = (plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32)))
+    with pytest.raises(OutputError, match="reads back differently"):
+        write_tensors(tmp_path, OutputFile("f.safetensors", tensors, metadata={}))
 
 
 def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
