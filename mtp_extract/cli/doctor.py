@@ -45,7 +45,7 @@ def command(
         return
     from mtp_extract.evaluate.extras import require
 
-    require("torch", "safetensors", "transformers")
+    require("torch", "transformers")
     from mtp_extract.doctor.report import DOCTOR_LISTED, as_json, tables, write_doctor
     from mtp_extract.doctor.run import diagnose
     from mtp_extract.io.place import check_place

@@ -60,7 +60,7 @@ def command(
 
     from mtp_extract.evaluate.extras import require
 
-    require("torch", "safetensors")
+    require("torch")
     if out is not None:
         require("matplotlib")
 

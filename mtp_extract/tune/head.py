@@ -103,7 +103,7 @@ def run_ordered_head(
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
         UnsupportedError: the drafter's format has no room for such a head.
     """
-    require("torch", "safetensors", "transformers", "accelerate")
+    require("torch", "transformers", "accelerate")
     plan.check()
     import torch
 

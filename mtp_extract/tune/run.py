@@ -127,7 +127,7 @@ def run_tuning(
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
-    require("torch", "safetensors", "transformers", "accelerate", "matplotlib")
+    require("torch", "transformers", "accelerate", "matplotlib")
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
     from mtp_extract.tune.corpus import Corpus

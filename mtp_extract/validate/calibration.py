@@ -38,7 +38,7 @@ def measure_ranges(
     Raises:
         MtpExtractError: a package is missing, the pair does not fit, or does not fit into memory.
     """
-    require("torch", "transformers", "safetensors")
+    require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
     from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
     from mtp_extract.evaluate.base_model import load_base, memory_guard

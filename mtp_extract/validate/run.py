@@ -143,7 +143,7 @@ def _check(plan: ValidationPlan) -> None:
             raise MtpExtractError(
                 f"expected a base {what}, found none; give the model that is drafted for", remedies=("base",)
             )
-    require("torch", "safetensors")
+    require("torch")
     if plan.base is not None:
         require("transformers")
     check_values(plan)

@@ -296,7 +296,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_extraction_needs_no_torch(sample: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "for name in ('torch', 'transformers', 'ai_edge_litert', 'safetensors', 'tflite', 'flatbuffers'):\n"
+        "for name in ('torch', 'transformers', 'ai_edge_litert', 'tflite', 'flatbuffers'):\n"
         "    sys.modules[name] = None\n"
         "import mtp_extract\n"
         f"mtp_extract.extract({str(sample)!r}, {str(tmp_path / 'out')!r}, codes=True)\n"
