@@ -1,11 +1,13 @@
 """Builds a sample ``.litertlm`` bundle from nothing, with Google's own tools.
 
 Trains a tiny Gemma 4 base (6 layers, width 64, vocabulary 512, per-layer embeddings, 2 layers that share
-caches), distils an MTP drafter on its hidden states and caches, exports both with litert-torch, quantizes with
-ai-edge-quantizer and packs with litert-lm-builder::
+caches), distils an MTP drafter half as wide on its hidden states and caches, exports both with litert-torch, names
+the drafter's weights as Google's published files do (``_sample/names.py``), quantizes with ai-edge-quantizer and packs
+with litert-lm-builder::
 
     pip install -r scripts/requirements-sample.txt
     python scripts/build_sample.py --out sample_build
+    python scripts/build_sample.py --out sample_build --base mtp_extract/data/base     # a new drafter for this base
 
 Written to ``--out``:
 
@@ -41,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from _sample import base as base_sections
-from _sample import bundle, corpus, quantize, samples, tasks, train
+from _sample import bundle, corpus, names, quantize, samples, tasks, train
 from _sample import drafter as drafter_section
 from _sample.drafter import DrafterGeometry, MtpDrafterModel
 from _sample.samples import Inputs, as_arrays, run_torch
@@ -74,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--steps", type=int, default=2200, help="training steps of the base (default 2200)")
     parser.add_argument("--base", type=Path, help="a base of an earlier build, instead of training one")
-    parser.add_argument("--drafter-steps", type=int, default=1000, help="training steps of the drafter (default 1000)")
+    parser.add_argument("--drafter-steps", type=int, default=1600, help="training steps of the drafter (default 1600)")
     parser.add_argument(
         "--recipe", choices=sorted(quantize.RECIPES), default="mix48", help="the drafter's quantization"
     )
@@ -142,11 +144,12 @@ def build_drafter(
     model = MtpDrafterModel(drafter_section.exportable(geometry, weights), geometry, fold_softcap=fold_softcap)
     source, target = work / "mtp_drafter.float.tflite", work / "mtp_drafter.tflite"
     drafter_section.export_float(model, drafter_section.sample_inputs(geometry, CACHE_LENGTH), "mtp_drafter", source)
+    arrays = as_arrays(weights)
+    matrices = {name: value for name, value in arrays.items() if name != "model.embed_tokens.weight"}
+    names.publish(source, matrices, geometry.softcap)
     require_agreement("float drafter", source, "mtp_drafter", model, feeds)
     parameters = quantize.quantize(source, target, quantize.RECIPES[recipe], calibration=feeds)
 
-    arrays = as_arrays(weights)
-    matrices = {name: value for name, value in arrays.items() if name != "model.embed_tokens.weight"}
     truth = quantize.truth(source, parameters, matrices, geometry.softcap)
     save(out / "weights.npz", truth)
     save(out / "vectors.npz", {name: value for name, value in arrays.items() if value.ndim == 1})

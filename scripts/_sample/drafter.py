@@ -48,7 +48,7 @@ class DrafterGeometry:
     """
 
     backbone_hidden_size: int = 64
-    hidden_size: int = 64
+    hidden_size: int = 32
     intermediate_size: int = 128
     vocab_size: int = 512
     layer_types: Sequence[str] = (SLIDING, SLIDING, SLIDING, FULL)

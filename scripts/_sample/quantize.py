@@ -21,8 +21,9 @@ _Granularity = qtyping.QuantGranularity
 _FULLY_CONNECTED = qtyping.TFLOperationName.FULLY_CONNECTED
 _BLOCKWISE = {32: _Granularity.BLOCKWISE_32, 64: _Granularity.BLOCKWISE_64}
 
-MLP_AND_HEAD = "Gemma4TextMLP|lm_head"
-"""Output names of the MLP's fully-connected ops and of the LM head in a litert-torch export."""
+HEAD = "embedder.decode"
+MLP_AND_HEAD = f"/mlp/|{HEAD}"
+"""Output names of the MLP's fully-connected ops and of the LM head, under their published names."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ RECIPES: Mapping[str, tuple[Rule, ...]] = {
     "asymmetric": _mixed(4, weight_only=True, symmetric=False),
     "blockwise32": (Rule(8), Rule(4, MLP_AND_HEAD, block=32)),
     "blockwise64": (Rule(8), Rule(4, MLP_AND_HEAD, block=64)),
-    "static8": (Rule(8, activation_bits=8), Rule(4, "lm_head")),
+    "static8": (Rule(8, activation_bits=8), Rule(4, HEAD)),
     "hadamard": (Rule(8), Rule(4, MLP_AND_HEAD, algorithm="DECOMPOSED_HADAMARD_ROTATION")),
 }
 """Recipe name → rules. The published drafters are ``mix48`` with static activations."""
@@ -143,13 +144,13 @@ def quantize(
 
 
 def float_constants(path: Path) -> dict[str, Array]:
-    """The constant matrices of a float model: tensor name → ``[out, in]`` float32."""
+    """The constant matrices and vectors of a float model: tensor name → float32, ``[out, in]`` or ``[size]``."""
     model = flatbuffer_utils.read_model(str(path))
     found: dict[str, Array] = {}
     for graph in model.subgraphs:
         for tensor in graph.tensors:
             data = model.buffers[tensor.buffer].data if tensor.buffer else None
-            if data is not None and tensor.type == qtyping.TensorType.FLOAT32 and len(tensor.shape) == 2:
+            if data is not None and tensor.type == qtyping.TensorType.FLOAT32 and len(tensor.shape) in (1, 2):
                 values = np.frombuffer(bytes(data), np.float32).reshape(tensor.shape)
                 found[tensor.name.decode()] = values
     return found
@@ -176,14 +177,19 @@ def truth(
     for name, weight in weights.items():
         if weight.ndim != 2:
             continue
-        tensor, factor = _find(name, weight, constants, softcap)
+        tensor, factor = find(name, weight, constants, softcap)
         fields = _entry(constants[tensor], parameters.get(tensor))
         fields |= {"factor": np.array(factor), "tensor": np.array(tensor)}
         out |= {f"{name}/{key}": value for key, value in fields.items()}
     return out
 
 
-def _find(name: str, weight: Array, constants: Mapping[str, Array], softcap: float | None) -> tuple[str, float]:
+def find(name: str, weight: Array, constants: Mapping[str, Array], softcap: float | None) -> tuple[str, float]:
+    """The tensor among ``constants`` that holds ``weight``, and the factor: stored = factor * weight.
+
+    Raises:
+        ValueError: none does, or several.
+    """
     tests: list[tuple[float, Callable[[Array], bool]]] = [(1.0, lambda c: bool(np.array_equal(c, weight)))]
     if softcap is not None:
         folded = weight / np.float32(softcap)

@@ -120,6 +120,13 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _narrowed(rows: Tensor, width: int) -> Tensor:
+    """``rows`` ``[count, wide]`` in the ``width`` directions in which they differ most: ``[count, width]``."""
+    left, strengths, _ = torch.linalg.svd(rows, full_matrices=False)
+    narrowed: Tensor = left[:, :width] * strengths[:width]
+    return narrowed
+
+
 def _soften(layers: Iterable[nn.Module]) -> None:
     """Starts where a model this small learns to copy: attention not yet sharp, layers that add less than they read."""
     starts = {
@@ -165,8 +172,7 @@ def train_drafter(
     with torch.no_grad():
         for index, layer in enumerate(model.model.layers):
             layer.layer_scalar.fill_(LAYER_SCALARS[index])
-        if model.lm_head.weight.shape == base.lm_head.weight.shape:
-            model.lm_head.weight.copy_(base.lm_head.weight)
+        model.lm_head.weight.copy_(_narrowed(base.lm_head.weight, geometry.hidden_size))
     _soften(model.model.layers)
     model.train()
     language = base.model.language_model

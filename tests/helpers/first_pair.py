@@ -1,6 +1,6 @@
 """The first pair that was the package's sample: what most tests look at, because truth is stored for it.
 
-Its base was trained on Python source alone and exported under the tensor names of published files, which
+Its base was trained on Python source alone, and it was exported with jax2tf, as published files seem to be, which
 ``scripts/build_sample.py`` does not do. The package's own sample may change; this one does not.
 """
 
