@@ -15,8 +15,8 @@ Engines want versions of packages that exclude each other, so each has an interp
     litert-lm     pip install litert-lm==0.18.1
     llama.cpp     --build-llama DIR downloads and builds llama-cpp-python's source (CMake, a C++ compiler)
 
-llama.cpp refuses a drafter as wide as its base, which the sample's is; it gets a twin padded with zeros, with the same
-codes. It also gets a token more at the start (<bos>), and so another text than the others.
+llama.cpp refuses a drafter as wide as its base; no published one is, and the sample's is half as wide. It gets a token
+more at the start (<bos>), and so another text than the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pathlib import Path
 from _engines import litert_lm, llama_cpp
 from _engines.outcome import COLUMNS, Outcome, cells, from_json, last_line, run, shortfalls
 
-from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
@@ -100,20 +99,6 @@ class Drafter:
             format_, dtype = WRITTEN[name]
             extract(self.source, made, format=format_, dtype=dtype)
         return made
-
-
-def widened(source: Path, folder: Path) -> Path:
-    """``source``, or its twin if its drafter is as wide as its base."""
-    with open_bundle(source) as opened:
-        config = opened.drafter().config
-    if config.hidden_size != config.backbone_hidden_size:
-        return source
-    sys.path.insert(0, str(HERE.parent / "tests"))
-    from helpers.twin import twin
-
-    made = folder / "twin.litertlm"
-    made.write_bytes(twin(source))
-    return made
 
 
 def scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[Outcome]:
@@ -201,10 +186,8 @@ def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
         options.llama, options.llama_source = llama_cpp.build(options.build_llama)
     if "llama.cpp" in wanted:
         if options.llama and options.llama_source:
-            (folder / "wide").mkdir()
-            wide = Drafter(widened(options.source, folder), folder / "wide")
             python = options.python.get("llama.cpp", sys.executable)
-            yield from in_llama(options.llama, options.llama_source, python, options.base, wide, folder)
+            yield from in_llama(options.llama, options.llama_source, python, options.base, drafter, folder)
         else:
             yield Outcome("llama.cpp", "–", note="not given")
     if "litert-lm" in wanted:

@@ -264,8 +264,7 @@ class Pair:
         bundle = self.work / "tuned.litertlm"
         if not bundle.exists():
             insertion.inserted(qat, self.options.bundle, bundle)
-        sources = ((self.checkpoint, self.options.bundle), (qat, bundle))
-        for old, new in zip(*(self._outcomes(directory, source) for directory, source in sources), strict=True):
+        for old, new in zip(*map(self._outcomes, (self.checkpoint, qat)), strict=True):
             fine = {True: "yes", False: "no", None: "not run"}[new.identical if old.identical is not False else False]
             yield (f"{new.engine} {new.version}", new.format, told_of(old), told_of(new), fine)
         program = Path(self.options.python.get("litert-lm", "litert-lm")).with_name("litert-lm")
@@ -273,7 +272,7 @@ class Pair:
             for prompt in RUNTIME_PROMPTS:
                 yield self._in_the_runtime(str(program), bundle, prompt)
 
-    def _outcomes(self, directory: Path, bundle: Path) -> Iterator[Outcome]:
+    def _outcomes(self, directory: Path) -> Iterator[Outcome]:
         options, python = self.options, self.options.python
         folder = self.work / f"{directory.name} formats"
         drafter = Converted(directory, folder)
@@ -281,12 +280,8 @@ class Pair:
             yield from engines.scripted(name, python.get(name, sys.executable), self.base, drafter)
         if options.llama and options.llama_source:
             with tempfile.TemporaryDirectory() as name:
-                twin = Path(name)
-                wide = twin / "checkpoint"
-                extract(engines.widened(bundle, twin), wide, dtype="f32", codes=True)
-                drafter = Converted(wide, twin)
                 yield from engines.in_llama(
-                    options.llama, options.llama_source, sys.executable, self.base, drafter, twin
+                    options.llama, options.llama_source, sys.executable, self.base, drafter, Path(name)
                 )
 
     def _in_the_runtime(self, program: str, bundle: Path, prompt: str) -> Sequence[str]:

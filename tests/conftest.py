@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.first_pair import first_base, first_bundle
-from helpers.twin import twin
 from helpers.variant_files import HERE
 
 # pytest-xdist tells its workers how wide the terminal is: what a command prints would be wrapped there.
@@ -73,14 +72,6 @@ def sample() -> Path:
 def base() -> Path:
     """The base model of the sample."""
     return first_base()
-
-
-@pytest.fixture(scope="session")
-def widened(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample with a drafter of twice the width that computes the same: llama.cpp loads it."""
-    path = tmp_path_factory.mktemp("twin") / "twin.litertlm"
-    path.write_bytes(twin(sample))
-    return path
 
 
 @pytest.fixture(scope="session")

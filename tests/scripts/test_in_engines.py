@@ -14,6 +14,8 @@ import pytest
 from _engines import llama_cpp
 from _engines.outcome import shortfalls
 
+from mtp_extract.data import sample_base, sample_bundle
+
 IN_PROCESS = ("transformers", "mlx-vlm")
 """Those that need no program of their own."""
 
@@ -64,10 +66,10 @@ def test_a_format_that_keeps_the_integers(engine: str, format_: str, counted: Co
 
 
 @pytest.mark.skipif("MTP_EXTRACT_LLAMA" not in os.environ, reason="MTP_EXTRACT_LLAMA: BUILD/bin:SOURCE of llama.cpp")
-def test_text_and_acceptance_in_llama_cpp(widened: Path, base: Path, tmp_path: Path) -> None:
+def test_text_and_acceptance_in_llama_cpp(tmp_path: Path) -> None:
     programs, source = map(Path, os.environ["MTP_EXTRACT_LLAMA"].split(":"))
-    wide = engines.Drafter(widened, tmp_path)
-    outcomes = engines.in_llama(programs, source, sys.executable, base, wide, tmp_path)
+    drafter = engines.Drafter(sample_bundle(), tmp_path)
+    outcomes = engines.in_llama(programs, source, sys.executable, sample_base(), drafter, tmp_path)
     assert all(outcome.identical for outcome in outcomes)
     assert {outcome.engine for outcome in outcomes} == set(llama_cpp.PROGRAMS)
     assert shortfalls(outcomes) == []
