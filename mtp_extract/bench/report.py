@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,18 @@ from mtp_extract.bench.run import Benchmark
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
-from mtp_extract.report.drawing import draw
-from mtp_extract.report.page import page, plain_json
-from mtp_extract.report.svg import inline
+from mtp_extract.report.columns import named as by_name
+from mtp_extract.report.page import Headline, Page, measured, plain_json, within
 from mtp_extract.report.tables import words
-from mtp_extract.report.web import web_page
+from mtp_extract.report.web import write_pages
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-_BENCH, _PAGE, _WEB_PAGE = "bench.json", "bench.md", "bench.html"
-_FILES = frozenset({_BENCH, _PAGE, _WEB_PAGE, *(f"{name}.{end}" for name in PICTURES for end in ("png", "svg"))})
+_BENCH = "bench.json"
+_FILES = frozenset({_BENCH, "bench.md", "bench.html", *(f"{n}.{end}" for n in PICTURES for end in ("png", "svg"))})
 BENCH_LISTED = listing(_BENCH, _FILES)
 """Everything that a report of a benchmark consists of, and that may be replaced."""
 _VERSION = 2
+_SETTING = "What was asked, and what a second run needs."
 _NOT_TOLD = "not told"
 _MOST_NAMED = 8  # prompts of a workload
 
@@ -40,19 +39,73 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
         OutputError: it cannot be written there.
     """
     report = as_json(found)
-    title, shown = f"Benchmark of {found.servers['server'].name}", list(tables(report))
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
         (stage / _BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        told = {**report, "notes": [*report["notes"]]}
-        drawn: list[str] = []
-        if find_spec("matplotlib") is not None:
-            drawn = draw(drawings(), report, stage)
-        else:
-            told["notes"].append("Nothing is drawn: matplotlib is missing, which the extra validate brings.")
-        (stage / _PAGE).write_text(page(title, told, shown, drawn, PICTURES), encoding="utf-8")
-        svg = {n: inline((stage / f"{n}.svg").read_text(encoding="utf-8"), n, PICTURES[n]) for n in drawn}
-        (stage / _WEB_PAGE).write_text(web_page(title, told, shown, svg, PICTURES), encoding="utf-8")
+        write_pages(page_of(report), stage, "bench")
         return sorted(path.name for path in stage.iterdir())
+
+
+def page_of(report: Mapping[str, Any]) -> Page:
+    """The page of a ``bench.json``."""
+    servers = [f"{side}: {_named(server)}" for side, server in _sides(report).items()]
+    about = f"{'; '.join(servers)}; {report['total']['texts']} prompts"
+    title, shown = f"Benchmark of {report['servers']['server']['url']}", list(tables(report))
+    return Page(title, about, report, headlines(report), shown, PICTURES, drawings())
+
+
+def headlines(report: Mapping[str, Any]) -> list[Headline]:
+    """The large figures of its head: speed, speedup, tokens a round, texts that stay."""
+    total, asked = report["total"], report["settings"]
+    server, baseline = total["server"], total["baseline"]
+    load = f"{asked['rate']:g} requests a second" if asked["rate"] else f"{asked['concurrency']} in flight"
+    speed, speedup, mean = (
+        None if value is None else f"{value:{form}}"
+        for value, form in (
+            (server["tokens_per_s"], ".1f"),
+            (total["speedup"], ".2f"),
+            (server["mean_accepted_length"], ".2f"),
+        )
+    )
+    no_times = "no answer came in pieces that tell a time"
+    return [
+        measured(
+            "Tokens a second",
+            speed,
+            f"{within(server['tokens_per_s_ci95'], '.1f')}; {load}",
+            no_times,
+            "Of one answer, from its first text on.",
+        ),
+        measured(
+            "Speedup",
+            speedup and f"{speedup}×",
+            within(total["speedup_ci95"]),
+            no_times if baseline else "no baseline was asked",
+            "The baseline's time for as many tokens, over the server's.",
+        ),
+        measured(
+            "Tokens a round",
+            mean,
+            within(server["mean_accepted_length_ci95"]),
+            "the server drafted nothing" if server["drafted"] == 0 else "the server does not tell its rounds",
+            "Drafts that stand in a round, and the base's own token; 1 without a drafter.",
+        ),
+        measured(
+            "Same text",
+            None if total["identical"] is None else f"{total['identical']} of {total['compared']}",
+            "greedy answers beside the baseline's",
+            "answers were drawn, at a temperature" if baseline else "no baseline was asked",
+            "Answers that are the baseline's, letter for letter; where tokens nearly tie, rounding may part them.",
+        ),
+    ]
+
+
+def _sides(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {side: report["servers"][side] for side in ("server", "baseline") if report["servers"][side]}
+
+
+def _named(server: Mapping[str, Any]) -> str:
+    version = f" {server['version']}" if server["version"] else ""
+    return f"{server['url']} ({server['kind']}{version}), model {server['model']}"
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:
@@ -182,30 +235,22 @@ def _rate(side: Side) -> str:
     return number(side.tokens_per_s, ".1f", side.tokens_per_s_ci95, none=_NOT_TOLD)
 
 
-def _speedup(row: Row) -> str:
-    of = row["of"]
-    compared = row["side"] == "server" and of["baseline"]
-    return number(of["speedup"], ".2f", of["speedup_ci95"]) if compared else ""
-
-
-def _same_text(row: Row) -> str:
-    of = row["of"]
-    return f"{of['identical']}/{of['compared']}" if row["side"] == "server" and of["compared"] else ""
-
-
 def _mean_length(row: Row) -> str:
     mean = decimal("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
     return str(mean(row)) if row["rounds"] else "–"
 
 
 _SPEED: Sequence[Column] = (
-    ("workload", item("workload")),
-    ("texts", item("of.texts")),
-    ("side", item("side")),
-    ("tokens/s", decimal("tokens_per_s", ".1f", "tokens_per_s_ci95")),
-    ("speedup", _speedup),
-    ("same text", _same_text),
+    ("workload", item("name")),
+    ("texts", item("texts")),
+    ("tokens/s", decimal("server.tokens_per_s", ".1f", "server.tokens_per_s_ci95")),
 )
+_BESIDE: Sequence[Column] = (
+    ("baseline tokens/s", decimal("baseline.tokens_per_s", ".1f", "baseline.tokens_per_s_ci95")),
+    ("speedup", decimal("speedup", ".2f", "speedup_ci95")),
+    ("same text", lambda row: f"{row['identical']}/{row['compared']}" if row["compared"] else DASH),
+)
+"""Of a server, and beside a baseline."""
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
@@ -252,29 +297,21 @@ _DRAFTS: Sequence[Column] = (
 
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of a ``bench.json``: what was measured with what, speed, drafts."""
-    servers = {side: report["servers"][side] for side in ("server", "baseline") if report["servers"][side]}
-    named = {
-        side: f"{s['url']} ({s['kind']}{' ' + s['version'] if s['version'] else ''}), model {s['model']}"
-        for side, s in servers.items()
-    }
+    servers = _sides(report)
+    named = {side: _named(server) for side, server in servers.items()}
     settings = {name.replace("_", " "): words(value) for name, value in report["settings"].items() if value is not None}
-    yield Table(title="Setting", columns=("", ""), rows=(*named.items(), *settings.items()))
-    rows = [
-        {**of[side], "workload": name, "side": side, "of": of}
-        for name, of in (*report["workloads"].items(), ("all", report["total"]))
-        for side in servers
-    ]
+    yield Table(title="Setting", columns=("", ""), rows=(*named.items(), *settings.items()), what=_SETTING)
+    workloads = {**report["workloads"], "all": report["total"]}
+    rows = [{**of[side], "workload": name, "side": side} for name, of in workloads.items() for side in servers]
     yield Table.of(
         "Speed",
-        _SPEED,
-        rows,
+        (*_SPEED, *(_BESIDE if "baseline" in servers else ())),
+        by_name(workloads),
+        what="How fast the text of an answer comes, with the drafter and without.",
         about=(
-            "Tokens per second: tokens after those of the first text, as the server counts them, over the time from "
-            "first text to last event, both added up over all answers. Speedup: the time the baseline takes for as "
-            "many tokens, over the server's. "
-            "Same text: greedy answers that are the baseline's, character for character; where two tokens nearly tie, "
-            "rounding may part them. In brackets: 95 % intervals, over texts; none with fewer than "
-            f"{LEAST_TEXTS}."
+            "Tokens as the server counts them, and times, both added up over all answers. Same text: greedy answers "
+            "that are the baseline's, character for character; where two tokens nearly tie, rounding may part them. In "
+            f"brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
         ),
         figures=("speed_by_workload",),
         first=True,
@@ -283,28 +320,26 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
         "Throughput",
         _THROUGHPUT,
         [row for row in rows if row["workload"] == "all"],
-        about="Over the time in which requests were under way. Goodput: of those that took no longer than wanted.",
+        what="What the server does in all, over the time in which requests were under way.",
         figures=("over_time",),
     )
     yield Table.of(
         "Latency",
         _LATENCY,
         rows,
-        about=(
-            "As vllm bench serve has it. TTFT: from request to first text. TPOT: of an answer, time per token after "
-            "the first text. ITL: between two texts; a drafter's server sends several tokens in one. E2EL: from "
-            "request to the end of the answer."
-        ),
+        what="How long a user waits, as vllm bench serve has it; a drafter's server sends several tokens in one text.",
     )
+    drafting = [side for side in servers if any(row["drafted"] for row in rows if row["side"] == side)]
     if not any(row["counted"] for row in rows):
         return
     yield Table.of(
         "Drafts",
-        _DRAFTS,
-        rows,
+        _DRAFTS if len(drafting) > 1 else [column for column in _DRAFTS if column[0] != "side"],
+        [row for row in rows if row["side"] in (drafting or ["server"])],
+        what="How many drafts the base takes, as the server counts them.",
         about=(
-            "As the server counts. Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over "
-            f"windows of requests where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
+            "Mean length: 1 + accepted / rounds. In brackets: 95 % intervals, over texts; over windows of requests "
+            f"where the server tells these alone apart; none with fewer than {LEAST_TEXTS}."
         ),
         figures=("acceptance_by_workload", "acceptance_by_position"),
         first=True,

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtp_extract._version import __version__
 from mtp_extract.doctor import fields
 from mtp_extract.doctor.diagnosis import Diagnosis
-from mtp_extract.doctor.verdict import judge
+from mtp_extract.doctor.verdict import BELOW, IDLE, IN_LINE, OTHER_TEXT, UNFIT, judge
 from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
+from mtp_extract.report.colours import light
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, named, number, percent
-from mtp_extract.report.page import page, plain_json
-from mtp_extract.report.web import web_page
+from mtp_extract.report.drawing import Draw, bars, legend, panel
+from mtp_extract.report.page import Headline, Page, measured, plain_json, within
+from mtp_extract.report.web import write_pages
 
-_DOCTOR, _PAGE, _WEB_PAGE = "doctor.json", "doctor.md", "doctor.html"
-_FILES = frozenset({_DOCTOR, _PAGE, _WEB_PAGE})
+_DOCTOR = "doctor.json"
+PICTURES: Mapping[str, str] = {"acceptance_by_step": "Accepted drafts by step, of those accepted a step before"}
+_FILES = frozenset({_DOCTOR, "doctor.md", "doctor.html", *(f"{n}.{end}" for n in PICTURES for end in ("png", "svg"))})
 DOCTOR_LISTED = listing(_DOCTOR, _FILES)
 """Everything that a report of a diagnosis consists of, and that may be replaced."""
 _VERSION = 1
@@ -50,28 +53,112 @@ def write_doctor(found: Diagnosis, target: Path, *, overwrite: bool = False, inp
     report = as_json(found)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED) as stage:
         (stage / _DOCTOR).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        for name, make in ((_PAGE, page), (_WEB_PAGE, web_page)):
-            shown = make(f"Diagnosis of {found.identity.name}", report, tables(report))
-            (stage / name).write_text(shown, encoding="utf-8")
-    return sorted(_FILES)
+        write_pages(page_of(report), stage, "doctor")
+        return sorted(path.name for path in stage.iterdir())
+
+
+def page_of(report: Mapping[str, Any]) -> Page:
+    """The page of a ``doctor.json``."""
+    drafter, serving = report["drafter"], report["serving"]
+    about = f"{drafter['format']}, {drafter['made']}" + (f"; beside {report['base']}" if report["base"] else "")
+    if serving:
+        about += f"; {serving['kind']} {serving['version'] or ''} at {serving['name']}"
+    drawings: Mapping[str, Draw] = {"acceptance_by_step": _by_step}
+    title, shown = f"Diagnosis of {drafter['name']}", list(tables(report))
+    return Page(title, about, report, headlines(report), shown, PICTURES, drawings)
+
+
+_STANDING: Mapping[str, Literal["good", "bad"]] = {
+    IN_LINE: "good", **dict.fromkeys((BELOW, UNFIT, IDLE, OTHER_TEXT), "bad"),
+}  # fmt: skip
+
+
+def headlines(report: Mapping[str, Any]) -> list[Headline]:
+    """The large figures of its head: the verdict, tokens a round as served and as expected, texts that stay."""
+    outcome, suspect, text, serving = report["outcome"], report["suspect"], report["text"], report["serving"]
+    tokens = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
+    no_base, no_server = "it was run beside no base", "no server was asked"
+    sides = ("Served", serving and serving["rates"], no_server), ("Expected", report["expected"], no_base)
+    lengths = [(f"{name}, tokens a round", rates and rates["mean_accepted_length"], why) for name, rates, why in sides]
+    greedy = report["settings"]["temperature"] == 0
+    same = f"{text['same']} of {text['texts']}" if text and greedy else None
+    sampled = "" if greedy else f"drawn at a temperature of {report['settings']['temperature']:g}"
+    return [
+        Headline(
+            "Verdict",
+            outcome[:1].upper() + outcome[1:],
+            f"suspect: {suspect}" if suspect else "no suspect is named",
+            "In line: served as in the reference loop, along the same texts.",
+            _STANDING.get(outcome, ""),
+        ),
+        *(
+            measured(
+                name, found and f"{found['value']:.2f}", within(found and found["interval"]), _why(report, why), tokens
+            )
+            for name, found, why in lengths
+        ),
+        measured(
+            "Same text",
+            same,
+            "served texts beside the reference's",
+            sampled or (no_base if report["base"] is None else no_server if serving is None else "no texts were told"),
+            "Greedy texts that are the reference loop's, character for character.",
+        ),
+    ]
+
+
+def _why(report: Mapping[str, Any], why_not: str) -> str:
+    """Why there is no figure, where both the base and a server were there."""
+    return why_not if report["base"] is None or report["serving"] is None else "no text can be counted along"
+
+
+def _by_step(report: Mapping[str, Any], plots: Any) -> Any:
+    """Served beside expected, by step."""
+    looks: dict[str, dict[str, Any]] = {
+        "expected": {"color": light("faint"), "marker": "s"},
+        "served": {"color": light("blue"), "marker": "o"},
+    }
+    known = {side: rates["conditional"] for side, rates in _told(report).items() if rates["conditional"]}
+    if not known:
+        return None
+    figure, axes = panel(plots, 3.4)
+    for index, (side, steps) in enumerate(known.items()):
+        values = [100 * step["value"] for step in steps]
+        ends = bars(values, [step["interval"] and [100 * end for end in step["interval"]] for step in steps])
+        places = [at + 1 + 0.06 * (2 * index - 1) * (len(known) > 1) for at in range(len(steps))]
+        axes.errorbar(places, values, yerr=ends, label=side, capsize=3, markersize=6, **looks[side])
+    axes.set_xlabel("draft step; bars: 95 % intervals")
+    axes.set_ylabel("accepted (%)")
+    axes.set_xticks(range(1, max(map(len, known.values())) + 1))
+    axes.set_ylim(0, 103)
+    if len(known) > 1:
+        legend(figure, 2)
+    return figure
+
+
+def _told(report: Mapping[str, Any]) -> dict[str, Row]:
+    """Of reference and server, those whose drafts are known."""
+    sides = {"expected": report["expected"], "served": report["serving"] and report["serving"]["rates"]}
+    return {side: rates for side, rates in sides.items() if rates}
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of a ``doctor.json``: what to do, does the pair fit, what is expected and served, patterns."""
     if report["next"]:
-        yield Table("What to do next", ("",), tuple((step,) for step in report["next"]), first=True)
+        steps = tuple((step,) for step in report["next"])
+        yield Table("What to do next", ("",), steps, what="In this order.", first=True)
     if report["checks"]:
         columns = (("", item("name")), ("", lambda row: _PASSED[row["passed"]]), ("", item("found")))
-        yield Table.of("Does the pair fit", columns, report["checks"], first=True)
+        what = "What has to agree of drafter and base, and whether it does."
+        yield Table.of("Does the pair fit", columns, report["checks"], what=what, first=True)
     if report["engines"]:
         columns = (("engine", item("engine")), ("loads", lambda row: _PASSED[row["loads"]]), ("", item("what")))
-        yield Table.of("Engines", columns, report["engines"])
-    sides = {"expected": report["expected"], "served": report["serving"] and report["serving"]["rates"]}
-    if told := {side: rates for side, rates in sides.items() if rates}:
+        yield Table.of("Engines", columns, report["engines"], what="What engines make of this directory.")
+    if told := _told(report):
         steps = tuple((f"step {step + 1} %", _of_step(step)) for step in range(report["settings"]["drafts"]))
-        yield Table.of("Drafts", (*_DRAFTS, *steps), named(told), about=_ABOUT_DRAFTS, first=True)
+        yield Table.of("Drafts", (*_DRAFTS, *steps), named(told), what=_OF_DRAFTS, figures=tuple(PICTURES), first=True)
     if len(report["fits"]) > 1:
-        yield Table.of("Patterns", _FITS, report["fits"], about=_ABOUT_FITS)
+        yield Table.of("Patterns", _FITS, report["fits"], what=_OF_FITS)
 
 
 def _of_step(step: int) -> Cell:
@@ -91,16 +178,11 @@ _DRAFTS: tuple[Column, ...] = (
     ("accepted", decimal("accepted", ".0f")),
     ("mean length", decimal("mean_accepted_length.value", ".2f", "mean_accepted_length.interval")),
 )
-_ABOUT_DRAFTS = (
-    "Along the same texts. By step: accepted, of those accepted a step before. In brackets: 95 % intervals, over texts."
-)
+_OF_DRAFTS = "Drafts that stand along the same texts; in brackets 95 % intervals, over texts."
 _FITS: tuple[Column, ...] = (
     ("pattern", item("name")),
     ("log-likelihood", decimal("log_likelihood", ".1f")),
     ("support %", percent("support")),
     ("served less expected, drafts in 100 tokens", _gap),
 )
-_ABOUT_FITS = (
-    "What the drafter would come to with one thing broken, held against the counters text by text. "
-    "Support: share of draws of texts in which a pattern is 20 times as likely as any other."
-)
+_OF_FITS = "What the drafter would come to with one thing broken, held against the counters text by text."

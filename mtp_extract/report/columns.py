@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_extract.report import markdown
+from mtp_extract.report.words import explained
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], "str | int"]
@@ -24,6 +25,8 @@ class Table:
     columns: tuple[str, ...]
     """Their titles; percentages say so here."""
     rows: tuple[tuple[str | int, ...], ...]
+    what: str = ""
+    """What it shows, in a line of plain text."""
     about: str = ""
     """How it was measured, in Markdown; for readers who were not there."""
     after: str = ""
@@ -41,6 +44,11 @@ class Table:
         cells = tuple(tuple(cell(row) for _, cell in columns) for row in rows)
         return cls(title, tuple(name for name, _ in columns), cells, **more)
 
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        """Those of its columns that want a line, and the line."""
+        return explained(self.columns)
+
     def markdown(self, level: int = 2) -> str:
         """As a section with a heading of ``level``; a detail is folded away."""
         cells = markdown.table(
@@ -51,9 +59,11 @@ class Table:
             return f"<details><summary>{markdown.plain(self.title)}</summary>\n\n{cells}\n\n</details>"
         parts = (
             f"{'#' * level} {markdown.plain(self.title)}",
-            markdown.prose(self.about),
+            markdown.paragraph(self.what),
             cells,
             markdown.paragraph(self.after),
+            markdown.prose("; ".join(f"*{word}*: {meaning}" for word, meaning in self.words)),
+            markdown.prose(self.about),
         )
         return "\n\n".join(part for part in parts if part)
 

@@ -13,22 +13,17 @@ from mtp_extract.report.colours import light
 from mtp_extract.report.drawing import (
     MARKERS,
     OTHERS,
+    Draw,
     bars,
     beside_bars,
     by_row,
     dots,
-    draw,
     legend,
     panel,
     pyplot,
     short,
 )
-from mtp_extract.report.tables import FIGURES, best_methods, method
-
-
-def draw_figures(report: Mapping[str, Any], folder: Path) -> list[str]:
-    """Draw what ``report`` has data for into ``folder``; names without an ending, in order of the report."""
-    return draw(dict(zip(FIGURES, _DRAWN, strict=True)), report, folder)
+from mtp_extract.report.tables import FIGURES, best_methods, method, summary_rows
 
 
 def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int], list[float], list[list[float] | None]]:
@@ -51,35 +46,39 @@ def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _methods(report: Mapping[str, Any], plots: Any) -> Any:
-    """Of every drafter the best chain and the best tree: what a round yields."""
-    rows = [
-        (drafter, name)
-        for drafter in report["drafters"] or ()
-        for name in best_methods(drafter)
-        if drafter["generation"][name]["mean_accepted_length"] is not None
-    ]
+    """What a round yields: of the only drafter by all that it drafted, of several by the best of each."""
+    drafters = report["drafters"] or ()
+    rows = [row for row in summary_rows(drafters) if row["mean_accepted_length"] is not None]
     if not rows:
         return None
-    figure, axes = panel(plots, 1.0 + 0.5 * len(rows))
-    kinds = {}
-    for place, (drafter, name) in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
-        found, speedup = drafter["generation"][name], drafter["arithmetic"]["speedups"][name]["measured"]
-        mean, interval = found["mean_accepted_length"], found["mean_accepted_length_ci95"]
-        kind, colour = ("a chain", "blue") if found["tree"] is None else ("a tree", "vermilion")
-        kinds[kind] = axes.barh(place, mean - 1, left=1, color=light(colour), height=0.3)
-        ends = bars([mean], [interval])
-        axes.errorbar([mean], [place], xerr=ends, color=light("ink"), capsize=3, elinewidth=1, linestyle="none")
-        label = f"{short(drafter['name'])}: {method(short(name))}"
-        axes.annotate(label, (1, place), (0, 9), textcoords="offset points", va="bottom", fontsize=10)
+    figure, axes = panel(plots, 1.3 + 0.5 * len(rows))
+    best = best_methods(drafters[0])[0]
+    _bar(axes, len(rows), "the base alone", 1.0, None, "1", "faint")
+    for place, row in zip(range(len(rows) - 1, -1, -1), rows, strict=True):
+        mean, speedup = row["mean_accepted_length"], row["speedups"]["measured"]
+        label = (f"{short(row['drafter']['name'])}: " if len(drafters) > 1 else "") + method(short(row["method"]))
         text = f"{mean:.2f}" + ("" if speedup is None else f", {speedup:.2f}×")
-        axes.annotate(text, (mean + ends[1][0], place), (5, 0), textcoords="offset points", va="center", fontsize=10)
-    axes.set_ylim(-0.5, len(rows) - 0.2)
-    axes.set_xlim(1, 1 + 1.4 * (axes.get_xlim()[1] - 1))
+        stands_above = row["method"] == best and row["drafter"] is drafters[0]
+        interval = row["mean_accepted_length_ci95"]
+        _bar(axes, place, label, mean, interval, text, "blue" if stands_above else "pale")
+    axes.set_ylim(-0.4, len(rows) + 0.8)
+    axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
     axes.set_yticks([])
     axes.spines["left"].set_color(light("faint"))
-    axes.set_xlabel("tokens a round; 1 is the base alone")
-    figure.legend(kinds.values(), kinds, loc="outside lower left", ncols=2)
+    axes.set_xlabel("tokens a round, and the measured speedup")
     return figure
+
+
+def _bar(
+    axes: Any, place: int, label: str, value: float, interval: Sequence[float] | None, text: str, colour: str
+) -> None:
+    """A bar from 0 with its label above and what it comes to beside it."""
+    axes.barh(place, value, color=light(colour), height=0.34)
+    axes.annotate(label, (0, place), (0, 10), textcoords="offset points", va="bottom", fontsize=10)
+    if interval:
+        dots(axes, value, interval, place, color=light("ink"), elinewidth=1)
+    end = (interval or [value])[-1]
+    axes.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10)
 
 
 _RATES = {
@@ -133,25 +132,6 @@ def _controls(report: Mapping[str, Any], plots: Any) -> Any:
 def _rows(agreement: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The workloads that have a position, and all."""
     return {name: found for name, found in (*agreement["workloads"].items(), ("all", agreement)) if found["n"]}
-
-
-def _workloads(report: Mapping[str, Any], plots: Any) -> Any:
-    """Top-1 and top-5 of the first step, by workload."""
-    if report["agreement"] is None:
-        return None
-    rows = _rows(report["agreement"])
-    figure, axes = panel(plots, 1.2 + 0.5 * len(rows))
-    for rate, shift in (("top1", 0.12), ("top5", -0.12)):
-        colour, marker, _ = _RATES[rate]
-        for place, found in zip(range(len(rows) - 1, -1, -1), rows.values(), strict=True):
-            _, (value, *_), (interval, *_) = _percents(found["steps"], rate)
-            dots(axes, value, interval, place + shift, color=light(colour), marker=marker)
-        axes.plot([], [], color=light(colour), marker=marker, linestyle="none", label=rate.replace("top", "top-"))
-    by_row(axes, [f"{short(name)}\nn = {found['n']}" for name, found in rows.items()])
-    axes.set_xlabel("first draft agrees with the base (%)")
-    axes.set_xlim(min(axes.get_xlim()[0], 90), 100.5)
-    legend(figure, 2)
-    return figure
 
 
 def _look(index: int) -> dict[str, Any]:
@@ -214,7 +194,8 @@ def _by_count(generation: Mapping[str, Any], chains: bool) -> tuple[list[int], l
 def _by_drafts(report: Mapping[str, Any], plots: Any) -> Any:
     """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
     drafters = report["drafters"] or ()
-    if not any(_by_count(drafter["generation"], chains)[0] for drafter in drafters for chains in (True, False)):
+    counted = any(_by_count(drafter["generation"], chains)[0] for drafter in drafters for chains in (True, False))
+    if len(drafters) < 2 or not counted:
         return None
     figure, axes = panel(plots, 3.6 + 0.2 * len(drafters))
     for index, drafter in enumerate(drafters):
@@ -274,8 +255,9 @@ def _rounds(report: Mapping[str, Any], plots: Any) -> Any:
     return figure
 
 
-_DRAWN = (_methods, _acceptance, _controls, _workloads, _lengths, _by_drafts, _speeds, _rounds, _drafters)
-"""In the order of :data:`FIGURES`."""
+_DRAWN = (_methods, _acceptance, _controls, _lengths, _by_drafts, _speeds, _rounds, _drafters)
+DRAWINGS: Mapping[str, Draw] = dict(zip(FIGURES, _DRAWN, strict=True))
+"""How each of :data:`FIGURES` is drawn."""
 
 
 def draw_progress(history: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -1,14 +1,16 @@
-"""What every report has: JSON of JSON's own types, and a page of tables."""
+"""What every report has: plain JSON, and a page of large figures, tables and pictures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+from mtp_extract.report import markdown
 from mtp_extract.report.columns import Table
+from mtp_extract.report.drawing import Draw
 from mtp_extract.report.markdown import listed, plain
-from mtp_extract.report.tables import FIGURES
 
 
 def plain_json(value: Any) -> Any:
@@ -22,21 +24,61 @@ def plain_json(value: Any) -> Any:
     return value
 
 
-def page(
-    title: str,
-    report: Mapping[str, Any],
-    tables: Iterable[Table],
-    figures: Sequence[str] = (),
-    captions: Mapping[str, str] = FIGURES,
-) -> str:
-    """A report in Markdown: verdict and findings first, then ``tables``, with those of their ``figures`` there are."""
-    parts = [f"# {plain(title)}", f"**{plain(report['verdict'])}**"]
-    if report["findings"]:
-        parts += ["Findings:", listed(report["findings"])]
-    for table in tables:
-        parts.append(table.markdown())
-        if shown := [f"![{captions[name]}]({name}.png)" for name in table.figures if name in figures]:
-            parts.append(" ".join(shown))
-    if report["notes"]:
-        parts += ["## Notes", listed(report["notes"])]
-    return "\n\n".join(parts) + "\n"
+NOT_MEASURED = "not measured"
+
+
+class Headline(NamedTuple):
+    """A large figure at the head of a page."""
+
+    name: str
+    value: str
+    """The figure, or in a word or two that there is none."""
+    of: str
+    """What it was measured over, with its interval; or why it was not."""
+    means: str
+    """What ``name`` means, in a line."""
+    standing: Literal["", "good", "bad"] = ""
+
+
+def measured(name: str, value: str | None, of: str, why_not: str, means: str) -> Headline:
+    """A figure ``of`` something; where ``value`` is None, that there is none and ``why_not``."""
+    return Headline(name, NOT_MEASURED, why_not, means) if value is None else Headline(name, value, of, means)
+
+
+def within(interval: Sequence[float] | None, form: str = ".2f", unit: str = "") -> str:
+    """A 95 % interval in words, or that there is none."""
+    return f"95 %: {interval[0]:{form}}–{interval[1]:{form}}{unit}" if interval else "no interval"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report as a reader sees it."""
+
+    title: str
+    about: str
+    """What was measured beside what, in a line."""
+    report: Mapping[str, Any]
+    """With ``verdict``, ``findings``, ``notes`` and ``tool``."""
+    headlines: Sequence[Headline]
+    tables: Sequence[Table]
+    """Those that matter first stand first and open."""
+    captions: Mapping[str, str]
+    """Of every picture that there may be, by name."""
+    drawings: Mapping[str, Draw]
+    """How each is drawn."""
+
+    def markdown(self, drawn: Sequence[str] = ()) -> str:
+        """In Markdown, with those pictures of its tables that were ``drawn``."""
+        heads = [[plain(cell) for cell in (head.name, head.value, head.of, head.means)] for head in self.headlines]
+        rows = ([name, f"**{value}**", of, means] for name, value, of, means in heads)
+        parts = [f"# {plain(self.title)}", markdown.paragraph(self.about), markdown.table(["", "", "", ""], rows)]
+        parts.append(f"**{plain(self.report['verdict'])}**")
+        if self.report["findings"]:
+            parts += ["Findings:", listed(self.report["findings"])]
+        for table in self.tables:
+            parts.append(table.markdown())
+            if shown := [f"![{self.captions[name]}]({name}.png)" for name in table.figures if name in drawn]:
+                parts.append(" ".join(shown))
+        if self.report["notes"]:
+            parts += ["## Notes", listed(self.report["notes"])]
+        return "\n\n".join(part for part in parts if part) + "\n"

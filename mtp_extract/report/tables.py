@@ -18,10 +18,9 @@ PAGE = "report.md"
 WEB_PAGE = "report.html"
 PAIR = "pair.json"
 FIGURES: Mapping[str, str] = {
-    "drafters_and_methods": "Tokens a round of the base, with 95 % intervals, and the measured speedup",
+    "drafters_and_methods": "Tokens a round, with 95 % intervals, and the measured speedup",
     "acceptance_by_step": "Acceptance by draft step",
     "controls_by_step": "Top-1 agreement by draft step, with one thing broken at a time",
-    "agreement_by_workload": "Agreement of the first draft by workload",
     "length_by_workload": "Mean accepted length by workload",
     "length_by_drafts": "Mean accepted length by drafts that the base verifies a round",
     "generation_by_drafts": "Tokens a second by what is drafted",
@@ -76,10 +75,11 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
         yield _summary(report)
         if len(drafters) > 1:
             yield from _side_by_side(drafters)
-        yield _generation(drafters)
-        yield Table.of("What a draft step costs", _COSTS, drafters, about=_COSTS_ABOUT)
     if report["agreement"] is not None:
         yield from _agreement(report["agreement"], alone=len(drafters or ()) < 2)
+    if drafters:
+        yield _generation(drafters)
+        yield Table.of("What a draft step costs", _COSTS, drafters, what=_COSTS_WHAT, about=_COSTS_ABOUT)
     if report["controls"] is not None:
         yield _controls(report["controls"], report["agreement"], report["trivial"])
     if report["checks"]:
@@ -87,7 +87,7 @@ def measurements(report: Mapping[str, Any]) -> Iterator[Table]:
             "Is it the drafter of the file?",
             _CHECKS,
             report["checks"],
-            about="Every answer is derived from the file anew. One that is refuted refutes the checkpoint.",
+            what="Every answer is derived from the file anew. One that is refuted refutes the checkpoint.",
         )
     if report["parity"] is not None:
         yield from _parity(report["parity"])
@@ -102,13 +102,13 @@ _CHECKS: Sequence[Column] = (
 
 _COMPARISON: Sequence[Column] = (
     ("", item("name")),
-    ("n", item("n")),
+    ("inputs", item("n")),
     ("max. abs.", decimal("max_abs", ".2e")),
     ("of range", decimal("max_of_range", ".1e")),
     ("relative", decimal("relative", ".1e")),
     ("min. cosine", decimal("cosine", ".7f")),
-    ("top-1 %", percent("top1")),
-    ("top-5 %", percent("top5")),
+    ("same top-1 %", percent("top1")),
+    ("top-5 overlap %", percent("top5")),
 )
 
 _OPERATORS: Sequence[Column] = (
@@ -135,6 +135,7 @@ def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
         "Parity with Google's interpreter",
         _COMPARISON,
         named(compared),
+        what="The interpreter runs the file, the reference runs the checkpoint, on the same inputs: how far apart.",
         about=(
             f"`ai-edge-litert` ({parity['kernels']} kernels) runs the drafter section, the reference runs the "
             f"checkpoint, on the same {parity['float']['n']} inputs; compared are the logits and the projected state. "
@@ -153,7 +154,8 @@ def _parity(parity: Mapping[str, Any]) -> Iterator[Table]:
         ),
     )
     if parity["roles"]:
-        yield Table.of("Operator by operator", _OPERATORS, named(parity["roles"]), detail=True)
+        what = "The same after each operator that reads a weight."
+        yield Table.of("Operator by operator", _OPERATORS, named(parity["roles"]), what=what, detail=True)
 
 
 def _rate(name: str, step: int = 0) -> Cell:
@@ -186,9 +188,10 @@ _BY_WORKLOAD: Sequence[Column] = (
 def _agreement(agreement: Mapping[str, Any], alone: bool) -> Iterator[Table]:
     steps = agreement["steps"]
     yield Table.of(
-        "Agreement with the base",
+        "Acceptance by draft step",
         _BY_STEP,
         steps,
+        what="How often each draft of a round is what the base says, at every position of the base's own text.",
         about=(
             f"Teacher-forced over the base's own greedy continuation of {agreement['texts']} prompts: every position "
             "is drafted from. Conditional acceptance is accepted_i / accepted_(i−1), unconditional is accepted_i / "
@@ -196,12 +199,15 @@ def _agreement(agreement: Mapping[str, Any], alone: bool) -> Iterator[Table]:
         ),
         after=f"Mean accepted length (1 + accepted / rounds) at {len(steps)} drafts: {_mean(agreement)}.",
         figures=("acceptance_by_step",),
+        first=alone,
     )
     yield Table.of(
-        "By workload",
+        "Acceptance by workload",
         _BY_WORKLOAD,
         [*named(agreement["workloads"]), {**agreement, "name": "all"}],
-        figures=("agreement_by_workload", *(("length_by_workload",) if alone else ())),
+        what=f"The first draft, and what a round of {len(steps)} drafts comes to, by kind of text.",
+        figures=("length_by_workload",) if alone else (),
+        first=alone,
     )
 
 
@@ -220,19 +226,16 @@ def _controls(controls: Mapping[str, Row], agreement: Row | None, trivial: Mappi
             *broken,
             *((name, share(found["top1"], None), below(found), "", knows) for name, found in trivial.items()),
         ),
-        about=(
-            "The same with one thing broken on purpose, and what trivial drafters reach. The difference is at the same "
-            "positions, in percentage points, with its interval over texts, which allows for seven controls."
-        ),
+        what="The same with one thing broken on purpose: each should draft worse. And what trivial drafters reach.",
         figures=("controls_by_step",),
     )
 
 
 # Columns over what was drafted: a chain or a tree, of one drafter.
 _DRAFTER: Column = ("drafter", item("drafter.name"))
-_DRAFTED: Column = ("drafted", lambda row: method(row["method"]))
+_METHOD: Column = ("method", lambda row: method(row["method"]))
 _LENGTH: Column = ("mean length", _mean)
-_SPEEDUPS = [(name, decimal(f"speedups.{name}", ".2f", unit="×")) for name in ("predicted", "measured")]
+_SPEEDUPS = [(f"{name} speedup", decimal(f"speedups.{name}", ".2f", unit="×")) for name in ("predicted", "measured")]
 _SAME_TEXT: Column = ("same text", lambda row: f"{row['identical_prompts']}/{row['prompts']}")
 
 
@@ -250,7 +253,7 @@ def _generation(drafters: Sequence[Row]) -> Table:
         "Speculative decoding",
         (
             *((_DRAFTER,) if several else ()),
-            _DRAFTED,
+            _METHOD,
             ("verified", item("drafts")),
             _LENGTH,
             ("expected", decimal("expected_mean_accepted_length", ".2f")),
@@ -264,20 +267,16 @@ def _generation(drafters: Sequence[Row]) -> Table:
             ("draft ms", decimal("draft_ms", ".2f")),
         ),
         rows,
+        what="Every chain and tree that was tried, over all prompts; times are of one text at a time.",
         about=(
-            "Drafted: a chain of so many drafts a round, or a tree, whose drafts are alternatives: `4x2x1` has four "
-            "after the pending token, two after each of these, one after each of those; `auto:8` grows anew in every "
-            "round where the drafter is confident, up to eight; `best:14` is the one of at most 14 that the ranks of "
-            "the base's tokens promise most of, in every second text; *on other texts*: its mean length where it was "
-            "not chosen. Verified: drafts in one forward of the base, at most. Mean length: 1 + accepted / rounds, "
-            "over all prompts in batches; *expected*: the same by teacher forcing from every position, with no round "
-            "cut short by a text's end, so that it is mostly more. Acceptance: accepted of the drafter's steps. Same "
-            "text: texts that are the base's own. Times are of a batch of one. Predicted: the speedup by mean length "
-            "and the times of a round and of a forward of the base over one token; measured: in tokens a second. "
-            f"{_BRACKETS}"
+            "A tree `4x2x1` has four drafts after the pending token, two after each of these, one after each of those; "
+            "`auto:8` grows anew in every round where the drafter is confident, up to eight; `best:14` is the one of "
+            "at most 14 that the ranks of the base's tokens promise most of, in every second text. Acceptance: "
+            "of the drafter's steps. Predicted: by mean length, the times of a round and of a forward of the base over "
+            f"one token. {_BRACKETS}"
         ),
         after=" ".join(_best_chain(drafter, several) for drafter in drafters),
-        figures=("generation_by_drafts", "round_by_drafts"),
+        figures=(*(("length_by_drafts",) if several else ()), "generation_by_drafts", "round_by_drafts"),
     )
 
 
@@ -293,8 +292,7 @@ def _best_chain(drafter: Row, several: bool) -> str:
     return f"{of_which}Of chains, that of {best} is predicted to be worth most, {worth}×."
 
 
-def _what_it_is(row: Row) -> str:
-    drafter = row["drafter"]
+def _what_it_is(drafter: Row) -> str:
     mode, head = drafter["mode"], drafter["ordered_head"]
     parts = [_MADE[drafter["made"]] + (f" ({mode})" if mode else ""), drafter["format"]]
     if head:
@@ -302,33 +300,30 @@ def _what_it_is(row: Row) -> str:
     return ", ".join(parts)
 
 
-_SUMMARY: Sequence[Column] = (
-    _DRAFTER,
-    _DRAFTED,
-    _LENGTH,
-    *_SPEEDUPS,
-    ("parameters a step", decimal("drafter.parameters_a_step.total", ",")),
-    ("bytes a step", decimal("drafter.bytes_a_step.total", ",")),
-    _SAME_TEXT,
-    ("what it is", _what_it_is),
-)
+def summary_rows(drafters: Sequence[Row]) -> list[Row]:
+    """All that the only drafter drafted; of several the chain and the tree that are predicted to be worth most."""
+    return [
+        _drafted(drafter, name)
+        for drafter in drafters
+        for name in (best_methods(drafter) if len(drafters) > 1 else drafter["generation"])
+    ]
 
 
 def _summary(report: Mapping[str, Any]) -> Table:
     drafters, base = report["drafters"], report["base"]
+    several = len(drafters) > 1
+    of_each = ", of each drafter its best chain and tree" if several else ""
     return Table.of(
         "What drafting is worth",
-        _SUMMARY,
-        [_drafted(drafter, name) for drafter in drafters for name in best_methods(drafter)],
+        (*((_DRAFTER,) if several else ()), _METHOD, _LENGTH, *_SPEEDUPS, _SAME_TEXT),
+        summary_rows(drafters),
+        what=f"Tokens that one forward of the base yields, and how much sooner text is there{of_each}.",
         about=(
-            f"Of each drafter the chain and the tree that are predicted to be worth most, of those tried; all on the "
-            f"same {drafters[0]['agreement']['texts']} texts of {base['name']}. Mean length: tokens a round, 1 + "
-            "accepted / rounds, with its 95 % interval over texts; without a drafter it is 1. Parameters and bytes: of "
-            "the drafter's own weights, what one step reads, as its directory stores them. Predicted: the speedup by "
-            "mean length and times; measured: in tokens a second, batch of one, in this loop, which computes in floats "
-            "whatever a directory stores. Same text: texts that are the base's own."
+            f"All on the same {drafters[0]['agreement']['texts']} texts of {base['name']}. Mean length: 1 + accepted / "
+            "rounds, with its 95 % interval over texts. Best: by the predicted speedup, of those tried. Measured in "
+            "this loop, one text at a time, which computes in floats whatever a directory stores."
         ),
-        figures=("drafters_and_methods", "length_by_drafts"),
+        figures=("drafters_and_methods",),
         first=True,
     )
 
@@ -349,10 +344,8 @@ def _side_by_side(drafters: Sequence[Row]) -> Iterator[Table]:
             (step + 1, *(_rate("conditional", step)(drafter["agreement"]) for drafter in drafters))
             for step in range(drafts)
         ),
-        about=(
-            "Teacher-forced over the base's own text: drafts that are its tokens, of those whose predecessors all "
-            f"were. {_BRACKETS}"
-        ),
+        what="Drafts that are the base's own tokens, of those whose predecessors in the round all were.",
+        about=f"Teacher-forced over the base's own text. {_BRACKETS}",
         figures=("drafters_by_step",),
         first=True,
     )
@@ -363,9 +356,10 @@ def _side_by_side(drafters: Sequence[Row]) -> Iterator[Table]:
             (name, found[0]["texts"], *map(_mean, found), *(change(c["mean"], c["ci95"]) for c in changes))
             for name, found, changes in workloads
         ),
+        what=f"Tokens a round with chains of {drafts}, from every position of the base's own text.",
         about=(
-            f"Tokens a round with chains of {drafts}, from every position of the base's own text. Differences text by "
-            f"text, each with its own 95 % interval over texts; with fewer than {LEAST_TEXTS} texts nothing is decided."
+            "Differences text by text, each with its own 95 % interval over texts; with fewer than "
+            f"{LEAST_TEXTS} texts nothing is decided."
         ),
         figures=("length_by_workload",),
         first=True,
@@ -381,6 +375,7 @@ def _draft_ms(drafter: Row) -> str:
 
 _COSTS: Sequence[Column] = (
     ("drafter", item("name")),
+    ("what it is", _what_it_is),
     ("parameters a step", decimal("parameters_a_step.total", ",")),
     ("bytes a step", decimal("bytes_a_step.total", ",")),
     ("of it the head", decimal("bytes_a_step.head", ",")),
@@ -390,10 +385,9 @@ _COSTS: Sequence[Column] = (
     ("verify ms", lambda drafter: number(drafter["generation"][best_methods(drafter)[0]]["verify_ms"], ".2f")),
     ("break-even K", item("arithmetic.break_even_draft_steps")),
 )
+_COSTS_WHAT = "What one step of the drafter reads of its own weights, and takes beside one verification by the base."
 _COSTS_ABOUT = (
-    "Of the drafter's own weights, what one step reads, as its directory stores them: codes with their scales; of an "
-    "ordered head the centroids and the clusters that are chosen. Once a round: what fuses the base's states in an "
-    "EAGLE-3 head. The base's K and V, embedding and hidden states come on top. Times are of one step and one "
-    "verification, batch of one, in the chain that is predicted to be worth most. Break-even K: the longest chain of "
-    "those tried that is predicted to be faster than the base alone; 0 for none."
+    "As its directory stores them: codes with their scales; of an ordered head the centroids and the clusters that are "
+    "chosen. The base's K and V, embedding and hidden states come on top. Times are of one step and one verification, "
+    "batch of one, in the chain that is predicted to be worth most."
 )

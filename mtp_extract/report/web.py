@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing else: no network, no script, figures inside.
+"""A report as one page of HTML that needs nothing else: no network, no script, pictures inside.
 
 It shows the same tables as the Markdown page; ``page.html`` beside this file is what it looks like. What stands in them
 comes from files, servers and users, so every word is escaped, and the page forbids itself to load anything.
@@ -7,48 +7,54 @@ comes from files, servers and users, so every word is escaped, and the page forb
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
 
 from mtp_extract.report.colours import COLOURS
 from mtp_extract.report.columns import Table
+from mtp_extract.report.drawing import draw
 from mtp_extract.report.markdown import visible
-from mtp_extract.report.tables import FIGURES
+from mtp_extract.report.page import Page
+from mtp_extract.report.svg import inline
 from mtp_extract.report.templates import Templates
 
 _LONG = 60
 """Characters of a cell that is a sentence, and wants room."""
+_SOME, _MANY = 5, 7
+"""Columns that a phone has room for, and half a page."""
 
 _NUMBER = re.compile(r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?|–")
 _WITH_INTERVAL = re.compile(rf"({_NUMBER.pattern}) (\(.*\)[×%]?)")
+_UNDRAWN = "Nothing is drawn: matplotlib is missing, which the extra validate brings."
 
 
-def web_page(
-    title: str,
-    report: Mapping[str, Any],
-    tables: Iterable[Table],
-    drawn: Mapping[str, str] = {},
-    captions: Mapping[str, str] = FIGURES,
-) -> str:
-    """A report in HTML: verdict and findings first, then ``tables`` with their figures.
+def write_pages(page: Page, folder: Path, name: str) -> None:
+    """Write ``name.md``, ``name.html`` and its pictures into ``folder``; no pictures where matplotlib is missing."""
+    drawn: list[str] = []
+    if find_spec("matplotlib") is not None:
+        drawn = draw(page.drawings, page.report, folder)
+    elif page.drawings:
+        page = replace(page, report={**page.report, "notes": [*page.report["notes"], _UNDRAWN]})
+    (folder / f"{name}.md").write_text(page.markdown(drawn), encoding="utf-8")
+    svg = {n: inline((folder / f"{n}.svg").read_text(encoding="utf-8"), n, page.captions[n]) for n in drawn}
+    (folder / f"{name}.html").write_text(web_page(page, svg), encoding="utf-8")
 
-    Args:
-        title: its heading.
-        report: ``verdict``, ``findings``, ``notes`` and ``tool``; ``proven`` and ``refuted`` where there are such.
-        tables: those that matter first come first and stand open, the others are folded.
-        captions: of every figure there may be.
-        drawn: figures there are, name → SVG, as :func:`~mtp_extract.report.svg.inline` gives it.
+
+def web_page(page: Page, drawn: Mapping[str, str] = {}) -> str:
+    """``page`` in HTML, with its pictures as they were ``drawn``: name → SVG, as
+    :func:`~mtp_extract.report.svg.inline` gives it.
     """
     return _PAGES.render(
         "page.html",
-        title=title,
-        report=report,
-        standing=next((name for name in ("refuted", "proven") if report.get(name)), "measured"),
-        parts=re.split(r"(?<=;) ", report["verdict"]),
-        tables=sorted(tables, key=lambda table: not table.first),
+        page=page,
+        report=page.report,
+        # How sure it is, and what it says.
+        parts=re.split(r"(?<=;) ", page.report["verdict"]),
+        tables=sorted(page.tables, key=lambda table: not table.first),
         drawn=drawn,
-        captions=captions,
         colours=COLOURS,
     )
 
@@ -69,13 +75,22 @@ def _marked(text: str) -> str:
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", marked)
 
 
-def _cell(value: str | int) -> str:
-    text = str(value)
+def _cell(value: str | int, column: str) -> str:
+    """A cell with its column's title, which stands beside it where there is no room for a table."""
+    text, label = str(value), f'data-label="{_text(column)}"'
     if found := _WITH_INTERVAL.fullmatch(text):
-        return f'<td class="number">{_text(found[1])} <small>{_text(found[2])}</small></td>'
+        return f'<td class="number" {label}>{_text(found[1])} <small>{_text(found[2])}</small></td>'
     if _NUMBER.fullmatch(text):
-        return f'<td class="number">{_text(text)}</td>'
-    return f'<td class="{"long" if len(text) > _LONG else "short"}">{_name(text)}</td>'
+        return f'<td class="number" {label}>{_text(text)}</td>'
+    return f'<td class="{"long" if len(text) > _LONG else "short"}" {label}>{_name(text)}</td>'
 
 
-_PAGES = Templates(_text, cell=_cell, marked=_marked, name=_name, svg=str)
+def _room(table: Table) -> str:
+    """The class of a table by the room that it wants."""
+    if len(table.columns) > _MANY:
+        return "wide"
+    long = any(len(str(cell)) > _LONG for row in table.rows for cell in row[1:])
+    return "medium" if len(table.columns) > _SOME or (long and len(table.columns) > 2) else "narrow"
+
+
+_PAGES = Templates(_text, cell=_cell, marked=_marked, name=_name, room=_room, svg=str)

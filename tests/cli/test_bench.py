@@ -647,7 +647,7 @@ def test_a_report_is_there_whole_or_not_at_all(
     # Texts that came at once, as on a busy machine, tell no speed.
     at_once = write_bench(rated(found, None), target, overwrite=True)
     assert {name.partition(".")[0] for name in at_once} == {"bench", *drawn} - {"speed_by_workload"}
-    monkeypatch.setattr("mtp_extract.bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("mtp_extract.report.web.find_spec", lambda name: None)
     assert write_bench(found, target, overwrite=True) == list(PAGES)
     assert "Nothing is drawn: matplotlib is missing" in (target / "bench.md").read_text()
 

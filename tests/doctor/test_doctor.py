@@ -121,7 +121,8 @@ def test_the_command_prints_and_writes(
         )
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "Suspect: layer scalars set to 1" in done.stdout.splitlines()[0]
-    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: doctor.html, doctor.json, doctor.md"
+    files = "acceptance_by_step.png, acceptance_by_step.svg, doctor.html, doctor.json, doctor.md"
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out'}/: {files}"
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     validator("doctor")(report)
     assert (report["serving"]["identical"], report["serving"]["compared"]) == (len(texts), len(texts))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from mtp_extract.report.card import model_card
 from mtp_extract.report.markdown import listed, paragraph, plain, prose, table, visible
-from mtp_extract.report.page import page
-from mtp_extract.report.tables import measurements
+from mtp_extract.validate.report.pages import page_of
 
 markdown_it = pytest.importorskip("markdown_it")
 RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
@@ -111,9 +110,7 @@ def test_a_report_of_such_names(name: str) -> None:
     if report["parity"]:
         report["parity"]["kernels"] = report["parity"]["first_apart"] = name
         report["parity"]["matrices"] = {name: 3}
-    plain_, hostile = (
-        {tag for tag, _ in Page(RENDER(page("Report", each, measurements(each)))).elements} for each in (REPORT, report)
-    )
+    plain_, hostile = ({tag for tag, _ in Page(RENDER(page_of(each).markdown())).elements} for each in (REPORT, report))
     # Where a name stands within words of ours, it may be emphasized.
     assert hostile <= plain_ | {"ul", "li", "p", "strong", "code", "em"}
 

@@ -24,7 +24,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validate.acceptance.drafting import Drafting
 
-_FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
+FASTER = 0.9  # of the time of one token: what chance alone does not make of the time of a round
 _FLOAT32_TIE = 1e-3  # what the order of additions over a whole model can move a logit by, in float32
 
 
@@ -118,7 +118,7 @@ class GenerationResult:
     @property
     def disturbed(self) -> bool:
         """Whether the times cannot be right: a round that drafts and verifies took less than one token of the base."""
-        return any(found.verify_ms + found.draft_ms < _FASTER * self.base_ms for found in self.lengths)
+        return any(found.verify_ms + found.draft_ms < FASTER * self.base_ms for found in self.lengths)
 
     @property
     def _gains(self) -> dict[int, float]:

@@ -9,12 +9,12 @@ from typing import Any
 
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.report.columns import Column, Table, decimal, item
-from mtp_extract.report.figures import draw_figures
-from mtp_extract.report.page import page
-from mtp_extract.report.svg import inline
-from mtp_extract.report.tables import FIGURES, PAGE, PAIR, REPORT, REPORT_LISTED, WEB_PAGE, measurements, method, words
-from mtp_extract.report.web import web_page
+from mtp_extract.report.figures import DRAWINGS
+from mtp_extract.report.page import Page
+from mtp_extract.report.tables import FIGURES, PAIR, REPORT, REPORT_LISTED, measurements, method, words
+from mtp_extract.report.web import write_pages
 from mtp_extract.validate.report.document import as_json
+from mtp_extract.validate.report.head import headlines
 from mtp_extract.validate.report.pair import pair_as_json
 from mtp_extract.validate.result import Validation
 
@@ -26,28 +26,28 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
         OutputError: it cannot be written there.
     """
     report, pair = as_json(validation), pair_as_json(validation)
-    tables = list(_tables(report, pair))
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
-        figures = draw_figures(report, stage)
         for name, document in ((REPORT, report), (PAIR, pair)):
             if document is not None:
                 (stage / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        (stage / PAGE).write_text(page(_title(report), report, tables, figures), encoding="utf-8")
-        drawn = {
-            name: inline((stage / f"{name}.svg").read_text(encoding="utf-8"), name, FIGURES[name]) for name in figures
-        }
-        (stage / WEB_PAGE).write_text(web_page(_title(report), report, tables, drawn), encoding="utf-8")
+        write_pages(page_of(report, pair), stage, "report")
         return sorted(path.name for path in stage.iterdir())
 
 
-def markdown(validation: Validation, figures: Sequence[str] = ()) -> str:
-    """The report as a page: verdict first, then each measurement as a table. ``figures`` are those that were drawn."""
-    report = as_json(validation)
-    return page(_title(report), report, _tables(report, pair_as_json(validation)), figures)
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    return f"Validation of {report['drafter']}"
+def page_of(report: Mapping[str, Any], pair: Mapping[str, Any] | None = None) -> Page:
+    """The page of a ``report.json``, and the ``pair.json`` beside it."""
+    base, source = report["base"], report["source"]
+    parts = [f"Beside {base['name']}, in {base['dtype']} on {', '.join(base['devices'])}"] if base else []
+    about = "; ".join((*parts, *([f"against {source}"] if source else [])))
+    return Page(
+        f"Validation of {report['drafter']}",
+        about[:1].upper() + about[1:],
+        report,
+        headlines(report),
+        list(_tables(report, pair)),
+        FIGURES,
+        DRAWINGS,
+    )
 
 
 def _tables(report: Mapping[str, Any], pair: Mapping[str, Any] | None) -> Iterator[Table]:
@@ -69,7 +69,7 @@ def setting(report: Mapping[str, Any]) -> Table:
             ("chat template", "applied" if base["chat_template"] else "not applied"),
         ]
     rows += [(name.replace("_", " "), words(value)) for name, value in report["settings"].items() if value != []]
-    return Table(title="Setting", columns=("", ""), rows=tuple(rows))
+    return Table(title="Setting", columns=("", ""), rows=tuple(rows), what="What a second run needs.")
 
 
 _BUFFERS: Sequence[Column] = (
@@ -89,7 +89,6 @@ def buffers(pair: Mapping[str, Any]) -> Table:
         f"Buffers of a {method(pair['verify']['drafts'])}, batch of one",
         _BUFFERS,
         [{**tensors, "buffer": name} for name, held in pair["buffers"].items() for tensors in held["tensors"]],
-        about="As they were seen while the pair continued the longest text, each at its largest. T: tokens of one "
-        "forward of the base.",
+        what="What a round holds in memory, as seen over the longest text; T: tokens of one forward of the base.",
         detail=True,
     )

@@ -151,7 +151,7 @@ def test_nothing_to_draft(base: Base) -> None:
 def test_the_file(
     plan: ValidationPlan, validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_extract.validate.report.pages.draw_figures", lambda *_: [])
+    monkeypatch.setattr("mtp_extract.report.web.draw", lambda *_: [])
     assert "pair.json" in write_report(validation, tmp_path / "report")
     found: dict[str, Any] = json.loads((tmp_path / "report" / "pair.json").read_text())
     validator("pair")(found)

@@ -19,9 +19,8 @@ from mtp_extract.evaluate.measured import Change
 from mtp_extract.io.place import check_place
 from mtp_extract.report.tables import FIGURES, REPORT_FILES, REPORT_LISTED, measurements
 from mtp_extract.validate.acceptance.generation import Divergence
-from mtp_extract.validate.report import pages as report_module
 from mtp_extract.validate.report.document import as_json
-from mtp_extract.validate.report.pages import markdown, write_report
+from mtp_extract.validate.report.pages import page_of, write_report
 from mtp_extract.validate.report.verdict import findings, verdict
 from mtp_extract.validate.result import Validation
 from mtp_extract.validate.run import ValidationPlan, run_validation
@@ -41,7 +40,12 @@ TIMES = {
     "break_even_draft_steps",
     "speedups",
 }
-DRAWN = {f"{name}.{ending}" for name in FIGURES if name != "drafters_by_step" for ending in ("png", "svg")}
+OF_SEVERAL = {"drafters_by_step", "length_by_drafts"}
+DRAWN = {f"{name}.{ending}" for name in set(FIGURES) - OF_SEVERAL for ending in ("png", "svg")}
+
+
+def markdown_of(found: Validation) -> str:
+    return page_of(as_json(found)).markdown()
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +124,15 @@ def test_what_is_measured_is_told_once(written: Path) -> None:
     tables = list(measurements(found))
     assert [table.title for table in tables if not table.detail] == [
         "What drafting is worth",
+        "Acceptance by draft step",
+        "Acceptance by workload",
         "Speculative decoding",
         "What a draft step costs",
-        "Agreement with the base",
-        "By workload",
         "Controls",
         "Is it the drafter of the file?",
         "Parity with Google's interpreter",
     ]
-    assert {figure for table in tables for figure in table.figures} == set(FIGURES) - {"drafters_by_step"}
+    assert {figure for table in tables for figure in table.figures} == set(FIGURES) - OF_SEVERAL
     for table in tables:
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
@@ -144,7 +148,7 @@ def test_files(written: Path) -> None:
     for name in DRAWN:
         assert (written / name).stat().st_size > 5_000
         assert name.endswith("svg") or f"({name})" in page
-    for heading in ("Parity with", "Agreement with", "By workload", "Controls", "Speculative decoding"):
+    for heading in ("Parity with", "Acceptance by", "Controls", "Speculative decoding"):
         assert heading in page
     assert all(line.count("|") >= 3 for line in page.splitlines() if line.startswith("|"))
 
@@ -152,12 +156,10 @@ def test_files(written: Path) -> None:
 def test_figures_say_what_was_measured(written: Path) -> None:
     drawn = {path.stem: path.read_text() for path in written.glob("*.svg")}
     for name, words in {
-        "drafters_and_methods": ("chain of", "tokens a round; 1 is the base alone"),
+        "drafters_and_methods": ("the base alone", "chain of", "tokens a round"),
         "acceptance_by_step": ("draft step", "unconditional acceptance", "95 % intervals"),
         "controls_by_step": ("real drafter", "zero hidden", "draft step"),
-        "agreement_by_workload": ("code", "prose", "all", "first draft agrees with the base"),
         "length_by_workload": ("code", "prose", "all", "tokens a round"),
-        "length_by_drafts": ("drafts verified a round", "tokens a round"),
         "generation_by_drafts": ("base alone", "chain of 3", "tokens a second"),
         "round_by_drafts": ("base alone", "chain of 3", "time of a round (ms)"),
     }.items():
@@ -208,12 +210,12 @@ def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validat
     assert "not proven: how well it drafts for a base (it was run beside none)" in verdict(only_source)
     report = as_json(only_source)
     assert report["agreement"] is report["controls"] is report["generation"] is None
-    assert "Agreement" not in markdown(only_source)
+    assert "Acceptance by" not in markdown_of(only_source)
     no_source = dataclasses.replace(validation, parity=None, source=None, checks=())
     assert verdict(no_source).startswith("Measured: ")
     assert not no_source.proven
     assert "not proven: that this is the function of a .litertlm file (it was compared with none)" in verdict(no_source)
-    assert "Parity" not in markdown(no_source)
+    assert "Parity" not in markdown_of(no_source)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -254,7 +256,7 @@ def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> 
     found = dataclasses.replace(validation, drafters=(dataclasses.replace(drafter, generation=generation),))
     assert found.refuted == (not tie)
     assert word in verdict(found)
-    assert "leaves the base's at token 4, 0.01 logits apart" in markdown(found)
+    assert "leaves the base's at token 4, 0.01 logits apart" in markdown_of(found)
 
 
 def test_verdict_on_what_was_too_short(validation: Validation) -> None:
@@ -311,7 +313,7 @@ def test_a_step_takes_its_share_of_the_rounds_that_drafted_it() -> None:
 
 
 def test_names_cannot_break_the_page(validation: Validation) -> None:
-    page = markdown(dataclasses.replace(validation, directory="a|b\n# c\x1b[31m"))
+    page = markdown_of(dataclasses.replace(validation, directory="a|b\n# c\x1b[31m"))
     assert page.splitlines()[0] == r"# Validation of a\|b\\n# c\\x1b\[31m"
 
 
@@ -319,14 +321,14 @@ def test_there_whole_or_not_at_all(validation: Validation, tmp_path: Path, monke
     def fails(*arguments: object) -> list[str]:
         raise RuntimeError("no figure")
 
-    monkeypatch.setattr(report_module, "draw_figures", fails)
+    monkeypatch.setattr("mtp_extract.report.web.draw", fails)
     with pytest.raises(RuntimeError, match="no figure"):
         write_report(validation, tmp_path / "report")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_replaces_only_reports(validation: Validation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "draw_figures", lambda *arguments: [])
+    monkeypatch.setattr("mtp_extract.report.web.draw", lambda *arguments: [])
     target = tmp_path / "report"
     write_report(validation, target)
     # Reports of earlier releases had other figures.
