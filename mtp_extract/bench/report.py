@@ -17,7 +17,7 @@ from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
 from mtp_extract.report.columns import named as by_name
-from mtp_extract.report.page import Headline, Page, measured, plain_json, within
+from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, plain_json, within
 from mtp_extract.report.tables import words
 from mtp_extract.report.web import write_pages
 from mtp_extract.speculate.texts import LEAST_TEXTS
@@ -58,44 +58,28 @@ def headlines(report: Mapping[str, Any]) -> list[Headline]:
     total, asked = report["total"], report["settings"]
     server, baseline = total["server"], total["baseline"]
     load = f"{asked['rate']:g} requests a second" if asked["rate"] else f"{asked['concurrency']} in flight"
-    speed, speedup, mean = (
-        None if value is None else f"{value:{form}}"
-        for value, form in (
-            (server["tokens_per_s"], ".1f"),
-            (total["speedup"], ".2f"),
-            (server["mean_accepted_length"], ".2f"),
+    speed, speedup, length = (
+        within(of[f"{name}_ci95"], form)
+        for of, name, form in (
+            (server, "tokens_per_s", ".1f"),
+            (total, "speedup", ".2f"),
+            (server, "mean_accepted_length", ".2f"),
         )
     )
-    no_times = "no answer came in pieces that tell a time"
+    untimed, alone = "no answer came in pieces that tell a time", "no baseline was asked"
+    untold = "the server drafted nothing" if server["drafted"] == 0 else "the server does not tell its rounds"
+    same = None if total["identical"] is None else f"{total['identical']} of {total['compared']}"
+    drawn = "answers were drawn, at a temperature" if baseline else alone
+    of_one, over = (
+        "Of one answer, from its first text on.",
+        "The baseline's time for as many tokens, over the server's.",
+    )
+    stays = "Answers that are the baseline's, letter for letter; where tokens nearly tie, rounding may part them."
     return [
-        measured(
-            "Tokens a second",
-            speed,
-            f"{within(server['tokens_per_s_ci95'], '.1f')}; {load}",
-            no_times,
-            "Of one answer, from its first text on.",
-        ),
-        measured(
-            "Speedup",
-            speedup and f"{speedup}×",
-            within(total["speedup_ci95"]),
-            no_times if baseline else "no baseline was asked",
-            "The baseline's time for as many tokens, over the server's.",
-        ),
-        measured(
-            "Tokens a round",
-            mean,
-            within(server["mean_accepted_length_ci95"]),
-            "the server drafted nothing" if server["drafted"] == 0 else "the server does not tell its rounds",
-            "Drafts that stand in a round, and the base's own token; 1 without a drafter.",
-        ),
-        measured(
-            "Same text",
-            None if total["identical"] is None else f"{total['identical']} of {total['compared']}",
-            "greedy answers beside the baseline's",
-            "answers were drawn, at a temperature" if baseline else "no baseline was asked",
-            "Answers that are the baseline's, letter for letter; where tokens nearly tie, rounding may part them.",
-        ),
+        measured("Tokens a second", server["tokens_per_s"], "{:.1f}", f"{speed}; {load}", untimed, of_one),
+        measured("Speedup", total["speedup"], "{:.2f}×", speedup, untimed if baseline else alone, over),
+        measured("Tokens a round", server["mean_accepted_length"], "{:.2f}", length, untold, TOKENS_A_ROUND),
+        measured("Same text", same, "{}", "greedy answers beside the baseline's", drawn, stays),
     ]
 
 

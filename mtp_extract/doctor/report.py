@@ -16,7 +16,7 @@ from mtp_extract.io.typed import fill
 from mtp_extract.report.colours import light
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, named, number, percent
 from mtp_extract.report.drawing import Draw, bars, legend, panel
-from mtp_extract.report.page import Headline, Page, measured, plain_json, within
+from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, plain_json, within
 from mtp_extract.report.web import write_pages
 
 _DOCTOR = "doctor.json"
@@ -76,40 +76,28 @@ _STANDING: Mapping[str, Literal["good", "bad"]] = {
 def headlines(report: Mapping[str, Any]) -> list[Headline]:
     """The large figures of its head: the verdict, tokens a round as served and as expected, texts that stay."""
     outcome, suspect, text, serving = report["outcome"], report["suspect"], report["text"], report["serving"]
-    tokens = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
-    no_base, no_server = "it was run beside no base", "no server was asked"
-    sides = ("Served", serving and serving["rates"], no_server), ("Expected", report["expected"], no_base)
-    lengths = [(f"{name}, tokens a round", rates and rates["mean_accepted_length"], why) for name, rates, why in sides]
-    greedy = report["settings"]["temperature"] == 0
-    same = f"{text['same']} of {text['texts']}" if text and greedy else None
-    sampled = "" if greedy else f"drawn at a temperature of {report['settings']['temperature']:g}"
+    why = "it was run beside no base" if report["base"] is None else "no server was asked"
+    if report["base"] is not None and serving:
+        why = "no text can be counted along"
+    temperature, told = report["settings"]["temperature"], _told(report)
+    same = f"{text['same']} of {text['texts']}" if text and temperature == 0 else None
+    drawn = f"answers were drawn at a temperature of {temperature:g}" if temperature else why
+    named = f"suspect: {suspect}" if suspect else "no suspect is named"
+    in_line = "In line: served as in the reference loop, along the same texts."
+    stays = "Greedy texts that are the reference loop's, character for character."
+    verdict = Headline("Verdict", outcome[:1].upper() + outcome[1:], named, in_line, _STANDING.get(outcome, ""))
+    lengths = {side: told[side]["mean_accepted_length"] if side in told else {"value": None} for side in _SIDES}
     return [
-        Headline(
-            "Verdict",
-            outcome[:1].upper() + outcome[1:],
-            f"suspect: {suspect}" if suspect else "no suspect is named",
-            "In line: served as in the reference loop, along the same texts.",
-            _STANDING.get(outcome, ""),
-        ),
+        verdict,
         *(
-            measured(
-                name, found and f"{found['value']:.2f}", within(found and found["interval"]), _why(report, why), tokens
-            )
-            for name, found, why in lengths
+            measured(name, lengths[side]["value"], "{:.2f}", within(lengths[side].get("interval")), why, TOKENS_A_ROUND)
+            for side, name in _SIDES.items()
         ),
-        measured(
-            "Same text",
-            same,
-            "served texts beside the reference's",
-            sampled or (no_base if report["base"] is None else no_server if serving is None else "no texts were told"),
-            "Greedy texts that are the reference loop's, character for character.",
-        ),
+        measured("Same text", same, "{}", "served texts beside the reference's", drawn, stays),
     ]
 
 
-def _why(report: Mapping[str, Any], why_not: str) -> str:
-    """Why there is no figure, where both the base and a server were there."""
-    return why_not if report["base"] is None or report["serving"] is None else "no text can be counted along"
+_SIDES = {"served": "Tokens a round, served", "expected": "Tokens a round, expected"}
 
 
 def _by_step(report: Mapping[str, Any], plots: Any) -> Any:
@@ -131,8 +119,7 @@ def _by_step(report: Mapping[str, Any], plots: Any) -> Any:
     axes.set_ylabel("accepted (%)")
     axes.set_xticks(range(1, max(map(len, known.values())) + 1))
     axes.set_ylim(0, 103)
-    if len(known) > 1:
-        legend(figure, 2)
+    legend(figure, 2)
     return figure
 
 
@@ -143,20 +130,18 @@ def _told(report: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[Table]:
-    """The tables of a ``doctor.json``: what to do, does the pair fit, what is expected and served, patterns."""
+    """The tables of a ``doctor.json``: what to do, what is expected and served, does the pair fit, patterns."""
     if report["next"]:
-        steps = tuple((step,) for step in report["next"])
-        yield Table("What to do next", ("",), steps, what="In this order.", first=True)
-    if report["checks"]:
-        columns = (("", item("name")), ("", lambda row: _PASSED[row["passed"]]), ("", item("found")))
-        what = "What has to agree of drafter and base, and whether it does."
-        yield Table.of("Does the pair fit", columns, report["checks"], what=what, first=True)
-    if report["engines"]:
-        columns = (("engine", item("engine")), ("loads", lambda row: _PASSED[row["loads"]]), ("", item("what")))
-        yield Table.of("Engines", columns, report["engines"], what="What engines make of this directory.")
+        todo = tuple((step,) for step in report["next"])
+        yield Table("What to do next", ("",), todo, what="In this order.", first=True)
     if told := _told(report):
         steps = tuple((f"step {step + 1} %", _of_step(step)) for step in range(report["settings"]["drafts"]))
         yield Table.of("Drafts", (*_DRAFTS, *steps), named(told), what=_OF_DRAFTS, figures=tuple(PICTURES), first=True)
+    if report["checks"]:
+        unfit = any(row["passed"] is False for row in report["checks"])
+        yield Table.of("Does the pair fit", _CHECKS, report["checks"], what=_OF_CHECKS, first=unfit or not told)
+    if report["engines"]:
+        yield Table.of("Engines", _ENGINES, report["engines"], what="What engines make of this directory.")
     if len(report["fits"]) > 1:
         yield Table.of("Patterns", _FITS, report["fits"], what=_OF_FITS)
 
@@ -171,6 +156,17 @@ def _gap(fit: Row) -> str:
     return number(sum(gap) / 2, "+.1f", gap, between=" to ") if gap else DASH
 
 
+_CHECKS: tuple[Column, ...] = (
+    ("what has to agree", item("name")),
+    ("does", lambda row: _PASSED[row["passed"]]),
+    ("found", item("found")),
+)
+_OF_CHECKS = "What has to agree of drafter and base, and whether it does; ? where nothing decides it."
+_ENGINES: tuple[Column, ...] = (
+    ("engine", item("engine")),
+    ("loads", lambda row: _PASSED[row["loads"]]),
+    ("what it does", item("what")),
+)
 _DRAFTS: tuple[Column, ...] = (
     ("", item("name")),
     ("texts", item("texts")),

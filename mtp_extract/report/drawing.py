@@ -97,6 +97,7 @@ def by_row(axes: Any, labels: Sequence[str]) -> None:
     axes.set_yticks(range(len(labels) - 1, -1, -1), labels)
     axes.set_ylim(-0.6, len(labels) - 0.4)
     axes.grid(visible=False, axis="y")
+    axes.locator_params(axis="x", nbins=6)
 
 
 def dots(axes: Any, value: float, interval: Sequence[float] | None, place: float, **style: Any) -> None:

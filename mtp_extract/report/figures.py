@@ -47,7 +47,7 @@ def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
 
 def _methods(report: Mapping[str, Any], plots: Any) -> Any:
     """What a round yields: of the only drafter by all that it drafted, of several by the best of each."""
-    drafters = report["drafters"] or ()
+    drafters = report["drafters"] or []
     rows = [row for row in summary_rows(drafters) if row["mean_accepted_length"] is not None]
     if not rows:
         return None
@@ -184,35 +184,6 @@ def _drafters(report: Mapping[str, Any], plots: Any) -> Any:
     return figure
 
 
-def _by_count(generation: Mapping[str, Any], chains: bool) -> tuple[list[int], list[float]]:
-    """Drafts that are verified, and mean accepted length, of the chains or of the trees."""
-    found = [part for part in generation.values() if (part["tree"] is None) == chains]
-    measured = [part for part in found if part["mean_accepted_length"] is not None]
-    return [part["drafts"] for part in measured], [part["mean_accepted_length"] for part in measured]
-
-
-def _by_drafts(report: Mapping[str, Any], plots: Any) -> Any:
-    """What a round yields by what the base verifies: chains as lines, trees as hollow marks."""
-    drafters = report["drafters"] or ()
-    counted = any(_by_count(drafter["generation"], chains)[0] for drafter in drafters for chains in (True, False))
-    if len(drafters) < 2 or not counted:
-        return None
-    figure, axes = panel(plots, 3.6 + 0.2 * len(drafters))
-    for index, drafter in enumerate(drafters):
-        look = _look(index)
-        chains, trees = (_by_count(drafter["generation"], of_chains) for of_chains in (True, False))
-        label, width = short(drafter["name"]), 1.3 if index else 2.2
-        axes.plot(*chains, label=label, markersize=5, linewidth=width, **look)
-        hollow: dict[str, Any] = {"linestyle": "none", "markersize": 8, "markerfacecolor": light("page")}
-        axes.plot(*trees, **hollow, **look)
-    axes.set_xlabel("drafts verified a round; hollow: trees")
-    axes.set_ylabel("tokens a round")
-    axes.set_ylim(bottom=1)
-    axes.set_xlim(left=0)
-    legend(figure)
-    return figure
-
-
 def _measured(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """By what was drafted, where it was timed."""
     return {name: found for name, found in (report["generation"] or {}).items() if found["draft_ms"] is not None}
@@ -255,7 +226,7 @@ def _rounds(report: Mapping[str, Any], plots: Any) -> Any:
     return figure
 
 
-_DRAWN = (_methods, _acceptance, _controls, _lengths, _by_drafts, _speeds, _rounds, _drafters)
+_DRAWN = (_methods, _acceptance, _controls, _lengths, _speeds, _rounds, _drafters)
 DRAWINGS: Mapping[str, Draw] = dict(zip(FIGURES, _DRAWN, strict=True))
 """How each of :data:`FIGURES` is drawn."""
 

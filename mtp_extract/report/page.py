@@ -40,9 +40,13 @@ class Headline(NamedTuple):
     standing: Literal["", "good", "bad"] = ""
 
 
-def measured(name: str, value: str | None, of: str, why_not: str, means: str) -> Headline:
-    """A figure ``of`` something; where ``value`` is None, that there is none and ``why_not``."""
-    return Headline(name, NOT_MEASURED, why_not, means) if value is None else Headline(name, value, of, means)
+TOKENS_A_ROUND = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
+
+
+def measured(name: str, value: float | str | None, form: str, of: str, why_not: str, means: str) -> Headline:
+    """A figure ``of`` something, formatted by ``form``; where ``value`` is None, that there is none and ``why_not``."""
+    shown, about = (NOT_MEASURED, why_not) if value is None else (form.format(value), of)
+    return Headline(name, shown, about, means)
 
 
 def within(interval: Sequence[float] | None, form: str = ".2f", unit: str = "") -> str:

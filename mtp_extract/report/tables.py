@@ -22,7 +22,6 @@ FIGURES: Mapping[str, str] = {
     "acceptance_by_step": "Acceptance by draft step",
     "controls_by_step": "Top-1 agreement by draft step, with one thing broken at a time",
     "length_by_workload": "Mean accepted length by workload",
-    "length_by_drafts": "Mean accepted length by drafts that the base verifies a round",
     "generation_by_drafts": "Tokens a second by what is drafted",
     "round_by_drafts": "The time of a round and what it yields, by what is drafted",
     "drafters_by_step": "Conditional acceptance by draft step, drafters side by side",
@@ -167,7 +166,7 @@ def _rate(name: str, step: int = 0) -> Cell:
 _mean = decimal("mean_accepted_length", ".2f", "mean_accepted_length_ci95")
 
 _BY_STEP: Sequence[Column] = (
-    ("step", item("step")),
+    ("draft step", item("step")),
     ("n", item("n")),
     ("top-1 %", percent("top1", "ci95.top1")),
     ("top-5 %", percent("top5", "ci95.top5")),
@@ -271,12 +270,12 @@ def _generation(drafters: Sequence[Row]) -> Table:
         about=(
             "A tree `4x2x1` has four drafts after the pending token, two after each of these, one after each of those; "
             "`auto:8` grows anew in every round where the drafter is confident, up to eight; `best:14` is the one of "
-            "at most 14 that the ranks of the base's tokens promise most of, in every second text. Acceptance: "
-            "of the drafter's steps. Predicted: by mean length, the times of a round and of a forward of the base over "
+            "at most 14 that the ranks of the base's tokens promise most of, in every second text. Acceptance is of "
+            "the drafter's steps. Predicted: by mean length, the times of a round and of a forward of the base over "
             f"one token. {_BRACKETS}"
         ),
         after=" ".join(_best_chain(drafter, several) for drafter in drafters),
-        figures=(*(("length_by_drafts",) if several else ()), "generation_by_drafts", "round_by_drafts"),
+        figures=("generation_by_drafts", "round_by_drafts"),
     )
 
 
@@ -339,7 +338,7 @@ def _side_by_side(drafters: Sequence[Row]) -> Iterator[Table]:
     workloads.append(("all", [d["agreement"] for d in drafters], [d["change"] for d in others]))
     yield Table(
         title="Conditional acceptance by step, drafters side by side",
-        columns=("step", *(f"{name} %" for name in names)),
+        columns=("draft step", *(f"{name} %" for name in names)),
         rows=tuple(
             (step + 1, *(_rate("conditional", step)(drafter["agreement"]) for drafter in drafters))
             for step in range(drafts)

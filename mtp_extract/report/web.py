@@ -23,8 +23,8 @@ from mtp_extract.report.templates import Templates
 
 _LONG = 60
 """Characters of a cell that is a sentence, and wants room."""
-_SOME, _MANY = 5, 7
-"""Columns that a phone has room for, and half a page."""
+_ROOMS = {"narrow": 46, "medium": 76, "wide": 130}
+"""How many characters across a phone has room for, half a page, and a page."""
 
 _NUMBER = re.compile(r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?|–")
 _WITH_INTERVAL = re.compile(rf"({_NUMBER.pattern}) (\(.*\)[×%]?)")
@@ -82,15 +82,20 @@ def _cell(value: str | int, column: str) -> str:
         return f'<td class="number" {label}>{_text(found[1])} <small>{_text(found[2])}</small></td>'
     if _NUMBER.fullmatch(text):
         return f'<td class="number" {label}>{_text(text)}</td>'
-    return f'<td class="{"long" if len(text) > _LONG else "short"}" {label}>{_name(text)}</td>'
+    return f'<td class="{"long" if max(len(text), 2 * len(column)) > _LONG else "short"}" {label}>{_name(text)}</td>'
 
 
 def _room(table: Table) -> str:
-    """The class of a table by the room that it wants."""
-    if len(table.columns) > _MANY:
-        return "wide"
-    long = any(len(str(cell)) > _LONG for row in table.rows for cell in row[1:])
-    return "medium" if len(table.columns) > _SOME or (long and len(table.columns) > 2) else "narrow"
+    """The class of a table by the room that it wants: that of each column's widest cell, intervals below numbers."""
+    titles = [max(map(len, title.split()), default=0) for title in table.columns]
+    width = sum(max(1 + title, *map(_width, cells)) for title, *cells in zip(titles, *table.rows, strict=True))
+    return next((room for room, most in _ROOMS.items() if width <= most), "list")
+
+
+def _width(cell: str | int) -> int:
+    text = str(cell)
+    found = _WITH_INTERVAL.fullmatch(text)
+    return 1 + (max(map(len, found.groups())) if found else min(len(text), _LONG // 3))
 
 
 _PAGES = Templates(_text, cell=_cell, marked=_marked, name=_name, room=_room, svg=str)

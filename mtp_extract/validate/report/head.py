@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtp_extract.report.page import Headline, measured, within
+from mtp_extract.report.page import TOKENS_A_ROUND, Headline, measured, within
 from mtp_extract.report.tables import best_methods, method
 from mtp_extract.validate.acceptance.generation import FASTER
 
 _NO_BASE = "it was run beside no base"
-_TOKENS = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
 _SPEEDUP = "Tokens a second with the drafter, over the base alone."
 _TEXT = "Texts that are the base's own to the last token; drafting may change none."
 
@@ -37,38 +36,31 @@ def _standing(report: Mapping[str, Any]) -> Headline:
 
 
 def _of_drafter(report: Mapping[str, Any]) -> Iterator[Headline]:
-    drafter = (report["drafters"] or (None,))[0]
-    if drafter is None:
-        names = {"Tokens a round": _TOKENS, "Speedup": _SPEEDUP, "Same text": _TEXT}
-        yield from (measured(name, None, "", _NO_BASE, means) for name, means in names.items())
+    if not report["drafters"]:
+        names = {"Tokens a round": TOKENS_A_ROUND, "Speedup": _SPEEDUP, "Same text": _TEXT}
+        yield from (measured(name, None, "", "", _NO_BASE, means) for name, means in names.items())
         return
+    base, drafter = report["base"], report["drafters"][0]
+    generation, arithmetic = drafter["generation"], drafter["arithmetic"]
     name = best_methods(drafter)[0]
-    found = drafter["generation"][name]
-    mean, interval = found["mean_accepted_length"], found["mean_accepted_length_ci95"]
-    tokens = None if mean is None else f"{mean:.2f}"
-    yield measured(
-        "Tokens a round", tokens, f"{method(name)}; {within(interval)}", "no text left anything to draft", _TOKENS
-    )
-    yield _speedup(report, drafter, name)
-    part, worst = min(drafter["generation"].items(), key=lambda item: item[1]["identical_prompts"])
-    whole = worst["identical_prompts"] == worst["prompts"]
-    rounds = any(found["rounds"] for found in drafter["generation"].values())
-    same = f"{worst['identical_prompts']} of {worst['prompts']}" if rounds else None
-    of = f"greedy, in {report['base']['dtype']}; {'whatever is drafted' if whole else method(part) + ', the worst'}"
-    text = measured("Same text", same, of, "no round drafted anything", _TEXT)
-    wrong = any(not d["tie"] for found in drafter["generation"].values() for d in found["divergences"])
-    yield text._replace(standing="bad" if wrong else "good" if rounds and whole else "")
-
-
-def _speedup(report: Mapping[str, Any], drafter: Mapping[str, Any], name: str) -> Headline:
-    arithmetic = drafter["arithmetic"]
-    speedup, base_ms = arithmetic["speedups"][name]["measured"], arithmetic["base_ms"]
-    why_not = "no text was timed"
-    if speedup is not None and any(
-        None not in (part["verify_ms"], part["draft_ms"]) and part["verify_ms"] + part["draft_ms"] < FASTER * base_ms
-        for part in drafter["generation"].values()
+    mean, interval = (generation[name][key] for key in ("mean_accepted_length", "mean_accepted_length_ci95"))
+    of = f"{method(name)}; {within(interval)}"
+    yield measured("Tokens a round", mean, "{:.2f}", of, "no text left anything to draft", TOKENS_A_ROUND)
+    speedup, why_not = arithmetic["speedups"][name]["measured"], "no text was timed"
+    if any(
+        None not in (part["verify_ms"], part["draft_ms"])
+        and part["verify_ms"] + part["draft_ms"] < FASTER * (arithmetic["base_ms"] or 0)
+        for part in generation.values()
     ):
         speedup, why_not = None, "something else used the machine meanwhile"
-    where = ", ".join(report["base"]["devices"])
+    where = ", ".join(base["devices"])
     of = f"{method(name)}; {arithmetic['timed_prompts']} texts, one at a time, on {where}; no interval"
-    return measured("Speedup", None if speedup is None else f"{speedup:.2f}×", of, why_not, _SPEEDUP)
+    yield measured("Speedup", speedup, "{:.2f}×", of, why_not, _SPEEDUP)
+    part, worst = min(generation.items(), key=lambda item: item[1]["identical_prompts"])
+    whole = worst["identical_prompts"] == worst["prompts"]
+    wrong = any(not divergence["tie"] for found in generation.values() for divergence in found["divergences"])
+    drafted = any(found["rounds"] for found in generation.values())
+    same = f"{worst['identical_prompts']} of {worst['prompts']}" if drafted else None
+    of = f"greedy, in {base['dtype']}; {'whatever is drafted' if whole else f'{method(part)}, the worst'}"
+    text = measured("Same text", same, "{}", of, "no round drafted anything", _TEXT)
+    yield text._replace(standing="bad" if wrong else "good" if drafted and whole else "")

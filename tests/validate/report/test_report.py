@@ -40,7 +40,7 @@ TIMES = {
     "break_even_draft_steps",
     "speedups",
 }
-OF_SEVERAL = {"drafters_by_step", "length_by_drafts"}
+OF_SEVERAL = {"drafters_by_step"}
 DRAWN = {f"{name}.{ending}" for name in set(FIGURES) - OF_SEVERAL for ending in ("png", "svg")}
 
 
