@@ -23,7 +23,7 @@ from mtp_extract.report.templates import Templates
 
 _LONG = 60
 """Characters of a cell that is a sentence, and wants room."""
-_ROOMS = {"narrow": 46, "medium": 76, "wide": 130}
+_ROOMS = {"narrow": 48, "medium": 76, "wide": 130}
 """How many characters across a phone has room for, half a page, and a page."""
 
 _NUMBER = re.compile(r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?|–")

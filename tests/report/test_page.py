@@ -125,14 +125,14 @@ WIDTHS = (390, 768, 1280)
 
 
 def measured(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
-    """Of each page, how wide its content and its widest table are beyond their room, at each of :data:`WIDTHS`."""
+    """Of each page, by how much something is wider than its room, but for tables that scroll, at :data:`WIDTHS`."""
     frames = "".join(
         f'<iframe data-name="{name}" width="{width}" height="900" style="border:0" srcdoc="{escape(page)}"></iframe>'
         for name, page in pages.items()
         for width in WIDTHS
     )
     script = """addEventListener("load", () => {
-      const beyond = page => Math.max(...[page.documentElement, ...page.querySelectorAll(".scroll,dl,section,summary")]
+      const beyond = page => Math.max(...[page.documentElement, ...page.querySelectorAll("dl,section,summary,.list")]
         .map(part => part.scrollWidth - part.clientWidth));
       document.body.dataset.found = JSON.stringify(
         [...document.querySelectorAll("iframe")].map(frame => [frame.dataset.name, beyond(frame.contentDocument)]));
