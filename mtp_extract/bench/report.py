@@ -66,7 +66,7 @@ def headlines(report: Mapping[str, Any]) -> list[Headline]:
             (server, "mean_accepted_length", ".2f"),
         )
     )
-    untimed, alone = "no answer came in pieces that tell a time", "no baseline was asked"
+    untimed, alone = "no answer tells the time of its tokens", "no baseline was asked"
     untold = "the server drafted nothing" if server["drafted"] == 0 else "the server does not tell its rounds"
     same = None if total["identical"] is None else f"{total['identical']} of {total['compared']}"
     drawn = "answers were drawn, at a temperature" if baseline else alone

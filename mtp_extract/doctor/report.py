@@ -76,28 +76,26 @@ _STANDING: Mapping[str, Literal["good", "bad"]] = {
 def headlines(report: Mapping[str, Any]) -> list[Headline]:
     """The large figures of its head: the verdict, tokens a round as served and as expected, texts that stay."""
     outcome, suspect, text, serving = report["outcome"], report["suspect"], report["text"], report["serving"]
-    why = "it was run beside no base" if report["base"] is None else "no server was asked"
-    if report["base"] is not None and serving:
-        why = "no text can be counted along"
     temperature, told = report["settings"]["temperature"], _told(report)
+    unserved = "no server was asked" if serving is None else ""
+    unknown = "it was run beside no base" if report["base"] is None else "no text can be counted along"
+    lengths = [
+        (side, told[side]["mean_accepted_length"] if side in told else {"value": None, "interval": None}, why)
+        for side, why in (("served", unserved or unknown), ("expected", unknown))
+    ]
     same = f"{text['same']} of {text['texts']}" if text and temperature == 0 else None
-    drawn = f"answers were drawn at a temperature of {temperature:g}" if temperature else why
+    drawn = f"answers were drawn at a temperature of {temperature:g}" if temperature else ""
     named = f"suspect: {suspect}" if suspect else "no suspect is named"
     in_line = "In line: served as in the reference loop, along the same texts."
     stays = "Greedy texts that are the reference loop's, character for character."
-    verdict = Headline("Verdict", outcome[:1].upper() + outcome[1:], named, in_line, _STANDING.get(outcome, ""))
-    lengths = {side: told[side]["mean_accepted_length"] if side in told else {"value": None} for side in _SIDES}
     return [
-        verdict,
+        Headline("Verdict", outcome[:1].upper() + outcome[1:], named, in_line, _STANDING.get(outcome, "")),
         *(
-            measured(name, lengths[side]["value"], "{:.2f}", within(lengths[side].get("interval")), why, TOKENS_A_ROUND)
-            for side, name in _SIDES.items()
+            measured(f"Tokens a round, {side}", of["value"], "{:.2f}", within(of["interval"]), why, TOKENS_A_ROUND)
+            for side, of, why in lengths
         ),
-        measured("Same text", same, "{}", "served texts beside the reference's", drawn, stays),
+        measured("Same text", same, "{}", "served texts beside the reference's", unserved or drawn or unknown, stays),
     ]
-
-
-_SIDES = {"served": "Tokens a round, served", "expected": "Tokens a round, expected"}
 
 
 def _by_step(report: Mapping[str, Any], plots: Any) -> Any:

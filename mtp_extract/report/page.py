@@ -49,9 +49,9 @@ def measured(name: str, value: float | str | None, form: str, of: str, why_not: 
     return Headline(name, shown, about, means)
 
 
-def within(interval: Sequence[float] | None, form: str = ".2f", unit: str = "") -> str:
+def within(interval: Sequence[float] | None, form: str = ".2f") -> str:
     """A 95 % interval in words, or that there is none."""
-    return f"95 %: {interval[0]:{form}}–{interval[1]:{form}}{unit}" if interval else "no interval"
+    return f"95 %: {interval[0]:{form}}–{interval[1]:{form}}" if interval else "no interval"
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,11 @@ def write_pages(page: Page, folder: Path, name: str) -> None:
 
 
 def web_page(page: Page, drawn: Mapping[str, str] = {}) -> str:
-    """``page`` in HTML, with its pictures as they were ``drawn``: name → SVG, as
-    :func:`~mtp_extract.report.svg.inline` gives it.
-    """
+    """``page`` in HTML. ``drawn`` are its pictures: name → SVG, as :func:`~mtp_extract.report.svg.inline` gives it."""
     return _PAGES.render(
         "page.html",
         page=page,
         report=page.report,
-        # How sure it is, and what it says.
         parts=re.split(r"(?<=;) ", page.report["verdict"]),
         tables=sorted(page.tables, key=lambda table: not table.first),
         drawn=drawn,

@@ -31,7 +31,7 @@ from mtp_extract.bench.fields import Figures, Side
 from mtp_extract.bench.figures import figures, side_of
 from mtp_extract.bench.pictures import PICTURES
 from mtp_extract.bench.plan import BenchPlan, limits_of, share_of
-from mtp_extract.bench.report import as_json, tables, write_bench
+from mtp_extract.bench.report import as_json, headlines, tables, write_bench
 from mtp_extract.bench.run import Benchmark, run_benchmark
 from mtp_extract.bench.vllm import as_vllm
 from mtp_extract.bench.windows import Asked, Window
@@ -40,6 +40,7 @@ from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters
 from mtp_extract.engines.load import Client, Load, load, poisson
 from mtp_extract.errors import MtpExtractError, OutputError, ServerError
+from mtp_extract.report.page import NOT_MEASURED
 
 PAGES = ("bench.html", "bench.json", "bench.md")
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
@@ -642,6 +643,16 @@ def test_a_report_is_there_whole_or_not_at_all(
         assert table.markdown() in page
         assert table.title in shown.within("h2")
     assert all(f"![{PICTURES[name]}]({name}.png)" in page for name in drawn)
+    speed, _, drafts, same = headlines(checked(found))
+    assert (speed.value, speed.of) == ("30.0", "no interval; 1 in flight")
+    assert drafts.value == f"{found.total.server.mean_accepted_length:.2f}"
+    assert (same.value, same.of) == ("5 of 5", "greedy answers beside the baseline's")
+    alone = {
+        **checked(found),
+        "total": {**checked(found)["total"], "baseline": None, "speedup": None, "identical": None},
+    }
+    for head in headlines(alone)[1::2]:
+        assert (head.value, head.of) == (NOT_MEASURED, "no baseline was asked")
     with pytest.raises(OutputError, match="exists"):
         write_bench(found, target)
     # Texts that came at once, as on a busy machine, tell no speed.

@@ -24,7 +24,7 @@ from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.doctor import run
 from mtp_extract.doctor.pair import check_fit, engines_of, identify
 from mtp_extract.doctor.plan import DoctorPlan
-from mtp_extract.doctor.report import as_json, tables
+from mtp_extract.doctor.report import as_json, headlines, tables
 from mtp_extract.doctor.run import diagnose
 from mtp_extract.doctor.served import rate_in
 from mtp_extract.drafter.load import load_drafter
@@ -32,6 +32,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.base_model import LoadedBase, load_base
 from mtp_extract.io.source import LocalSource
+from mtp_extract.report.page import NOT_MEASURED
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.generate import Options, SpeculativeGenerator
 
@@ -135,6 +136,12 @@ def test_without_a_server_it_says_what_is_to_be_expected(directory: Path, prompt
     assert len(report["expected"]["conditional"]) == 2
     assert 1 < report["expected"]["mean_accepted_length"]["value"] < 3
     assert report["convention"].startswith("n - 1")
+    verdict, served, expected, same = headlines(report)
+    assert (verdict.value, verdict.standing) == ("Not served", "")
+    assert (served.value, served.of) == (same.value, same.of) == (NOT_MEASURED, "no server was asked")
+    assert expected.value == f"{report['expected']['mean_accepted_length']['value']:.2f}"
+    alone = {**report, "base": None, "expected": None}
+    assert [head.of for head in headlines(alone)[1:]] == [served.of, "it was run beside no base", served.of]
 
 
 def test_text_that_the_base_does_not_write_is_said(
