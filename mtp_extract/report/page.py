@@ -37,7 +37,7 @@ class Headline(NamedTuple):
     """What it was measured over, with its interval; or why it was not."""
     means: str
     """What ``name`` means, in a line."""
-    standing: Literal["", "good", "bad"] = ""
+    standing: Literal["", "good", "bad", "none"] = ""
 
 
 TOKENS_A_ROUND = "Drafts that stand in a round, and the base's own token; 1 without a drafter."
@@ -45,8 +45,9 @@ TOKENS_A_ROUND = "Drafts that stand in a round, and the base's own token; 1 with
 
 def measured(name: str, value: float | str | None, form: str, of: str, why_not: str, means: str) -> Headline:
     """A figure ``of`` something, formatted by ``form``; where ``value`` is None, that there is none and ``why_not``."""
-    shown, about = (NOT_MEASURED, why_not) if value is None else (form.format(value), of)
-    return Headline(name, shown, about, means)
+    if value is None:
+        return Headline(name, NOT_MEASURED, why_not, means, "none")
+    return Headline(name, form.format(value), of, means)
 
 
 def within(interval: Sequence[float] | None, form: str = ".2f") -> str:

@@ -63,4 +63,4 @@ def _of_drafter(report: Mapping[str, Any]) -> Iterator[Headline]:
     same = f"{worst['identical_prompts']} of {worst['prompts']}" if drafted else None
     of = f"greedy, in {base['dtype']}; {'whatever is drafted' if whole else f'{method(part)}, the worst'}"
     text = measured("Same text", same, "{}", of, "no round drafted anything", _TEXT)
-    yield text._replace(standing="bad" if wrong else "good" if drafted and whole else "")
+    yield text._replace(standing="bad" if wrong else "good" if drafted and whole else text.standing)
