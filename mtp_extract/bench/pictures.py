@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.report.colours import light
-from mtp_extract.report.drawing import Draw, by_row, dots, legend, panel, short
+from mtp_extract.report.drawing import Draw, Line, by_row, by_step, dots, legend, panel, short
 
 PICTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -73,19 +73,8 @@ def _acceptance_by_workload(report: Mapping[str, Any], plots: Any) -> Any:
 
 def _acceptance_by_position(report: Mapping[str, Any], plots: Any) -> Any:
     found = {side: report["total"][side]["acceptance_by_position"] for side in _sides(report)}
-    known = {side: [100 * share for share in shares] for side, shares in found.items() if shares}
-    if not known:
-        return None
-    drawn, axes = panel(plots, 3.4)
-    for side, shares in known.items():
-        axes.plot(range(1, len(shares) + 1), shares, label=side, markersize=5, **_LOOKS[side])
-    axes.set_xlabel("place of the draft in its round")
-    axes.set_ylabel("rounds that accept it (%)")
-    axes.set_xticks(range(1, max(map(len, known.values())) + 1))
-    axes.set_ylim(0, 103)
-    if len(known) > 1:
-        legend(drawn, 2)
-    return drawn
+    known = [Line(side, shares, [None] * len(shares), _LOOKS[side]) for side, shares in found.items() if shares]
+    return by_step(plots, known, "place of the draft in its round", "rounds that accept it (%)")
 
 
 def _over_time(report: Mapping[str, Any], plots: Any) -> Any:

@@ -15,7 +15,7 @@ from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.colours import light
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, named, number, percent
-from mtp_extract.report.drawing import Draw, bars, legend, panel
+from mtp_extract.report.drawing import Draw, Line, by_step
 from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, plain_json, within
 from mtp_extract.report.web import write_pages
 
@@ -99,26 +99,13 @@ def headlines(report: Mapping[str, Any]) -> list[Headline]:
 
 
 def _by_step(report: Mapping[str, Any], plots: Any) -> Any:
-    """Served beside expected, by step."""
-    looks: dict[str, dict[str, Any]] = {
-        "expected": {"color": light("faint"), "marker": "s"},
-        "served": {"color": light("blue"), "marker": "o"},
-    }
-    known = {side: rates["conditional"] for side, rates in _told(report).items() if rates["conditional"]}
-    if not known:
-        return None
-    figure, axes = panel(plots, 3.4)
-    for index, (side, steps) in enumerate(known.items()):
-        values = [100 * step["value"] for step in steps]
-        ends = bars(values, [step["interval"] and [100 * end for end in step["interval"]] for step in steps])
-        places = [at + 1 + 0.06 * (2 * index - 1) * (len(known) > 1) for at in range(len(steps))]
-        axes.errorbar(places, values, yerr=ends, label=side, capsize=3, markersize=6, **looks[side])
-    axes.set_xlabel("draft step; bars: 95 % intervals")
-    axes.set_ylabel("accepted (%)")
-    axes.set_xticks(range(1, max(map(len, known.values())) + 1))
-    axes.set_ylim(0, 103)
-    legend(figure, 2)
-    return figure
+    looks = {"expected": {"color": light("orange"), "marker": "s"}, "served": {"color": light("blue"), "marker": "o"}}
+    lines = [
+        Line(side, [of["value"] for of in steps], [of["interval"] for of in steps], looks[side])
+        for side, rates in _told(report).items()
+        if (steps := rates["conditional"])
+    ]
+    return by_step(plots, lines, "draft step; bars: 95 % intervals", "accepted (%)")
 
 
 def _told(report: Mapping[str, Any]) -> dict[str, Row]:

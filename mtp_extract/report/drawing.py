@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_extract.errors import escape
 from mtp_extract.report.colours import light
@@ -90,6 +90,34 @@ def bars(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -
 def legend(figure: Any, columns: int = 1) -> None:
     """Under the panel."""
     figure.legend(loc="outside lower left", ncols=columns)
+
+
+class Line(NamedTuple):
+    """Shares by step, from the first."""
+
+    name: str
+    shares: Sequence[float]
+    intervals: Sequence[Sequence[float] | None]
+    look: Mapping[str, Any]
+
+
+def by_step(plots: Any, lines: Sequence[Line], step: str, rate: str) -> Any:
+    """A figure of them in percent; ``step`` and ``rate`` name its axes. None without lines."""
+    if not lines:
+        return None
+    figure, axes = panel(plots, 3.2 + 0.2 * len(lines))
+    for index, (name, shares, intervals, look) in enumerate(lines):
+        # Beside each other: bars of those that are nearly alike would hide one another.
+        places = [at + 1 + 0.08 * (index - (len(lines) - 1) / 2) for at in range(len(shares))]
+        values = [100 * share for share in shares]
+        ends = bars(values, [interval and [100 * end for end in interval] for interval in intervals])
+        axes.errorbar(places, values, yerr=ends, label=name, capsize=2.5, elinewidth=1, markersize=5, **look)
+    axes.set_xlabel(step)
+    axes.set_ylabel(rate)
+    axes.set_xticks(range(1, max(len(line.shares) for line in lines) + 1))
+    axes.set_ylim(top=103)
+    legend(figure)
+    return figure
 
 
 def by_row(axes: Any, labels: Sequence[str]) -> None:

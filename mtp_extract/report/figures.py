@@ -14,9 +14,11 @@ from mtp_extract.report.drawing import (
     MARKERS,
     OTHERS,
     Draw,
+    Line,
     bars,
     beside_bars,
     by_row,
+    by_step,
     dots,
     legend,
     panel,
@@ -33,11 +35,9 @@ def _percents(steps: Sequence[Mapping[str, Any]], rate: str) -> tuple[list[int],
     return [step["step"] for step in known], values, [found and [100 * end for end in found] for found in intervals]
 
 
-def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, shift: float = 0.0, **style: Any) -> None:
+def _line(axes: Any, steps: Sequence[Mapping[str, Any]], rate: str, **style: Any) -> None:
     places, values, intervals = _percents(steps, rate)
-    axes.errorbar(
-        [place + shift for place in places], values, yerr=bars(values, intervals), capsize=2.5, elinewidth=1, **style
-    )
+    axes.errorbar(places, values, yerr=bars(values, intervals), capsize=2.5, elinewidth=1, **style)
 
 
 def _by_step(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -169,19 +169,12 @@ def _drafters(report: Mapping[str, Any], plots: Any) -> Any:
     drafters = report["drafters"] or []
     if len(drafters) < 2:
         return None
-    figure, axes = panel(plots, 3.4 + 0.2 * len(drafters))
+    lines = []
     for index, drafter in enumerate(drafters):
-        # Beside each other: bars of drafters that are nearly alike would hide one another.
-        shift = 0.08 * (index - (len(drafters) - 1) / 2)
-        width = 1.3 if index else 2.2
-        steps = drafter["agreement"]["steps"]
-        label = short(drafter["name"])
-        _line(axes, steps, "conditional", shift, label=label, markersize=5, linewidth=width, **_look(index))
-    axes.set_ylabel("conditional acceptance (%)")
-    axes.set_ylim(top=101)
-    _by_step(axes, drafters[0]["agreement"]["steps"])
-    legend(figure)
-    return figure
+        known = [step for step in drafter["agreement"]["steps"] if step["conditional"] is not None]
+        shares, intervals = [step["conditional"] for step in known], [step["ci95"]["conditional"] for step in known]
+        lines.append(Line(short(drafter["name"]), shares, intervals, _look(index)))
+    return by_step(plots, lines, "draft step", "conditional acceptance (%)")
 
 
 def _measured(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
