@@ -80,7 +80,7 @@ def headlines(report: Mapping[str, Any]) -> list[Headline]:
     unserved = "no server was asked" if serving is None else ""
     unknown = "it was run beside no base" if report["base"] is None else "no text can be counted along"
     lengths = [
-        (side, told[side]["mean_accepted_length"] if side in told else {"value": None, "interval": None}, why)
+        (side.title(), told[side]["mean_accepted_length"] if side in told else {"value": None, "interval": None}, why)
         for side, why in (("served", unserved or unknown), ("expected", unknown))
     ]
     same = f"{text['same']} of {text['texts']}" if text and temperature == 0 else None
@@ -91,8 +91,8 @@ def headlines(report: Mapping[str, Any]) -> list[Headline]:
     return [
         Headline("Verdict", outcome[:1].upper() + outcome[1:], named, in_line, _STANDING.get(outcome, "")),
         *(
-            measured(f"Tokens a round, {side}", of["value"], "{:.2f}", within(of["interval"]), why, TOKENS_A_ROUND)
-            for side, of, why in lengths
+            measured(name, of["value"], "{:.2f}", f"tokens a round; {within(of['interval'])}", why, TOKENS_A_ROUND)
+            for name, of, why in lengths
         ),
         measured("Same text", same, "{}", "served texts beside the reference's", unserved or drawn or unknown, stays),
     ]
