@@ -262,7 +262,11 @@ class Opened:
 
 
 def open_source(
-    source: str | os.PathLike[str] | Source, *, download: bool = False, progress: Progress | None = None
+    source: str | os.PathLike[str] | Source,
+    *,
+    download: bool = False,
+    token: str | bool | None = None,
+    progress: Progress | None = None,
 ) -> Source:
     """Open what the user named, as bytes.
 
@@ -271,6 +275,7 @@ def open_source(
             it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
             in it. What is open already is returned as it is.
         download: of a server without byte ranges, download the whole file instead of failing.
+        token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
         progress: called with bytes done and bytes in all while a remote range is fetched ahead.
 
     Raises:
@@ -280,7 +285,7 @@ def open_source(
         return source
     text = os.fspath(source)
     if text.startswith(("hf://", "https://", "http://")):
-        return _remote(text, download, progress)
+        return _remote(text, download, token, progress)
     if os.path.lexists(text):
         from mtp_extract.io.repository import cached_address
 
@@ -290,13 +295,13 @@ def open_source(
 
         return open_local(Path(text))
     if is_hub_site(text):
-        return _remote(f"https://{text}", download, progress)
+        return _remote(f"https://{text}", download, token, progress)
     if not is_hub_id(text):
         from mtp_extract.io.repository import not_here
 
         raise SourceError(not_here(text))
     try:
-        return _remote(f"hf://{text}", download, progress)
+        return _remote(f"hf://{text}", download, token, progress)
     except SourceError as error:
         raise SourceError(
             f"{escape(text)}: expected a file, or an id of the Hugging Face Hub; found no such file here, and of the "
@@ -305,16 +310,17 @@ def open_source(
         ) from error
 
 
-def _remote(url: str, download: bool, progress: Progress | None) -> Source:
+def _remote(url: str, download: bool, token: str | bool | None, progress: Progress | None) -> Source:
     from mtp_extract.io.remote import open_remote
 
-    return open_remote(url, download=download, progress=progress)
+    return open_remote(url, download=download, token=token, progress=progress)
 
 
 def open_bundle(
     source: str | os.PathLike[str] | Source,
     *,
     download: bool = False,
+    token: str | bool | None = None,
     progress: Progress | None = None,
     section: int | None = None,
     signature: str | None = None,
@@ -323,7 +329,7 @@ def open_bundle(
 
     Args:
         source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched.
-        download: of a server without byte ranges, download the whole file instead of failing.
+        download, token: as for :func:`open_source`.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
 
@@ -331,7 +337,7 @@ def open_bundle(
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
     """
-    opened = open_source(source, download=download, progress=progress)
+    opened = open_source(source, download=download, token=token, progress=progress)
     try:
         if opened.size == 0:
             raise SourceError(

@@ -34,6 +34,15 @@ def test_every_way_to_name_it(one: HubServer, text: str) -> None:
         assert (source.provenance["repository"], source.provenance["path"]) == (REPO, FILE)
 
 
+def test_no_token_where_none_is_to_be_used(one: HubServer) -> None:
+    with open_source(REPO, token=False) as source:
+        source.read(1000, 20)
+    assert {request.authorization for request in one.requests} == {None}
+    one.repos[REPO].private = True
+    with pytest.raises(SourceError, match="no such repository"):
+        open_source(REPO, token=False)
+
+
 def test_several_are_listed(one: HubServer) -> None:
     one.add(REPO, "sub/other.litertlm", DATA)
     with pytest.raises(SourceError, match=r"expected one \.litertlm, found 2") as caught:
