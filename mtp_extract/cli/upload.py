@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +29,13 @@ def command(
             "Visibility of a repository that is created; one that exists keeps its own.", names=("--private/--public",)
         ),
     ] = True,
+    beside: Annotated[
+        bool,
+        About(
+            "Send a GGUF alone, into the repository of its base's GGUF, whose card and files stay: llama.cpp finds it "
+            "there by its name. Says with which."
+        ),
+    ] = False,
     force: Annotated[bool, About("Write into a repository that holds other content (its history keeps that).")] = False,
     dry_run: Annotated[bool, About("Check and list what would go, with sizes and hashes; send nothing.")] = False,
     card: CardWords,
@@ -45,6 +53,7 @@ def command(
         directory,
         repository,
         private=private,
+        beside=beside,
         force=force,
         dry_run=dry_run,
         card=card,
@@ -61,6 +70,7 @@ def command(
                 "created": result.created,
                 "sent": result.sent,
                 "notes": result.notes,
+                "pairs": [asdict(pair) for pair in result.pairs],
                 "files": {file.path: {"size": file.size, "sha256": file.sha256} for file in result.files},
             }
         )
@@ -72,13 +82,17 @@ def _show(result: UploadResult) -> None:
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:
-        say(f"Would go to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
+        new = "" if result.pairs else f" ({visibility} if it is new)"
+        say(f"Would go to {result.repository}{new}: {len(result.files)} files, {total}")
     elif result.sent:
         created = f", a new {visibility} repository" if result.created else ""
         say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
     else:
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
     table([[file.path, size(file.size), file.sha256] for file in result.files], ["file", "size", "SHA-256"])
+    if result.pairs:
+        say("llama-server with --spec-type draft-mtp then takes")
+        table([[pair.asked, pair.base, pair.drafter] for pair in result.pairs], ["-hf", "base", "drafter"])
     say_notes(result.notes)
     if result.dry_run:
         say("Nothing was sent.")
@@ -89,7 +103,7 @@ def _show(result: UploadResult) -> None:
 
 _EXAMPLES = {
     "gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --dry-run": "What would be sent.",
-    "gemma-4-E4B-it-mtp-drafter me/gemma-4-E4B-it-mtp --public": "Send it, for everyone to see.",
+    "gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "A GGUF, beside that of its base.",
 }
 
 app = new_app(command, _EXAMPLES)

@@ -34,6 +34,7 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
+from mtp_extract.hub.pairing import Pair, paired, sidecar_of
 from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
@@ -100,7 +101,8 @@ class UploadResult:
         created: the repository did not exist; None for a dry run, which asks nobody.
         sent: paths that were not there before.
         files: everything the repository now holds of the directory.
-        notes: what was made of a card that had been changed by hand.
+        notes: what was made of a card that had been changed by hand, and of a base whose name is another.
+        pairs: with ``beside``, which base llama.cpp takes with which drafter.
     """
 
     repository: str
@@ -112,6 +114,7 @@ class UploadResult:
     sent: tuple[str, ...]
     files: tuple[HubFile, ...]
     notes: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
 
 def plan_upload(
@@ -182,6 +185,7 @@ def upload(
     repo_id: str,
     *,
     private: bool = True,
+    beside: bool = False,
     force: bool = False,
     dry_run: bool = False,
     token: str | None = None,
@@ -197,31 +201,45 @@ def upload(
         directory: what mtp-extract wrote, with a validation report or without.
         repo_id: ``org/name``.
         private: visibility of a repository that has to be created; one that exists keeps its own.
+        beside: send the one file of a GGUF into the repository of its base, where llama.cpp finds it by its name;
+            what is there stays, its card too.
         force: write into a repository that holds other content: files of the same name are replaced (the
             history keeps them), others stay.
-        dry_run: check and list, and ask nobody.
+        dry_run: check and list, and ask nobody; with ``beside``, only what the repository holds.
         token: None for the one that ``hf auth login`` or ``HF_TOKEN`` left.
         card: what the card is to say.
         progress: show huggingface_hub's progress bars.
 
     Raises:
         CheckpointError: the directory does not match its ``extraction.json``.
-        HubError: bad name, no token, no permission, no network, other content, or not what was sent has
-            arrived.
+        HubError: bad name, no token, no permission, no network, other content, no base that the drafter would be
+            taken with, or not what was sent has arrived.
     """
     _check_name(repo_id)
     files, notes = plan_upload(directory, card)
+    if beside:
+        if card.as_json():
+            raise HubError("The card of the base stays as it is. Leave out what a card is to say.")
+        sidecar = sidecar_of(Path(directory), (file.path for file in files))
+        files = tuple(file for file in files if file.path == sidecar)
     url = f"{constants.ENDPOINT}/{repo_id}"
-    if dry_run:
+    pairs: tuple[Pair, ...] = ()
+    if dry_run and not beside:
         return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files, notes)
     secret = _token(token)
     with _quiet(progress), _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         with watched(_PATIENCE, close_session):
-            _ask_about_card(_card_text(files), secret)
+            if not beside:
+                _ask_about_card(_card_text(files), secret)
             held = _repository_files(api, repo_id)
+            if beside:
+                pairs, notes = paired(repo_id, held or {}, sidecar)
+                held = {path: entry for path, entry in (held or {}).items() if path == sidecar}
             sent = _differing(repo_id, files, held or {}, force)
+            if dry_run:
+                return UploadResult(repo_id, url, None, private, True, False, sent, files, notes, pairs)
             if held is None:
                 api.create_repo(repo_id, private=private)
         commit: str | None = None
@@ -234,7 +252,7 @@ def upload(
         with watched(_PATIENCE, close_session):
             commit = commit or str(api.repo_info(repo_id).sha)
             _verify(api, repo_id, commit, files)
-    return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes)
+    return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes, pairs)
 
 
 def _check_name(repo_id: str) -> None:
