@@ -39,7 +39,7 @@ STYLE = """
 HEAD = """# LiteRT bundle in, MTP drafter out
 
 Takes the multi-token-prediction drafter out of a `.litertlm` bundle on the Hugging Face Hub and writes it as your
-engine loads it. The bundle's graph and what was written are run side by side; if they part, nothing is given out."""
+engine loads it. The bundle's graph and what was written are run side by side; if they part, you get none."""
 
 
 def refused(error: mtp_extract.MtpExtractError) -> str:
@@ -142,7 +142,7 @@ def page() -> gr.Blocks:
         with gr.Row(equal_height=True):
             gr.Markdown(job.LIMITS, elem_classes="small")
             if can_login:
-                gr.LoginButton("Sign in to publish", size="sm", scale=0, min_width=220)
+                gr.LoginButton("Sign in first, to publish", size="sm", scale=0, min_width=220)
         source = gr.Textbox(
             label="Bundle",
             info="An id or a URL of the Hugging Face Hub, with or without the file.",

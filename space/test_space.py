@@ -191,6 +191,24 @@ def test_extract_and_download(page: Page, home: Path) -> None:
     wait(lambda: left(home) == [])
 
 
+@pytest.mark.parametrize(("width", "height"), [(1280, 1000), (390, 1300)])
+def test_nothing_is_wider_than_the_screen(page: Page, width: int, height: int) -> None:
+    """With PICTURES=DIR, what is seen then is written there."""
+    screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        page.write("#source", REPO + Keys.ENTER)
+        page.says("A drafter", "#holds")
+        page.press("#extract")
+        page.says("MTP drafter", "#card")
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
+        if folder := os.environ.get("PICTURES"):
+            page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
+            page.driver.save_screenshot(f"{folder}/space-{width}.png")
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.parametrize("button", ["#look", "#extract"])
 @pytest.mark.parametrize(
     ("source", "said"),
