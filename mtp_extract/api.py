@@ -22,6 +22,7 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline import inspection
 from mtp_extract.pipeline.check import Verification, verify, with_record
@@ -110,6 +111,7 @@ def inspect(
     Raises:
         CheckpointError, SourceError, FormatError: damaged, or not to be had, or not what its record says.
     """
+    source = checkpoint_here(source, or_bundle=True)
     place = Path(source)
     if place.is_dir() or (place.suffix == ".gguf" and place.is_file()):
         place = with_record(place)
@@ -165,7 +167,7 @@ def insert(
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
         check_place(Path(out), overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base), prompts))
-    ranges = None
+    ranges, source = None, checkpoint_here(source, or_bundle=True)
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
 

@@ -15,7 +15,7 @@ from mtp_extract.graph.config import read_config
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.names import NameCheck, check_names
-from mtp_extract.io.address import is_hub_id, is_hub_site
+from mtp_extract.io.address import as_address
 from mtp_extract.io.file_kinds import HEAD, kind_of
 from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
@@ -284,9 +284,8 @@ def open_source(
     if isinstance(source, Source):
         return source
     text = os.fspath(source)
-    if text.startswith(("hf://", "https://", "http://")):
-        return _remote(text, download, token, progress)
-    if os.path.lexists(text):
+    address = as_address(text)
+    if address != text and os.path.lexists(text):
         from mtp_extract.io.repository import cached_address
 
         if cached_address(Path(text)) is None:
@@ -294,26 +293,17 @@ def open_source(
         from mtp_extract.io.remote import open_local
 
         return open_local(Path(text))
-    if is_hub_site(text):
-        return _remote(f"https://{text}", download, token, progress)
-    if not is_hub_id(text):
+    if address is None:
         from mtp_extract.io.repository import not_here
 
         raise SourceError(not_here(text))
-    try:
-        return _remote(f"hf://{text}", download, token, progress)
-    except SourceError as error:
-        raise SourceError(
-            f"{escape(text)}: expected a file, or an id of the Hugging Face Hub; found no such file here, and of the "
-            f"Hub: {error}",
-            remedies=error.remedies,
-        ) from error
-
-
-def _remote(url: str, download: bool, token: str | bool | None, progress: Progress | None) -> Source:
     from mtp_extract.io.remote import open_remote
+    from mtp_extract.io.repository import neither
 
-    return open_remote(url, download=download, token=token, progress=progress)
+    try:
+        return open_remote(address, download=download, token=token, progress=progress)
+    except SourceError as error:
+        raise (neither(text, error) if address == f"hf://{text}" else error) from None
 
 
 def open_bundle(

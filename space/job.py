@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import FORMATS, SERVES, choose
-from mtp_extract.io.address import HubAddress, is_hub_id, is_hub_site, parse_address
+from mtp_extract.io.address import HubAddress, as_address, parse_address
 from mtp_extract.report.markdown import plain, table
 
 LARGEST = 2_000_000_000
@@ -56,12 +56,8 @@ def address_of(text: str) -> str:
         SourceError: it is something else, such as a path or another site.
     """
     text = text.strip()
-    if is_hub_site(text):
-        text = f"https://{text}"
-    elif is_hub_id(text):
-        text = f"hf://{text}"
-    if text.startswith(("hf://", "https://", "http://")):
-        address = parse_address(text, constants.ENDPOINT)
+    if (written := as_address(text)) is not None:
+        address = parse_address(written, constants.ENDPOINT)
         if isinstance(address, HubAddress):
             return address.name
     raise SourceError(

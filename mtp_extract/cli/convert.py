@@ -25,7 +25,11 @@ def command(
     *,
     directory: Annotated[
         Path,
-        About("What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf.", metavar="DIR"),
+        About(
+            "What mtp-extract wrote, in any format, tuned or not; an official assistant; or a .gguf; or its id on "
+            "the Hub.",
+            metavar="DIR",
+        ),
     ],
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
@@ -62,9 +66,11 @@ def command(
     if format is not None:
         checked_format(plan, format)
 
+    from mtp_extract.io.repository import checkpoint_path
     from mtp_extract.pipeline.check import with_record
     from mtp_extract.pipeline.conversion import convert
 
+    directory = checkpoint_path(directory)
     name = checked_format(plan, format, GEMMA4_MTP if format else architecture_of(with_record(directory)))
     with progress(quiet=print_json) as tick:
         result = convert(

@@ -36,7 +36,9 @@ def command(
     Of a .litertlm, say in one line whether it holds a drafter, which, and for which base; exit status 1 where it holds
     none.
     """
-    path = Path(plan.place)
+    from mtp_extract.io.repository import checkpoint_here
+
+    path = Path(checkpoint_here(plan.place, or_bundle=True))
     if not (path.is_dir() or path.suffix == ".gguf"):
         if wrong := given(context, *_PAIR):
             what = "is no drafter's directory. Extract one from a bundle first."

@@ -17,6 +17,7 @@ from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
 from mtp_extract.errors import either, escape, nearest
 from mtp_extract.io.place import check_place, files_of
+from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def command(
         raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
+    source = checkpoint_here(source, or_bundle=True)
     if base is not None and not Path(source).is_dir():
         raise typer.BadParameter("--base runs the checkpoint of a directory, and DIR is none. Extract it first.")
     wanted = {**({"*": types} if types else {}), **dict(map(_role_and_type, each))}

@@ -34,7 +34,7 @@ def command(
         str,
         About(
             "A .litertlm or a .tflite: a path, ORG/NAME[/FILE][@REVISION] of the Hugging Face Hub, or a URL; or a "
-            "checkpoint: a directory of any format, or a .gguf.",
+            "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
             metavar="SOURCE",
         ),
     ],
@@ -56,6 +56,9 @@ def command(
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
+    from mtp_extract.io.repository import checkpoint_here
+
+    source = checkpoint_here(source, or_bundle=True)
     is_checkpoint = os.path.isdir(source) or (source.endswith(_SINGLE) and os.path.isfile(source))
     if is_checkpoint or against is not None:
         if wrong := given(context, "graph", "section", "sliding_window"):

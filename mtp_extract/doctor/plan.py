@@ -17,7 +17,8 @@ class DoctorPlan:
     place: Annotated[
         str,
         About(
-            "A drafter's directory or .gguf; or a .litertlm, by path or address: does it hold one?", metavar="DIR|FILE"
+            "A drafter's directory, .gguf or id on the Hub; or a .litertlm, by path or address: does it hold one?",
+            metavar="DIR|FILE",
         ),
     ]
     base: Annotated[str | None, BASE] = None

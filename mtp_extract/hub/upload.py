@@ -23,10 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not in __all__
-    are_progress_bars_disabled,
     build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
     hf_raise_for_status,
     validate_repo_id,
 )
@@ -35,7 +32,7 @@ from xxhash import xxh3_128_hexdigest
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.hub.pairing import Pair, paired, sidecar_of
-from mtp_extract.io.http_library import HUB_STATUSES, hide_queries, http_library
+from mtp_extract.io.http_library import HUB_STATUSES, bars, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.pipeline.check import changed_card, files_in, verify
@@ -227,7 +224,7 @@ def upload(
     if dry_run and not beside:
         return UploadResult(repo_id, url, None, private, True, None, tuple(file.path for file in files), files, notes)
     secret = _token(token)
-    with _quiet(progress), _explained(repo_id, secret):
+    with bars(progress), _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         with watched(_PATIENCE, close_session):
@@ -338,18 +335,6 @@ def _verify(api: Any, repo_id: str, commit: str, files: tuple[HubFile, ...]) -> 
                 f"{file.size} bytes, SHA-256 {file.sha256}; found {entry.size} bytes, "
                 f"{entry.lfs.sha256 if entry.lfs else entry.blob_id}). Upload again."
             )
-
-
-@contextmanager
-def _quiet(progress: bool) -> Iterator[None]:
-    hidden = not progress and not are_progress_bars_disabled()
-    if hidden:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hidden:
-            enable_progress_bars()
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from mtp_extract.insert.fit import base_misfits, check_geometry
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike
+from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
@@ -85,6 +86,7 @@ def planned_insertion(
             has one.
         MtpExtractError: a source that cannot be read.
     """
+    source = checkpoint_here(source, or_bundle=True)
     with ExitStack() as stack:
         checkpoint = _checkpoint(source, stack)
         opened = stack.enter_context(open_bundle(bundle, section=section, signature=signature))

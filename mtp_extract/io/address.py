@@ -1,10 +1,9 @@
-"""What a user may write for a remote file, taken apart; and what to call a place where others read it."""
+"""What a user may write for a remote file, taken apart."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from mtp_extract.errors import SourceError, escape
@@ -141,9 +140,13 @@ def is_hub_id(text: str) -> bool:
     return found is not None and (bool(found["path"]) or not found["repository"].endswith(_MODEL_FILES))
 
 
-def is_hub_site(text: str) -> bool:
-    """Whether ``text`` is a URL of the Hub's site without its scheme, as some browsers show it."""
-    return text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS))
+def as_address(text: str) -> str | None:
+    """``text`` with its scheme, where it may be an address: an id, or a URL as some browsers show it, has none."""
+    if text.startswith(("hf://", "https://", "http://")):
+        return text
+    if text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
+        return f"https://{text}"
+    return f"hf://{text}" if is_hub_id(text) else None
 
 
 def _hub(text: str) -> HubAddress:
@@ -162,9 +165,3 @@ def _hub(text: str) -> HubAddress:
 
 def _kind(found: re.Match[str]) -> str:
     return (found["kind"] or "models").removesuffix("s")
-
-
-def public_name(place: str) -> str:
-    """What to call ``place`` where others read it: of a directory its name alone, as its place is its owner's."""
-    path = Path(place)
-    return path.resolve().name if path.is_dir() else place

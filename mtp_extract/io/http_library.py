@@ -153,3 +153,18 @@ def hide_queries() -> None:
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
     for name in (library, *parts, "huggingface_hub.utils._http"):
         logging.getLogger(name).addFilter(_HIDE)  # adding it twice adds it once
+
+
+@contextmanager
+def bars(shown: bool) -> Iterator[None]:
+    """Whether huggingface_hub shows its progress bars."""
+    from huggingface_hub import utils
+
+    hidden = not (shown or utils.are_progress_bars_disabled())  # type: ignore[attr-defined]  # public, not in __all__
+    if hidden:
+        utils.disable_progress_bars()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if hidden:
+            utils.enable_progress_bars()  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.tensor_file import described, differing, read_header, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, weights_of
+from mtp_extract.io.repository import is_cached
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import is_harmless, unexpected_in
 
@@ -199,7 +200,7 @@ def files_in(folder: Path) -> Iterator[str]:
             mode = path.lstat().st_mode
             if name.startswith(".") or stat.S_ISDIR(mode):
                 continue
-            if not stat.S_ISREG(mode):
+            if not stat.S_ISREG(mode) and not is_cached(path):
                 raise CheckpointError(
                     f"{escape(path)}: expected a regular file, found {_KINDS.get(stat.S_IFMT(mode), 'a device')}, "
                     "which is no part of a checkpoint. Put the file itself there, or move it elsewhere."

@@ -29,6 +29,7 @@ from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.graph.ledger import Activation
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
+from mtp_extract.io.repository import checkpoint_path, name_of
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.check import changed_card, files_in, verify, with_record
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
@@ -45,8 +46,9 @@ _READ = 1 << 18
 
 def default_directory(directory: str | os.PathLike[str], format: str) -> Path:  # noqa: A002
     """Where a result goes when the user does not say: ``NAME-FORMAT`` in the current directory."""
-    place = Path(directory).resolve()
-    return Path(f"{place.stem if place.is_file() else place.name}-{format}")
+    place = Path(directory)
+    name = name_of(place)
+    return Path(f"{Path(name).stem if place.is_file() else name}-{format}")
 
 
 def convert(
@@ -87,7 +89,8 @@ def convert(
     if format is None and engine is None:
         raise ValueError("format: expected one, or an engine to choose it by; found neither.")
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
-    place = with_record(Path(directory))
+    directory = checkpoint_path(directory)
+    place = with_record(directory)
     name = plan.choose(format, GEMMA4_MTP if format else architecture_of(place))
     choice = Choice.of(name, plan, overwrite=overwrite)
     target = Path(out) if out is not None else default_directory(directory, name)
@@ -136,7 +139,7 @@ class ReadDirectory:
         Raises:
             CheckpointError: it is damaged, or holds no drafter.
         """
-        directory = with_record(directory)
+        directory = with_record(checkpoint_path(directory))
         old = verify(directory, REPORT_FILES).record if (directory / RECORD).exists() else None
         if old is None:
             require_manifest(directory, REPORT_FILES)
@@ -166,7 +169,7 @@ class ReadDirectory:
             found: Mapping[str, Any] = self.old["source"]
             return found
         return {
-            "name": self.directory.resolve().name,
+            "name": name_of(self.directory),
             "size": sum(path.stat().st_size for path in self._weights),
             "kind": record.CHECKPOINT,
             "version": None,

@@ -23,7 +23,10 @@ class Setting:
 
     directory: Annotated[
         Path | None,
-        About("A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head.", metavar="[DIR]"),
+        About(
+            "A checkpoint that mtp-extract wrote, an official assistant, or an EAGLE-3 head; or its id on the Hub.",
+            metavar="[DIR]",
+        ),
     ]
     """None where a new EAGLE-3 head is to be made."""
     base: Annotated[str, BASE]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
-from mtp_extract.io.address import public_name
+from mtp_extract.io.repository import checkpoint_path, public_name
 from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
@@ -40,7 +40,8 @@ class ValidationPlan:
     """What to measure."""
 
     directory: Annotated[
-        Path | None, About("A checkpoint that mtp-extract wrote, or an official assistant.", metavar="DIR")
+        Path | None,
+        About("A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.", metavar="DIR"),
     ]
     """None for the sample, which is then extracted first."""
     base: Annotated[str | None, BASE] = None
@@ -122,6 +123,8 @@ def run_validation(plan: ValidationPlan, say: Say = lambda line: None, show: Sho
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     _check(plan)
+    own = None if plan.directory is None else checkpoint_path(plan.directory)
+    plan = replace(plan, directory=own, beside=tuple(map(checkpoint_path, plan.beside)))
     with ExitStack() as stack:
         directory = plan.directory
         if directory is None:

@@ -1,0 +1,127 @@
+"""A drafter's checkpoint by its id: which repository is one, what is fetched of it, and what it is called then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.first_pair import first_bundle
+from helpers.hub_server import HubServer
+
+import mtp_extract
+from mtp_extract.cli.inspect import app
+from mtp_extract.errors import MtpExtractError, SourceError
+from mtp_extract.io.repository import checkpoint_here, name_of
+from mtp_extract.pipeline.check import files_in, verify
+
+REPO = "org/gemma-mtp"
+
+
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("extracted") / "drafter"
+    mtp_extract.extract(first_bundle(), directory, codes=True)
+    return directory
+
+
+@pytest.fixture
+def published(hub: HubServer, extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The same on the Hub, and an empty folder to stand in."""
+    for name in files_in(extracted):
+        hub.add(REPO, name, (extracted / name).read_bytes(), lfs=name.endswith(".safetensors"))
+    hub.add(REPO, ".gitattributes", b"*.safetensors filter=lfs\n", lfs=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return hub
+
+
+@pytest.mark.parametrize("text", ["hf://ID@main", "URL/ID/tree/main"])
+def test_a_repository_is_a_directory(published: HubServer, text: str, extracted: Path) -> None:
+    place = Path(checkpoint_here(text.replace("ID", REPO).replace("URL", published.url())))
+    assert list(files_in(place)) == list(files_in(extracted))
+    assert verify(place).tensors == verify(extracted).tensors
+    assert name_of(place) == "gemma-mtp"
+    # As a Path has it, too.
+    assert checkpoint_here(Path(f"hf://{REPO}")) == str(place)
+
+
+def test_it_is_converted_as_the_directory_is(published: HubServer, extracted: Path, tmp_path: Path) -> None:
+    made = mtp_extract.convert(REPO, format="gguf")
+    assert made.directory == Path("gemma-mtp-gguf")
+    mtp_extract.convert(extracted, tmp_path / "gguf", format="gguf")
+    (ours,), (same,) = made.directory.glob("*.gguf"), (tmp_path / "gguf").glob("*.gguf")
+    assert (ours.name, ours.read_bytes()) == (same.name, same.read_bytes())
+
+
+def test_inspecting_tells_a_checkpoint_from_a_bundle(published: HubServer, capfd: pytest.CaptureFixture[str]) -> None:
+    def inspected() -> dict[str, Any]:
+        app(args=[REPO, "--json"], standalone_mode=False)
+        found: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return found
+
+    assert inspected()["extraction"]["layout"] == "transformers"
+    published.add(REPO, "gemma.litertlm", first_bundle().read_bytes())
+    assert inspected()["kind"] == "litertlm"
+    assert checkpoint_here(REPO, or_bundle=True) == REPO
+
+
+def test_one_gguf_beside_its_base(published: HubServer, extracted: Path, tmp_path: Path) -> None:
+    mtp_extract.convert(extracted, tmp_path / "gguf", format="gguf")
+    (weights,) = (tmp_path / "gguf").glob("*.gguf")
+    published.add("org/base-GGUF", "base-Q8_0.gguf", b"not to be fetched")
+    published.add("org/base-GGUF", weights.name, weights.read_bytes())
+    place = Path(checkpoint_here("org/base-GGUF"))
+    assert (place.name, place.read_bytes()) == (weights.name, weights.read_bytes())
+    assert name_of(place) == weights.name
+    assert not [request for request in published.requests if "base-Q8_0" in request.path]
+    assert Path(checkpoint_here(f"org/base-GGUF/{weights.name}")) == place
+    published.add("org/base-GGUF", "mtp-other-Q8_0.gguf", b"")
+    with pytest.raises(SourceError, match=r"expected a config\.json or one mtp-\*\.gguf, found 2: "):
+        checkpoint_here("org/base-GGUF")
+
+
+def test_a_folder_of_a_repository(published: HubServer, extracted: Path) -> None:
+    for name in files_in(extracted):
+        published.add("org/several", f"bf16/{name}", (extracted / name).read_bytes())
+    place = Path(checkpoint_here("org/several/bf16/"))
+    assert verify(place).tensors
+    assert name_of(place) == "bf16"
+
+
+def test_a_base_is_not_fetched(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_extract.io.repository._LARGEST", 1000)
+    published.requests.clear()
+    with pytest.raises(
+        SourceError, match=r"expected a drafter's checkpoint, found 0\.0 GB, which is more than any has"
+    ):
+        checkpoint_here(REPO)
+    assert not [request for request in published.requests if "/resolve/" in request.path]
+
+
+def test_what_is_neither(published: HubServer) -> None:
+    with pytest.raises(SourceError, match=r"org/gone: .*found no such file here, and of the Hub: .*no such repository"):
+        checkpoint_here("org/gone")
+    published.add("org/none", "a.bin", b"")
+    with pytest.raises(SourceError, match=r"expected a config\.json or one mtp-\*\.gguf, found a\.bin"):
+        checkpoint_here("org/none")
+    asked = len(published.requests)
+    assert checkpoint_here("gone") == "gone"
+    Path("org/gemma-mtp").mkdir(parents=True)
+    assert checkpoint_here(REPO) == REPO
+    assert len(published.requests) == asked
+
+
+def test_offline_the_cache_answers(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = checkpoint_here(REPO)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert checkpoint_here(REPO) == place
+
+
+def test_only_links_of_the_cache_are_followed(published: HubServer) -> None:
+    place = Path(checkpoint_here(REPO))
+    (place / "config.json").unlink()
+    (place / "config.json").symlink_to("/etc/hostname")
+    with pytest.raises(MtpExtractError, match=r"config\.json: expected a regular file, found a symbolic link"):
+        verify(place)
