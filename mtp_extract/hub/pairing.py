@@ -7,23 +7,18 @@ It goes by the names of a repository's files alone, as ``common_download_get_hf_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mtp_extract.errors import HubError, escape, few
-from mtp_extract.formats import is_called
-from mtp_extract.formats.gguf import FORMAT
 
-_GGUF = ".gguf"
-_DRAFTER = "mtp-"
-_NO_MODEL = ("mmproj", "imatrix", _DRAFTER, "eagle3-", "dflash-", "dspark-")
 _PRESET = "preset.ini"
 """What is read alone where it is there."""
+_DRAFTER = "mtp-"
+_NO_MODEL = ("mmproj", "imatrix", _DRAFTER, "eagle3-", "dflash-", "dspark-")
 _UNASKED = ("Q4_K_M", "Q8_0")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-\d{5}", re.IGNORECASE)
-_TAG = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
-_DIGITS = re.compile(r"\d+")
+_FILE = re.compile(r"(?P<stem>.+?)(?:-(?P<part>\d{5})-(?i:of)-\d{5})?\.gguf")
+_TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 
 @dataclass(frozen=True)
@@ -35,18 +30,6 @@ class Pair:
     drafter: str
 
 
-def sidecar_of(directory: Path, paths: Iterable[str]) -> str:
-    """Of the files of a checkpoint the one that llama.cpp finds beside a base.
-
-    Raises:
-        HubError: there is none: it is of another format.
-    """
-    for path in paths:
-        if is_called(path, FORMAT.weights_file):
-            return path
-    raise HubError(f"{escape(directory)}: expected a GGUF, as llama.cpp finds it, found none. Convert it first.")
-
-
 def paired(repo_id: str, held: Iterable[str], drafter: str) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
     """What llama.cpp takes once ``drafter`` lies beside the files ``held``, by no type and by those of the bases; and
     what to know of it.
@@ -54,55 +37,50 @@ def paired(repo_id: str, held: Iterable[str], drafter: str) -> tuple[tuple[Pair,
     Raises:
         HubError: no base is there, or none is taken with it.
     """
-    if _PRESET in held:
-        raise HubError(f"{repo_id}: holds a {_PRESET}, which llama.cpp reads in place of its files. Nothing was sent.")
     files = sorted({*held, drafter})
-    pairs = []
-    for tag in dict.fromkeys(["", *map(_tag, _models(files))]):
-        base = model_of(files, tag)
-        if base is not None and (found := drafter_of(files, base, tag)) is not None:
-            pairs.append(Pair(f"{repo_id}:{tag}" if tag else repo_id, base, found))
-    if not pairs:
-        raise HubError(
-            f"{repo_id}: expected the GGUF of a base, found {few(sorted(held)) or 'no files'}. Nothing was sent. "
-            "Upload the base first, or the drafter to a repository of its own."
-        )
+    pairs = [
+        Pair(f"{repo_id}:{tag}" if tag else repo_id, base, taken)
+        for tag in dict.fromkeys(["", *map(_tag, models_in(files))])
+        if (base := model_of(files, tag)) and (taken := drafter_of(files, base, tag))
+    ]
     ours = [pair.base for pair in pairs if pair.drafter == drafter]
-    if not ours:
+    if not ours or _PRESET in files:
+        others = few(dict.fromkeys(pair.drafter for pair in pairs))
+        found = f"{others}, which it takes instead" if others else few(sorted(held)) or "no files"
         raise HubError(
-            f"{repo_id}: expected llama.cpp to take {escape(drafter)} with a base there, found that it takes "
-            f"{few(dict.fromkeys(pair.drafter for pair in pairs))}. Nothing was sent. Remove that, or upload the "
-            "drafter to a repository of its own."
+            f"{repo_id}: expected the GGUF of a base with which llama.cpp takes {escape(drafter)}, found "
+            f"{f'a {_PRESET}, which it reads alone' if _PRESET in files else found}. Nothing was sent. Choose another "
+            "repository, or one of its own for the drafter."
         )
-    name = _plain(drafter.removeprefix(_DRAFTER).removesuffix(_GGUF).rpartition("-")[0])
+    name = _plain(drafter.removeprefix(_DRAFTER).rpartition("-")[0])
     odd = few(dict.fromkeys(base for base in ours if name not in _plain(base)))
     return tuple(pairs), (f"Is {odd} the base of {escape(drafter)}? llama.cpp does not look.",) if odd else ()
 
 
-def _models(files: Iterable[str]) -> Iterator[str]:
-    """Of a model in parts the first."""
-    for path in files:
-        if path.endswith(_GGUF) and not any(word in path.rpartition("/")[2] for word in _NO_MODEL):
-            shard = _SHARD.fullmatch(path.removesuffix(_GGUF))
-            if shard is None or int(shard[2]) == 1:
-                yield path
+def models_in(files: Iterable[str]) -> list[str]:
+    """What may be a base; of one in parts the first."""
+    return [
+        path
+        for path in files
+        if (file := _FILE.fullmatch(path)) is not None and int(file["part"] or 1) == 1
+        if not any(word in path.rpartition("/")[2] for word in _NO_MODEL)
+    ]
 
 
 def _tag(path: str) -> str:
-    stem = path.removesuffix(_GGUF)
-    shard = _SHARD.fullmatch(stem)
-    found = _TAG.search(shard[1] if shard else stem)
+    file = _FILE.fullmatch(path)
+    found = file and _TAG.search(file["stem"])
     return found[1].upper() if found else ""
 
 
 def _bits(tag: str) -> int:
-    found = _DIGITS.search(tag)
+    found = re.search(r"\d+", tag)
     return int(found[0]) if found else 0
 
 
 def model_of(files: Iterable[str], tag: str = "") -> str | None:
     """The base that is taken, as ``find_best_model``."""
-    models = list(_models(files))
+    models = models_in(files)
     for wanted in [tag] if tag else _UNASKED:
         for path in models:
             if re.search(f"{re.escape(wanted)}[.-]", path, re.IGNORECASE):
@@ -116,7 +94,7 @@ def drafter_of(files: Iterable[str], model: str, tag: str = "") -> str | None:
     found = [
         (-len(parts), not (tag and f"-{tag.upper()}." in path.upper()), abs(_bits(_tag(path)) - wanted), path)
         for path in files
-        if path.endswith(_GGUF) and _DRAFTER in path
+        if path.endswith(".gguf") and _DRAFTER in path
         if (parts := path.split("/")[:-1]) == folder[: len(parts)]
     ]
     # Of several alike the first that is listed.

@@ -31,7 +31,9 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
-from mtp_extract.hub.pairing import Pair, paired, sidecar_of
+from mtp_extract.formats import weights_of
+from mtp_extract.formats.gguf import FORMAT
+from mtp_extract.hub.pairing import Pair, paired
 from mtp_extract.io.http_library import HUB_STATUSES, bars, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.watchdog import LateError, watched
@@ -214,11 +216,13 @@ def upload(
     """
     _check_name(repo_id)
     files, notes = plan_upload(directory, card)
-    if beside:
-        if card.as_json():
-            raise HubError("The card of the base stays as it is. Leave out what a card is to say.")
-        sidecar = sidecar_of(Path(directory), (file.path for file in files))
+    sidecar = weights_of(FORMAT, (file.path for file in files)) if beside else None
+    if sidecar is not None:
         files = tuple(file for file in files if file.path == sidecar)
+    elif beside:
+        raise HubError(f"{escape(directory)}: expected a GGUF, as llama.cpp finds it, found none. Convert it first.")
+    if beside and card.as_json():
+        raise HubError("The card of the base stays as it is. Leave out what a card is to say.")
     url = f"{constants.ENDPOINT}/{repo_id}"
     pairs: tuple[Pair, ...] = ()
     if dry_run and not beside:
@@ -231,7 +235,7 @@ def upload(
             if not beside:
                 _ask_about_card(_card_text(files), secret)
             held = _repository_files(api, repo_id)
-            if beside:
+            if sidecar is not None:
                 pairs, notes = paired(repo_id, held or {}, sidecar)
                 held = {path: entry for path, entry in (held or {}).items() if path == sidecar}
             sent = _differing(repo_id, files, held or {}, force)

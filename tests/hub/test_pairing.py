@@ -82,10 +82,13 @@ def test_a_base_of_another_name_is_asked_about() -> None:
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ([], "expected the GGUF of a base, found no files"),
+        (
+            [],
+            "expected the GGUF of a base with which llama.cpp takes mtp-a-Q4_0.gguf, found no files. Nothing was sent",
+        ),
         (["model.safetensors", "mmproj-a-F16.gguf"], "found mmproj-a-F16.gguf, model.safetensors. Nothing was sent"),
-        (["a-Q8_0.gguf", "mtp-a-Q8_0.gguf"], "found that it takes mtp-a-Q8_0.gguf. Nothing was sent"),
-        (["a-Q8_0.gguf", "preset.ini"], "holds a preset.ini, which llama.cpp reads in place of its files"),
+        (["a-Q8_0.gguf", "mtp-a-Q8_0.gguf"], "found mtp-a-Q8_0.gguf, which it takes instead"),
+        (["a-Q8_0.gguf", "preset.ini"], "found a preset.ini, which it reads alone"),
     ],
 )
 def test_where_nothing_would_take_it(held: list[str], said: str) -> None:
