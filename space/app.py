@@ -90,12 +90,15 @@ def extract(
     """What came of it, the files, the card, under which name to publish it; and what the bundle holds is folded."""
     progress(0, desc="Reading its header")
     session, began = str(request.session_hash), time.monotonic()
+    folder = FOLDERS.new(session)
     try:
         asked = {"source": job.address_of(source), "token": token and token.token, "engine": engine}
-        asked |= {"format": job.format_for(format_, engine), "folder": str(FOLDERS.new(session))}
+        asked |= {"format": job.format_for(format_, engine), "folder": str(folder)}
         made = job.run("extract", asked, job.LONGEST_JOB, told_by(progress, "Fetching and writing"))
+        if FOLDERS.of(session) != folder:
+            raise mtp_extract.MtpExtractError("The page was left meanwhile. Nothing was kept.")
     except mtp_extract.MtpExtractError as error:
-        FOLDERS.remove(session)
+        FOLDERS.remove(session, folder)
         gone = gr.Accordion(visible=False)
         return refused(error), gr.Files([], visible=False), gone, "", gone, "", "", gr.Accordion()
     directory = Path(made["directory"])

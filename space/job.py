@@ -189,10 +189,10 @@ class Folders:
             return self._of.get(session)
 
     def remove(self, session: str, folder: Path | None = None) -> None:
-        """Remove the one that it has, or ``folder`` if that is still the one."""
+        """Remove the one that it has, or ``folder``: also one that a job has made again meanwhile."""
         with self._lock:
             had = self._of.get(session)
-            if had is None or folder not in (None, had):
-                return
-            del self._of[session]
-        shutil.rmtree(had, ignore_errors=True)
+            if folder in (None, had):
+                self._of.pop(session, None)
+        if (gone := folder or had) is not None:
+            shutil.rmtree(gone, ignore_errors=True)

@@ -153,6 +153,10 @@ def page(browser: webdriver.Chrome, url: str) -> Page:
     return Page(browser, url)
 
 
+def running() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
 def left(home: Path) -> list[Path]:
     return list((home / "tmp").glob("mtp-space-*"))
 
@@ -189,6 +193,21 @@ def test_extract_and_download(page: Page, home: Path) -> None:
     # Who leaves takes everything along.
     page.driver.get("about:blank")
     wait(lambda: left(home) == [])
+
+
+def test_who_leaves_while_it_runs_leaves_nothing(page: Page, hub: loopback.HubServer, home: Path) -> None:
+    hub.fault("storage", step=1 << 14, pause=0.05, times=99)
+    try:
+        page.write("#source", REPO)
+        page.press("#extract")
+        wait(lambda: left(home))
+        page.driver.get("about:blank")
+        wait(lambda: not left(home))
+        hub.faults.clear()
+        wait(lambda: str(HERE / "worker.py") not in running())
+        wait(lambda: not left(home))
+    finally:
+        hub.faults.clear()
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 1000), (390, 1300)])

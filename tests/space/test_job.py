@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.bounds import HANG
 from helpers.first_pair import first_bundle
 from helpers.hub_server import HubServer
 
@@ -86,14 +87,14 @@ def test_a_job_is_done_elsewhere(
     asked: dict[str, Any] = {"source": f"hf://{REPO}", "token": None}
     told: list[tuple[int, int]] = []
     more = {"folder": str(tmp_path / "out"), "format": "gguf", "engine": "llama.cpp"}
-    made = job.run("extract", asked | more, 60, lambda done, total: told.append((done, total)))
+    made = job.run("extract", asked | more, HANG, lambda done, total: told.append((done, total)))
     assert verify(Path(made["directory"])).tensors == 49
     assert any(0 < done <= total for done, total in told)
     assert "graph and checkpoint agree" in made["proof"][0]
     assert {request.authorization for request in hub.requests} == {None}
     monkeypatch.setattr(job, "LARGEST", 1000)
     with pytest.raises(MtpExtractError, match="Expected a drafter of up to 1e-06 GB"):
-        job.run("extract", asked | more, 60, print)
+        job.run("extract", asked | more, HANG, print)
 
 
 def test_its_time_is_up(job: ModuleType) -> None:
@@ -117,9 +118,10 @@ def test_folders_go(job: ModuleType) -> None:
     (first / "file").touch()
     second = folders.new("a")
     assert (first.exists(), second.exists(), other.exists()) == (False, True, True)
-    # The clock of one that was replaced leaves its successor alone.
+    # The clock of one that was replaced leaves its successor alone, and takes what a job has written there since.
+    first.mkdir()
     folders.remove("a", first)
-    assert folders.of("a") == second
+    assert (folders.of("a"), first.exists(), second.exists()) == (second, False, True)
     folders.remove("a")
     folders.remove("b")
     assert (folders.of("a"), second.exists(), other.exists()) == (None, False, False)
