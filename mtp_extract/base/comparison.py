@@ -33,7 +33,7 @@ from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insert.fit import differences
-from mtp_extract.io.source import Progress
+from mtp_extract.io.source import Progress, counter
 
 NOT_FOUND = "not found"
 _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)
@@ -140,14 +140,12 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = lambda do
     checkpoint = read_base(directory)
     base = find_base(opened)
     check_geometry(base, checkpoint)
-    total = sum(weight.stored.length for weight in checkpoint.weights.values())
-    done = 0
+    tick = counter(progress, sum(weight.stored.length for weight in checkpoint.weights.values()))
     verdicts = []
     with ThreadPoolExecutor(cores()) as pool:
         for match in matches(base, checkpoint):
             verdicts.append(_verdict(match, pool))
-            done += match.weight.stored.length if isinstance(match.weight, StoredWeight) else 0
-            progress(min(done, total), total)
+            tick(match.length)
     verdicts += [
         RoleVerdict(name, name, (), NOT_FOUND, why="the bundle has no place for this tensor")
         for name in checkpoint.unknown
@@ -184,7 +182,7 @@ def check_geometry(base: BundledBase, checkpoint: BaseCheckpoint) -> None:
     if wrong:
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
-            f"{'; '.join(wrong)}."
+            f"{'; '.join(wrong)}. Give the base that the bundle is of, or one tuned from it."
         )
 
 
@@ -209,6 +207,11 @@ class Match:
         ends = [place.columns[1] for place in self.places if place.columns is not None]
         shape = self.places[0].found.shape
         return (shape[0], max(ends)) if ends else shape
+
+    @property
+    def length(self) -> int:
+        """Bytes of the weight in the checkpoint; 0 where none lie there."""
+        return self.weight.stored.length if isinstance(self.weight, StoredWeight) else 0
 
     @property
     def problem(self) -> str:

@@ -27,14 +27,17 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, de
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.source import Progress, counter
 from mtp_extract.litertlm.writer import copied
 
 
 @contextmanager
 def planned_base_insertion(
-    directory: str | os.PathLike[str], bundle: str | os.PathLike[str]
+    directory: str | os.PathLike[str],
+    bundle: str | os.PathLike[str],
+    progress: Progress = lambda done, total: None,
 ) -> Iterator[InsertionPlan]:
-    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is.
+    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is; ``progress`` is of its weights.
 
     Raises:
         CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
@@ -49,14 +52,19 @@ def planned_base_insertion(
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)
+        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint, progress)
 
 
-def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint) -> InsertionPlan:
+def _plan(
+    inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint, progress: Progress
+) -> InsertionPlan:
     check_geometry(base, checkpoint)
     found = list(matches(base, checkpoint))
     with ThreadPoolExecutor(cores()) as pool:
-        decided = dict(zip((match.role for match in found), pool.map(_decided, found), strict=True))
+        tick, decided = counter(progress, sum(match.length for match in found)), {}
+        for match, each in zip(found, pool.map(_decided, found), strict=True):
+            decided[match.role] = each
+            tick(match.length)
     sites = [Site(place.model, place.found, decision) for place, decision in chain(*decided.values())]
     _require_places(sites)
     pieces = pieces_of(sites)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mtp_extract.options import About, ApiKey, Workloads
+from mtp_extract.options import SERVER, About, ApiKey, Baseline, ServedModel, Timeout, Workloads, check_baseline
 
 _LIMITED = ("ttft", "tpot", "e2el")
 _LIMIT = re.compile(rf"({'|'.join(_LIMITED)}):(\d+(?:\.\d+)?)(?:ms)?")
@@ -44,15 +44,10 @@ def limits_of(text: str) -> Mapping[str, float]:
 class BenchPlan:
     """What to measure, of which server; ``key`` is sent to both servers."""
 
-    url: Annotated[str, About("An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
-    baseline: Annotated[
-        str | None,
-        About("The same server started without a drafter; asked in turn with the first.", metavar="URL"),
-    ] = None
+    url: Annotated[str, SERVER]
+    baseline: Baseline = None
     prompts: Workloads = None
-    model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
-        None
-    )
+    model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=1)] = 128
     temperature: Annotated[float, About("0 is greedy; then texts are compared.", least=0)] = 0.0
@@ -82,5 +77,8 @@ class BenchPlan:
         ),
     ] = None
     warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0)] = 1
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
+    timeout: Timeout = 300.0
     chat_template: Annotated[bool, About("Send prompts as chats, or to be continued.")] = True
+
+    def __post_init__(self) -> None:
+        check_baseline(self.baseline, self.url)

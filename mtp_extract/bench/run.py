@@ -29,6 +29,7 @@ from mtp_extract.engines.answer import Answer
 from mtp_extract.engines.kinds import Counters, impossible
 from mtp_extract.engines.load import MOST_AT_A_TIME, load, poisson
 from mtp_extract.engines.server import Server
+from mtp_extract.evaluate.pace import Pace, Status
 from mtp_extract.evaluate.prompts import Prompt, prompts_or_shipped
 from mtp_extract.io.typed import fill
 from mtp_extract.options import check_values
@@ -36,6 +37,7 @@ from mtp_extract.options import check_values
 Say = Callable[[str], None]
 
 _FILLED = 4  # times that a window's requests fill what may be in flight
+_ASKING = "asking"
 _MOST_TURNS = 20  # where an interval is to get narrower
 
 
@@ -53,8 +55,10 @@ class Benchmark:
     repeats: int = 0  # prompts that repeat one before them, and were not asked
 
 
-def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
-    """Measure what ``plan`` asks for.
+def run_benchmark(
+    plan: BenchPlan, say: Say = lambda line: None, show: Callable[[Status], None] = lambda status: None
+) -> Benchmark:
+    """Measure what ``plan`` asks for; ``show`` is told after each window of both servers.
 
     Raises:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
@@ -70,10 +74,12 @@ def run_benchmark(plan: BenchPlan, say: Say = lambda line: None) -> Benchmark:
         firsts.setdefault(prompt.key, prompt)
     prompts = list(firsts.values())
     with ExitStack() as stack:
-        return replace(_measure(plan, prompts, say, stack), repeats=len(given) - len(prompts))
+        return replace(_measure(plan, prompts, say, show, stack), repeats=len(given) - len(prompts))
 
 
-def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitStack) -> Benchmark:
+def _measure(
+    plan: BenchPlan, prompts: Sequence[Prompt], say: Say, show: Callable[[Status], None], stack: ExitStack
+) -> Benchmark:
     urls = {"server": plan.url, **({"baseline": plan.baseline} if plan.baseline else {})}
     servers = {
         side: stack.enter_context(Server(url, model=plan.model, key=plan.key, timeout=plan.timeout))
@@ -87,15 +93,16 @@ def _measure(plan: BenchPlan, prompts: Sequence[Prompt], say: Say, stack: ExitSt
     found: dict[str, list[Window]] = {side: [] for side in servers}
     order = list(servers)
     parts, turns_at_once = _parts(prompts, plan)
+    pace = Pace({_ASKING: len(parts) * -(-plan.repeat // turns_at_once)}, show, {})
     turns = 0
     while turns < plan.repeat or _goes_on(plan, turns, found):
         several = range(turns, turns + min(turns_at_once, max(1, plan.repeat - turns)))
-        for number, part in enumerate(parts, 1):
-            say(f"turn {turns + 1}, {number} of {len(parts)}: {len(part) * len(several)} requests")
+        for part in parts:
             chosen = [(turn, index) for turn in several for index in part]
             for side in order:
                 found[side].append(_window(servers[side], prompts, chosen, plan, len(found[side]), begun))
             order.reverse()
+            pace.done(_ASKING)
         turns += len(several)
     windows = {side: tuple(done) for side, done in found.items()}
     pairs = _pairs(windows) if plan.temperature == 0 else []

@@ -9,7 +9,7 @@ from typing import Annotated
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.cli._options import AsJson, OverwriteReport
 from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing_unless, say, say_all, say_notes, table, write_json
+from mtp_extract.cli.terminal import doing_unless, progress_of, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.options import About
 
@@ -39,7 +39,8 @@ def command(
         check_place(out, overwrite=overwrite, inputs=(plan.prompts,), listed=BENCH_LISTED)
     if save is not None:
         check_place(save, overwrite=overwrite, inputs=(plan.prompts,))
-    found = run_benchmark(plan, doing_unless(print_json))
+    with progress_of("window", print_json) as show:
+        found = run_benchmark(plan, doing_unless(print_json), show)
     files = write_bench(found, out, overwrite=overwrite, inputs=(plan.prompts,)) if out is not None else []
     report = as_json(found)
     if save is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from mtp_extract.cli._drafter import say_proof
 from mtp_extract.cli._options import AsJson, SignatureKey
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
-from mtp_extract.cli.terminal import doing, progress, say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import doing_unless, progress, progress_of, say, say_notes, size, table, write_json
 from mtp_extract.errors import either, escape, nearest
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.repository import checkpoint_here
@@ -22,6 +22,7 @@ from mtp_extract.options import About, ChatTemplate
 
 if TYPE_CHECKING:
     from mtp_extract.insert.plan import InsertionPlan
+    from mtp_extract.io.source import Progress
 
 _TYPES = ("int8", "int4", "int2", "float32")
 _OF_DRAFTER = ("types", "each", "graph_from", "section", "signature", "base", "prompts")
@@ -45,7 +46,7 @@ def command(
         About("Put a Gemma 4 base, as transformers writes it, into BUNDLE instead.", metavar="CHECKPOINT"),
     ] = None,
     types: Annotated[
-        str | None, About(f"Store every matrix as {', '.join(_TYPES)}.", metavar="TYPE", choices=_TYPES)
+        str | None, About(f"Store every matrix as {either(_TYPES)}.", metavar="TYPE", choices=_TYPES)
     ] = None,
     each: Annotated[
         Sequence[str],
@@ -89,10 +90,12 @@ def command(
 
         if out is not None:
             check_place(out, overwrite=overwrite, inputs=(source, *files_of(base_weights)))
-        _carry_out(planned_base_insertion(base_weights, source), out, overwrite, print_json)
+        _carry_out(partial(planned_base_insertion, base_weights, source), out, overwrite, print_json)
         return
     if bundle is None:
         raise typer.BadParameter("name the BUNDLE that the weights of DIR go into.")
+    if Path(bundle).is_dir():
+        raise typer.BadParameter(f"{escape(bundle)}: expected a .litertlm. DIR comes first, then the BUNDLE.")
     if base is None and prompts is not None:
         raise typer.BadParameter("--prompts are for a base to continue: name it with --base.")
     source = checkpoint_here(source, or_bundle=True)
@@ -108,11 +111,13 @@ def command(
     if base is not None:
         from mtp_extract.validate.calibration import measure_ranges
 
-        ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=doing)
+        say_step = doing_unless(print_json)
+        with progress_of("batch", print_json) as show:
+            ranges = measure_ranges(source, base, prompts, chat_template=chat_template, say=say_step, show=show)
     planned = planned_insertion(
         source, bundle, types=wanted, ranges=ranges, graph_from=graph_from, section=section, signature=signature
     )
-    _carry_out(planned, out, overwrite, print_json)
+    _carry_out(lambda progress: planned, out, overwrite, print_json)
 
 
 def _role_and_type(text: str) -> tuple[str, str]:
@@ -125,11 +130,16 @@ def _role_and_type(text: str) -> tuple[str, str]:
 
 
 def _carry_out(
-    planned: AbstractContextManager[InsertionPlan], out: Path | None, overwrite: bool, print_json: bool
+    planned: Callable[[Progress], AbstractContextManager[InsertionPlan]],
+    out: Path | None,
+    overwrite: bool,
+    print_json: bool,
 ) -> None:
     """Show what is planned and write it to ``out``; None is a dry run."""
     result = None
-    with planned as plan:
+    with ExitStack() as stack:
+        with progress(quiet=print_json) as tick:
+            plan = stack.enter_context(planned(tick))
         if not print_json:
             _show_plan(plan)
         if out is not None:
@@ -152,6 +162,7 @@ def _show_plan(plan: InsertionPlan) -> None:
             before, after = decision.before.name, decision.storage.type.name
             types = before if before == after else f"{before} → {after}"
             rows.append([role, types, decision.how, f"{decision.error:.2g}"])
+    say("Each weight, what becomes of it, and how far what is stored is from the checkpoint (relative RMS error):")
     table(rows, ["role", "stored", "what", "error"])
     if plan.of_base:
         where = f"{size(plan.changed)} in {plan.written} places of {size(plan.size)}"

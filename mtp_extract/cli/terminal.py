@@ -21,7 +21,7 @@ from math import inf
 from typing import Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
-from mtp_extract.evaluate.pace import duration
+from mtp_extract.evaluate.pace import Status, duration
 from mtp_extract.io.source import Progress
 
 _BAR = 20
@@ -248,3 +248,15 @@ def progress_lines(quiet: bool = False) -> Iterator[Callable[[int, int, str], No
                 doing(line)
 
         yield update
+
+
+@contextmanager
+def progress_of(unit: str, quiet: bool = False) -> Iterator[Callable[[Status], None]]:
+    """How many of the ``unit`` of a measurement are done, and the time that is left, as :func:`progress_lines`."""
+    with progress_lines(quiet) as draw:
+
+        def show(status: Status) -> None:
+            left = "" if status.seconds_left is None else f", {duration(status.seconds_left)} left"
+            draw(status.done, status.total, f"{status.part}: {unit} {status.done} of {status.total}{left}")
+
+        yield show

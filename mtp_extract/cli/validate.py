@@ -14,7 +14,7 @@ from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import (
     doing_unless,
     error,
-    progress_lines,
+    progress_of,
     say,
     say_all,
     say_notes,
@@ -23,7 +23,6 @@ from mtp_extract.cli.terminal import (
     write_json,
 )
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluate.pace import Status, duration
 from mtp_extract.options import About
 from mtp_extract.validate.run import ValidationPlan, run_validation, sample_plan
 
@@ -48,7 +47,7 @@ def command(
     try:
         trees = plan.wanted
     except MtpExtractError as wrong:
-        raise typer.BadParameter(str(wrong)) from wrong
+        raise typer.BadParameter(f"--tree: {wrong}.") from wrong
     if (plan.directory is None) != sample:
         raise typer.BadParameter("name a DIR, or --sample; one of the two.")
     if sample and (plan.base or plan.source):
@@ -72,12 +71,7 @@ def command(
     inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
-    with progress_lines(print_json) as draw:
-
-        def show(status: Status) -> None:
-            left = "" if status.seconds_left is None else f", {duration(status.seconds_left)} left"
-            draw(status.done, status.total, f"{status.part}: batch {status.done} of {status.total}{left}")
-
+    with progress_of("batch", print_json) as show:
         found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
     report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.

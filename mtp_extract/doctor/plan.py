@@ -6,7 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.options import BASE, About, ApiKey, ChatTemplate, Device, Workloads
+from mtp_extract.options import (
+    BASE,
+    SERVER,
+    About,
+    ApiKey,
+    Baseline,
+    ChatTemplate,
+    Device,
+    ServedModel,
+    Timeout,
+    Workloads,
+    check_baseline,
+)
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 
 
@@ -22,19 +34,13 @@ class DoctorPlan:
         ),
     ]
     base: Annotated[str | None, BASE] = None
-    server: Annotated[
-        str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
-    ] = None
-    baseline: Annotated[
-        str | None, About("The same server started without a drafter: does it write the same?", metavar="URL")
-    ] = None
+    server: Annotated[str | None, SERVER] = None
+    baseline: Baseline = None
     log: Annotated[Path | None, About("What LiteRT-LM wrote while it answered the same prompts.", metavar="FILE")] = (
         None
     )
     prompts: Workloads = None
-    model: Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")] = (
-        None
-    )
+    model: ServedModel = None
     key: ApiKey = field(default=None, repr=False)
     max_tokens: Annotated[int, About("Most tokens of an answer.", least=8)] = 64
     temperature: Annotated[float, About("Of the answers; 0 is greedy.", least=0)] = 0.0
@@ -49,4 +55,7 @@ class DoctorPlan:
     chat_template: ChatTemplate = True
     device: Device = "auto"
     batch: Annotated[int, About("Texts at a time, in the reference.", least=1)] = 16
-    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
+    timeout: Timeout = 300.0
+
+    def __post_init__(self) -> None:
+        check_baseline(self.baseline, self.server)

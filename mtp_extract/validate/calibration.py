@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.evaluate.extras import require
+from mtp_extract.evaluate.pace import Pace, Status
 from mtp_extract.formats import format_of
 from mtp_extract.insert.activations import Range, Ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_TEXT, _DRAFTS = "the base's text", "drafting along it"
 _BATCH = 16
 _STEPS = 4  # drafts after each token: later ones start from the drafter's own state
 
@@ -29,18 +31,20 @@ def measure_ranges(
     device: str = "auto",
     chat_template: bool = True,
     say: Callable[[str], None] = lambda line: None,
+    show: Callable[[Status], None] = lambda status: None,
 ) -> Ranges:
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
     Args:
         prompts: a file as validation takes; by default about 100 of those that are shipped.
+        show: told after each batch of text, and after each text that was drafted along.
 
     Raises:
         MtpExtractError: a package is missing, the pair does not fit, or does not fit into memory.
     """
     require("torch", "transformers")
     from mtp_extract.drafter.load import load_drafter
-    from mtp_extract.evaluate.agreement import continue_greedily, measure_agreement
+    from mtp_extract.evaluate.agreement import Asked, continue_greedily, measure_agreements
     from mtp_extract.evaluate.base_model import load_base, memory_guard
     from mtp_extract.evaluate.prompts import encode_prompts, prompts_or_shipped
     from mtp_extract.speculate.generate import SpeculativeGenerator
@@ -59,14 +63,19 @@ def measure_ranges(
         before = seen.get(role, now)
         seen[role] = _joined(before[0], now[0]), _joined(before[1], now[1])
 
+    pace = Pace({_TEXT: -(-len(chosen) // _BATCH), _DRAFTS: len(chosen)}, show, {})
     matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
-        written = continue_greedily(generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH)
+        written = continue_greedily(
+            generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=partial(pace.done, _TEXT)
+        )
         hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        measure_agreement(generator.base, drafter, written, _STEPS, batch=1)
+        pace.begin()
+        done = partial(pace.done, _DRAFTS)
+        measure_agreements(generator.base, [Asked(drafter)], written, _STEPS, batch=1, done=done)
     for hook in hooks:
         hook.remove()
     return seen
