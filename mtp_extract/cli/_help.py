@@ -83,8 +83,8 @@ class Command(_Words, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
-            taken = " ".join(_argument(one) for one in self.params if one.param_type_name == "argument")
-            raise WrongUsage(f"expected no more than {taken or 'options'}, found {escape(rest[0])!r} beside.", ctx)
+            taken = " ".join(_argument(one).strip("[]") for one in self.params if one.param_type_name == "argument")
+            raise WrongUsage(f"expected no more than {taken}, found {escape(rest[0])!r} too. Leave it out.", ctx)
         return rest
 
 

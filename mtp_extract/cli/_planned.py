@@ -116,7 +116,7 @@ def _completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
 def _bounds(told: About) -> str:
     if told.least is None or told.most is None:
         return f"at least {told.least}" if told.least is not None else f"at most {told.most}" if told.most else ""
-    return f"{told.least} to {told.most}"
+    return f"{told.least:g} to {told.most:g}"
 
 
 def _limits(item: Any, default: Any, told: About) -> str:
@@ -149,9 +149,12 @@ def _value(name: str, hint: Any, given: Mapping[str, Any]) -> Any:
         return () if told is not None and value is None and _several(get_args(hint)[0]) and not told.parse else value
     if told.parse is not None:
         try:
-            return told.parse(value)
+            made = told.parse(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if isinstance(made, tuple) and (beyond := [one for one in made if not _within(told, one)]):
+            raise ValueError(f"{name}: expected {_bounds(told)}, found {beyond[0]}.")
+        return made
     kind = get_args(hint)[0]
     if _several(kind):
         return tuple(_read(name, _item(kind), told, one) for one in value)
@@ -173,12 +176,14 @@ def _read(name: str, item: Any, told: About, text: str) -> Any:
     except ValueError:
         value = float("nan")
     # A number that is none lies within no bounds.
-    if item in _WORDS and not (-inf if told.least is None else told.least) <= value <= (
-        inf if told.most is None else told.most
-    ):
+    if item in _WORDS and not _within(told, value):
         kind = f"{_WORDS[item]} {'of ' if _bounds(told) else ''}{_bounds(told)}".rstrip()
         raise ValueError(f"{name}: expected {kind}, found {escape(text)!r}.")
     return value
+
+
+def _within(told: About, value: float) -> bool:
+    return (-inf if told.least is None else told.least) <= value <= (inf if told.most is None else told.most)
 
 
 def _described(plan: Any) -> Iterator[tuple[str, Any, Any]]:

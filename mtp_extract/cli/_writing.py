@@ -33,7 +33,7 @@ def checked_format(plan: WritingPlan, format_: str | None, architecture: str = G
 
 def chosen_by(plan: WritingPlan, format_: str | None, name: str) -> list[str]:
     """What to say of a format that the user did not name."""
-    return [] if format_ or not plan.engine else [f"For {plan.engine}: the {name} format, {EVERY[name].about}"]
+    return [] if format_ or not plan.engine else [f"For {plan.engine}: the {name} format"]
 
 
 def show_written(result: ExtractionResult, print_json: bool, head: Sequence[str]) -> None:

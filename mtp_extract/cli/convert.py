@@ -36,6 +36,7 @@ def command(
         About(
             f"{FORMATS_ABOUT} {HEADS_ABOUT} By default what --for is best served with.",
             names=("--format",),
+            metavar="NAME",
             choices=(*CHOICES, *HEADS),
         ),
     ] = None,
@@ -95,8 +96,8 @@ def _head(record: Mapping[str, Any]) -> list[str]:
 
 
 _EXAMPLES = {
-    "gemma-4-E4B-it-mtp-drafter --format gguf": "For llama.cpp, with the bundle's own integers.",
-    "google/assistant --format mlx --quantize int4 -o mlx": "A published drafter, rounded to INT4, for mlx-vlm.",
+    "drafter --format gguf": "For llama.cpp; with the bundle's own integers where --codes kept them.",
+    "gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "A published drafter, rounded to INT4, for mlx-vlm.",
 }
 
 app = new_app(command, _EXAMPLES)

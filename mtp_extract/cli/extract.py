@@ -22,13 +22,18 @@ from mtp_extract.report.card import CardWords
 
 _USE = """\
 What was written, in an engine (the README.md in DIR says more):
-  transformers  model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))
-  vLLM          vllm serve BASE --speculative-config '{"method":"mtp","model":"DIR","num_speculative_tokens":4}'
-  SGLang        python -m sglang.launch_server --model-path BASE --speculative-algorithm NEXTN
-                --speculative-draft-model-path DIR --speculative-num-steps 5
-                --speculative-num-draft-tokens 6 --speculative-eagle-topk 1
-  mlx-vlm       python -m mlx_vlm generate --model BASE --draft-model DIR --draft-kind mtp --draft-block-size 4
-  llama.cpp     llama-server -m BASE.gguf -md DIR/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max 4
+  transformers  model.generate(**inputs,
+                assistant_model=AutoModelForCausalLM.from_pretrained("DIR"))
+  vLLM          vllm serve BASE --speculative-config
+                '{"method":"mtp","model":"DIR","num_speculative_tokens":4}'
+  SGLang        python -m sglang.launch_server --model-path BASE
+                --speculative-algorithm NEXTN --speculative-draft-model-path DIR
+                --speculative-num-steps 5 --speculative-num-draft-tokens 6
+                --speculative-eagle-topk 1
+  mlx-vlm       python -m mlx_vlm generate --model BASE --draft-model DIR
+                --draft-kind mtp --draft-block-size 4
+  llama.cpp     llama-server -m BASE.gguf -md DIR/mtp-*.gguf
+                --spec-type draft-mtp --spec-draft-n-max 4
 """
 
 
@@ -47,7 +52,11 @@ def command(
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
-        About(f"{FORMATS_ABOUT} By default what --for is best served with, or transformers.", choices=tuple(CHOICES)),
+        About(
+            f"{FORMATS_ABOUT} By default what --for is best served with, or transformers.",
+            metavar="NAME",
+            choices=tuple(CHOICES),
+        ),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,

@@ -89,7 +89,7 @@ def _show(result: UploadResult) -> None:
         say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
     else:
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
-    table([[file.path, size(file.size), file.sha256] for file in result.files], ["file", "size", "SHA-256"])
+    table([[file.path, size(file.size), f"{file.sha256[:16]}…"] for file in result.files], ["file", "size", "SHA-256"])
     if result.pairs:
         say("llama-server with --spec-type draft-mtp then takes")
         table([[pair.asked, pair.base, pair.drafter] for pair in result.pairs], ["-hf", "base", "drafter"])

@@ -186,7 +186,7 @@ def choose(name: str | None, engine: str | None, architecture: str = GEMMA4_MTP)
     loads = [known for known in serves.formats if name or EVERY[known].architecture == architecture]
     if not loads or (name is not None and name not in loads):
         what = f"loads {either(loads)}, and {name} is none of them" if loads else f"loads no {architecture}"
-        raise ValueError(f"engine {engine!r}: {what}.")
+        raise ValueError(f"engine {engine!r}: {what}. Leave one of the two out.")
     return name or loads[0]
 
 
@@ -206,15 +206,18 @@ def format_of(directory: Path) -> Format:
         if found.recognizes(directory):
             return found
     if not directory.exists():
-        raise CheckpointError(f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name")
+        raise CheckpointError(
+            f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name. Check the path; what "
+            "is on the Hugging Face Hub has to be downloaded first (hf download)."
+        )
     if directory.is_file():
         raise CheckpointError(
-            f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file; a bundle is to be "
-            "extracted first"
+            f"{escape(directory)}: expected a checkpoint's directory or a .gguf, found another file. Extract a "
+            "bundle's drafter first."
         )
     raise CheckpointError(
-        f"expected {' or '.join(dict.fromkeys(f.marker for f in formats))} in {escape(directory)}, found none of them; "
-        "give the directory an extraction wrote"
+        f"{escape(directory)}: expected {either(dict.fromkeys(f.marker for f in formats))} there, found none of them. "
+        "Give the directory of a drafter's checkpoint."
     )
 
 

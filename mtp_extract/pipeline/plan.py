@@ -27,7 +27,12 @@ class WritingPlan:
 
     engine: Annotated[
         str | None,
-        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(SERVES)),
+        About(
+            f"Choose the format by what is to serve the drafter: {either(SERVES)}.",
+            names=("--for",),
+            metavar="ENGINE",
+            choices=tuple(SERVES),
+        ),
     ] = None
     dtype: Annotated[
         str | None,
@@ -62,8 +67,12 @@ class WritingPlan:
         name = choose(format_, self.engine, architecture)
         listed = EVERY[name]
         if self.tokenizer is not None and not listed.tokenizer_inside:
-            raise ValueError(f"tokenizer: the {name} format has no room for one.")
+            having = either(key for key, one in FORMATS.items() if one.tokenizer_inside)
+            raise ValueError(f"tokenizer: the {name} format has no room for one. Choose {having}, or leave it out.")
         if self.dtype is not None and self.dtype not in listed.dtypes:
-            raise ValueError(f"dtype {self.dtype!r}: the {name} format is written in {either(listed.dtypes)}.")
+            held = either(listed.dtypes)
+            raise ValueError(
+                f"dtype {self.dtype!r}: the {name} format is written in {held}. Choose that, or another format."
+            )
         check_values(self)
         return name
