@@ -71,6 +71,11 @@ class Opened:
         """Sections of the bundle; empty for a bare model."""
         return self.bundle.sections if self.bundle else ()
 
+    @property
+    def is_model(self) -> bool:
+        """Whether the source begins as a TFLite model does."""
+        return self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER
+
     def model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
         """The TFLite model in ``section``, with the weights that belong to it; ``budget`` as for read_model."""
         if self.bundle is None:
@@ -145,7 +150,8 @@ class Opened:
         if not chosen:
             raise NoDrafterError(
                 f"{self.source.name}: expected a TFLite model in section {self.section}; the models are in sections "
-                f"{', '.join(str(s.index) for s in models) or 'none'}."
+                f"{', '.join(str(s.index) for s in models) or 'none'}. Leave it out to have the drafter found.",
+                remedies=("section",),
             )
         return chosen
 
@@ -204,8 +210,9 @@ class Opened:
         keys = ", ".join(escape(s.key) for s in found or model.signatures) or "none"
         if not found:
             raise NoDrafterError(
-                f"{model.region.source.name}: {model.region.what} has no signature "
-                f"{escape(self.signature or SIGNATURE)!r} (it has: {keys})."
+                f"{model.region.source.name}: expected the signature {escape(self.signature or SIGNATURE)} in "
+                f"{model.region.what}, found {keys}. Leave section and signature out, or give a file with a drafter.",
+                remedies=("section", "signature"),
             )
         if len(found) > 1:
             raise NoDrafterError(
@@ -215,7 +222,7 @@ class Opened:
         return found[0]
 
     def _bare(self) -> tuple[None, str, TfliteModel]:
-        if self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER:
+        if self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         return self._scan()
 

@@ -32,6 +32,8 @@ from difflib import get_close_matches
 
 LONGEST_NAME = 200
 MOST_NAMED = 5
+_NEAR = 0.65
+"""How like a name has to be to what was written, for it to be suggested."""
 
 
 class MtpExtractError(Exception):
@@ -125,5 +127,5 @@ def either(names: Iterable[object]) -> str:
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """For the end of a message: which of ``names`` was probably meant by ``name``; empty where none is near."""
-    found = get_close_matches(str(name).lower(), list(names), n=1)
+    found = get_close_matches(str(name).lower(), list(names), n=1, cutoff=_NEAR)
     return f" Did you mean {found[0]}?" if found else ""

@@ -37,7 +37,7 @@ def require_exact(holdings: Mapping[str, Holding], name: str) -> None:
     """
     changed = {role: holding for role, holding in holdings.items() if holding.rounded_to or holding.kept == NOTHING}
     if changed:
-        listed = "; ".join(f"{few(roles, _MOST_NAMED)} {what}" for what, roles in _grouped(changed).items())
+        listed = "; ".join(f"{few(roles, _MOST_NAMED)} ({what})" for what, roles in _grouped(changed).items())
         raise UnsupportedError(
             f"The {name} format cannot hold this drafter exactly: {listed}. Choose floats "
             "in F32, which the transformers format has, or a format that keeps scales in F32.",

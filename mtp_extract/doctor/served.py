@@ -109,7 +109,12 @@ def rate_in(log: Path) -> float:
     Raises:
         MtpExtractError: it says none.
     """
-    found = _RATE.findall(read_regular(log, _LARGEST_LOG))
+    try:
+        found = _RATE.findall(read_regular(log, _LARGEST_LOG))
+    except OSError as error:
+        raise MtpExtractError(
+            f"{escape(log)}: expected a log that can be read, found: {error.strerror}. Check the path."
+        ) from error
     try:
         rate = float(found[-1])
     except (IndexError, ValueError):

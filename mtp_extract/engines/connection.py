@@ -8,6 +8,7 @@ be offline, or hold what an application put there for the Hub.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -104,8 +105,9 @@ class Connection:
             remedies = ("timeout",) if content is not None else ()
             raise ServerError(f"expected an answer within {seconds:g} seconds", remedies=remedies) from None
         except aiohttp.ClientConnectorError as error:
-            reason = escape(error.strerror or error.os_error)
-            raise ServerError(f"the server cannot be reached: {reason}. {_REACH}.", remedies=("timeout",)) from None
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else escape(error.strerror or error.os_error)
+            raise ServerError(f"the server cannot be reached: {reason}. {_REACH}.") from None
         except (aiohttp.InvalidURL, UnicodeError):
             raise ServerError("this is not an address that can be requested") from None
         except (aiohttp.ClientError, ConnectionError):

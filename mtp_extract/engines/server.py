@@ -92,7 +92,10 @@ class Server:
         header, models = await self.get("/v1/models")
         entries = [entry for entry in listed(at(models, "data")) if isinstance(at(entry, "id"), str)]
         if not entries:
-            raise ServerError(f"{self.name}: expected an OpenAI-compatible server, found none that lists its models.")
+            raise ServerError(
+                f"{self.name}: expected an OpenAI-compatible server, found none that lists its models. Check its "
+                "address."
+            )
         self.kind = recognise(header, [entry.get("owned_by") for entry in entries])
         self.model = self._choose(model, entries)
         self.version = await self._version(header)
@@ -211,7 +214,10 @@ class Server:
     async def _page(self, path: str) -> tuple[str, Mapping[str, Any]]:
         async with self._connection.request(path, self._page_timeout) as response:
             if response.status == 404:
-                raise ServerError(f"expected an OpenAI-compatible server, found no {path} (404)")
+                raise ServerError(
+                    f"expected an OpenAI-compatible server, found no {path} (404). Give what stands before /v1 in its "
+                    "address"
+                )
             if response.status != 200:
                 raise await self._refused(response)
             return response.headers.get("server", ""), json_object(await self._body(response))

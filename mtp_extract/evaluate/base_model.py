@@ -75,7 +75,10 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     with memory_guard("loading the base"), _explained(name, local, "model"), quiet_transformers():
         if placed is None:
             found["device_map"] = "auto"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **found)
+        # What has another shape is refused below, by name; transformers would say that its log tells.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **found
+        )
         model, info = loaded
         _check_whole(name, model, info)
         model = (model if placed is None else model.to(placed)).eval().requires_grad_(False)
@@ -263,8 +266,8 @@ def _check_whole(name: str, model: Any, info: Mapping[str, Any]) -> None:
         PairError: a tensor is missing, has another shape, or is not finite.
     """
     wrong = [
-        f"{key.partition('_')[0]}: {few(sorted(map(_key, info[key])))}"
-        for key in ("missing_keys", "mismatched_keys")
+        f"{what}: {few(sorted(map(_key, info[key])))}"
+        for key, what in (("missing_keys", "missing"), ("mismatched_keys", "of another shape than its config says"))
         if info[key]
     ]
     tensors = (*model.named_parameters(), *model.named_buffers())

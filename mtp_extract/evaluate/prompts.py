@@ -120,13 +120,16 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
         text = read_regular(path, LARGEST).decode("utf-8-sig") if suffix in _FORMS else ""
         prompts = tuple(_whole(prompt) for prompt in rows(text, path) if prompt is not None)
     except OSError as error:
-        raise MtpExtractError(f"{escape(path)}: expected prompts in a file, found: {escape(error)}.") from error
+        raise MtpExtractError(
+            f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",
+            remedies=("prompts",),
+        ) from error
     except (ValueError, RecursionError, csv.Error) as error:
         raise MtpExtractError(
             f"{escape(path)}: expected {example}, found: {escape(error)}. Bring it into that form."
         ) from error
     if not prompts:
-        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Expected is {example}.")
+        raise MtpExtractError(f"{escape(path)}: expected at least one prompt, found none. Give {example}.")
     return prompts
 
 

@@ -320,7 +320,7 @@ def _differing(repo_id: str, files: tuple[HubFile, ...], held: Mapping[str, Any]
     other = sorted(set(held) - same - _HUB_OWN)
     if other and not force:
         raise HubError(
-            f"{repo_id}: the repository holds other content ({len(other)} files: {few(other)}). Nothing was sent. "
+            f"{repo_id}: the repository holds other files, {few(other)}. Nothing was sent. "
             "Choose another name, or write into it all the same: its history keeps what is replaced.",
             remedies=("force",),
         )

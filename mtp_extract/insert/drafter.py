@@ -29,6 +29,7 @@ from mtp_extract.errors import (
     UnsupportedError,
     either,
     escape,
+    few,
     nearest,
 )
 from mtp_extract.formats import read_checkpoint
@@ -156,7 +157,7 @@ def _plan(
     ranges: Ranges | None,
     added: bool,
 ) -> InsertionPlan:
-    notes = check_geometry(checkpoint.mtp, drafter.config)
+    notes = check_geometry(checkpoint.mtp, drafter.config, opened.source.name)
     if not added:
         # What was there before stays, fit or not.
         problems = base_misfits(opened, drafter)
@@ -242,7 +243,7 @@ def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:
         matching = [role for role in matrices if fnmatchcase(role, pattern)]
         if not matching:
             near = nearest(pattern, matrices)
-            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {', '.join(matrices)}.{near}")
+            raise UnsupportedError(f"{escape(pattern)}: expected a matrix, one of {few(matrices)}.{near}")
         found |= dict.fromkeys(matching, TYPES[name])
     static = {role.role for role in drafter.walk.roles if role.input is not None}
     if floats := sorted(role for role in static & found.keys() if found[role] is TensorType.FLOAT32):

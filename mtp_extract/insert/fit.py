@@ -16,8 +16,8 @@ _DECODE, _VERIFY = "decode", "verify"
 _CLOSE = 1e-6
 
 
-def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig) -> list[str]:
-    """Check that the weights of one drafter can stand in the graph of another; what is worth a note.
+def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
+    """Check that the weights of one drafter can stand in the graph of another, of ``name``; what is worth a note.
 
     The graph computes with its own constants (RoPE, epsilon, soft cap), so that what a checkpoint's config says
     otherwise would be lost.
@@ -27,8 +27,8 @@ def check_geometry(checkpoint: DrafterConfig, graph: DrafterConfig) -> list[str]
     """
     if wrong := differences(_compared(checkpoint, graph)):
         raise PairError(
-            f"the checkpoint does not fit the bundle's drafter, which has {'; '.join(wrong)}. Give a checkpoint of the "
-            "same geometry."
+            f"{name}: the checkpoint does not fit its drafter, which has {'; '.join(wrong)}. Give the checkpoint of a "
+            "drafter for this bundle."
         )
     notes = []
     own, cap = (f"of {c.final_logit_softcap:g}" if c.final_logit_softcap else "none" for c in (checkpoint, graph))

@@ -265,7 +265,7 @@ class RangedFile:
         if headers.get("content-type", "").startswith("text/html"):
             raise SourceError(f"{self.name}: expected a file, found an HTML page. Give the address of the file itself.")
         if not self._take_whole:
-            much = f" of {int(length) / 1e9:.1f} GB" if length else ""
+            much = f" of {max(int(length) / 1e6, 0.1):,.1f} MB" if length else ""
             raise NoRangesError(
                 f"{self.name}: expected a server of byte ranges, found one that sends whole files. Allow the download "
                 f"of the whole file{much}, or give the path of a copy.",

@@ -29,6 +29,7 @@ BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may go away by themselves."""
 
 _OFFLINE = "Unset it, or give the path of a local copy"
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _SECONDS = re.compile(r"[0-9]{1,9}")
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 
@@ -102,7 +103,7 @@ def _known_error(name: str, error: Exception) -> Exception | None:
     if isinstance(error, http.TimeoutException):
         return FaultError("the server does not answer in time", kind="unreachable")
     if isinstance(error, (http.ConnectError, http.ProxyError)):
-        return FaultError(f"the server cannot be reached: {escape(error)}", kind="unreachable")
+        return FaultError(f"the server cannot be reached: {_ERRNO.sub('', escape(error))}", kind="unreachable")
     if isinstance(error, http.RemoteProtocolError):
         return FaultError("the connection was lost, or what came over it is not HTTP")
     # Another thread's request may have ended the client: see `watched`.

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from mtp_extract.errors import OutputError
+from mtp_extract.io.place import shown
 
 
 def reserve(fd: int, size: int) -> None:
@@ -42,9 +43,15 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def output_error(path: Path, error: OSError) -> OutputError:
     """What to tell the user when writing ``path`` failed."""
-    return OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was kept.")
+    advice = "Make room there, or choose" if error.errno == errno.ENOSPC else "Choose"
+    return OutputError(
+        f"{shown(path)}: cannot be written: {error.strerror or error}. Nothing was kept. {advice} another place.",
+        remedies=("out",),
+    )
 
 
 def read_back_error(path: Path) -> OutputError:
     """What to tell the user when ``path`` does not hold what was written to it."""
-    return OutputError(f"{path}: what was written reads back differently. The disk may be failing; nothing was kept.")
+    return OutputError(
+        f"{shown(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
+    )

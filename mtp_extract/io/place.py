@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -37,6 +38,7 @@ Listed = Callable[[Path], Container[str]]
 """A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
 
 _LOCK, _NEW, _OLD = "lock", "new", "old"
+_STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
 _VERSIONED = ".git"
 _OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
 _OF_DOWNLOADS = tuple(
@@ -52,7 +54,7 @@ def listing(record: str, files: Container[str]) -> Listed:
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
-            why = f"exists and is no {Path(record).stem} of mtp-extract (it has no {record}), so it is not replaced."
+            why = f"exists and is none that mtp-extract wrote (it has no {record}), so it is not replaced."
             raise _refusal(place, why)
         return files
 
@@ -91,7 +93,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
     nearest = next(parent for parent in target.parents if os.path.lexists(parent))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
-        raise _refusal(target, f"{escape(nearest)} {why}.")
+        raise _refusal(target, f"{shown(nearest)} {why}.")
 
 
 @contextmanager
@@ -108,6 +110,7 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
     target, inputs = _absolute(place), tuple(inputs)
+    missing = [parent for parent in target.parents if not parent.exists()]
     try:
         _check(target, overwrite, inputs, listed)
         if listed is not None:
@@ -115,7 +118,7 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     except OSError as error:
         raise _cannot(target, "be created", error) from error
     try:
-        with _held(target) as stage:
+        with _removed_again(missing), _held(target) as stage:
             _check(target, overwrite, inputs, listed)
             new = stage / _NEW
             if listed is not None:
@@ -125,6 +128,18 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
             _put_in_place(new, target, stage / _OLD)
     except OSError as error:
         raise _cannot(target, "be written", error) from error
+
+
+@contextmanager
+def _removed_again(folders: Iterable[Path]) -> Iterator[None]:
+    """Around what may fail: then ``folders``, the innermost first, are removed as far as they are empty."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+        raise
 
 
 def _absolute(place: PathLike) -> Path:
@@ -148,8 +163,16 @@ def _is_there(path: Path) -> bool:
     return True
 
 
+def shown(path: Path) -> str:
+    """``path`` as a user knows it: where it is to be in the end, and from the current directory if it lies in there."""
+    path = Path(_STAGED.sub(r"/\1", str(path)))
+    with suppress(OSError, ValueError):
+        path = path.relative_to(Path.cwd())
+    return escape(path)
+
+
 def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
-    return OutputError(f"{escape(target)}: {why} {what_to_do}", remedies=("out",))
+    return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
 
 
 def _cannot(target: Path, what: str, error: OSError) -> OutputError:
@@ -161,7 +184,7 @@ def _cannot(target: Path, what: str, error: OSError) -> OutputError:
 
 def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> None:
     if listed is None and not target.parent.is_dir():
-        raise _refusal(target, f"there is no directory {escape(target.parent)}.", "Make it, or choose another place.")
+        raise _refusal(target, f"there is no directory {shown(target.parent)}.", "Make it, or choose another place.")
     for read in inputs:
         if read is not None and os.path.exists(read):
             for why in _conflicts(target, Path(read)):
@@ -183,7 +206,7 @@ def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None)
             raise _refusal(target, why, "Move that elsewhere, or choose another place.")
     if not overwrite:
         raise OutputError(
-            f"{escape(target)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
+            f"{shown(target)}: exists. Replace it, or choose another place.", remedies=("overwrite", "out")
         )
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, as_address, parse_address
@@ -108,10 +109,15 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
         api = HfApi(endpoint=constants.ENDPOINT, token=token)
         try:
             with faults(address.name), watched(_PATIENCE, close_session):
-                tree = api.list_repo_tree(
-                    address.repository, recursive=True, revision=address.revision, repo_type=address.kind
+                # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+                found: Any = api.repo_info(
+                    address.repository,
+                    revision=address.revision,
+                    repo_type=address.kind,
+                    files_metadata=True,
+                    timeout=_PATIENCE,
                 )
-                sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+                sizes = {one.rfilename: one.size or 0 for one in found.siblings or ()}
         except FaultError as fault:
             raise SourceError(f"{address.name}: {fault}. Run it again, or name the file's path here.") from fault
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}
@@ -192,5 +198,6 @@ def not_here(text: str) -> str:
     except OSError:
         names = []
     path = text.startswith(("/", ".", "~"))
+    what = nearest(name, names) or " Check the path."
     no_id = "" if path else "; nor is it ORG/NAME of the Hugging Face Hub, or a file in one, ORG/NAME/FILE"
-    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{nearest(name, names)}"
+    return f"{escape(text)}: cannot be opened: No such file or directory{no_id}.{what}"

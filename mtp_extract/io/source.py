@@ -166,7 +166,8 @@ class LocalSource(FileSource):
         try:
             self.fileno = regular_descriptor(local)
         except OSError as error:
-            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}.") from error
+            what = "Name a file in it" if local.is_dir() else "Check the path, and whether you may read it"
+            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}. {what}.") from error
         self.size = os.fstat(self.fileno).st_size
 
 

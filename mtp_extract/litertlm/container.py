@@ -52,6 +52,7 @@ _ITEM_STRING = 9
 
 HEADER_START = 32
 _LONGEST_HEADER = 1 << 24
+_AGAIN = "The file is damaged: fetch it again."
 _MOST_ELEMENTS = 1 << 16
 _SCAN_CHUNK = 1 << 23
 _MOST_CANDIDATES = 4096
@@ -146,7 +147,7 @@ def read_bundle(source: Source) -> Bundle:
             f"{source.name}: the header ends at byte {end}, but the file has {source.size}. Fetch it again."
         )
     if not HEADER_START + 8 <= end <= _LONGEST_HEADER:
-        raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be.")
+        raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be. {_AGAIN}")
     listed = Region(source, HEADER_START, end - HEADER_START, "the header")
     root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
     system, listing = root.table(0), root.table(1)
@@ -181,7 +182,7 @@ def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]
     for section in sections:
         if section.begin > section.end:
             raise FormatError(
-                f"{source.name}: {section.label} runs backwards, from byte {section.begin} to {section.end}."
+                f"{source.name}: {section.label} runs backwards, from byte {section.begin} to {section.end}. {_AGAIN}"
             )
         if section.end > source.size:
             raise TruncatedError(
@@ -189,13 +190,14 @@ def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]
                 "The download is incomplete: fetch it again."
             )
         if section.size and section.begin < header_end:
-            raise FormatError(f"{source.name}: {section.label} begins at byte {section.begin}, inside the header.")
+            raise FormatError(
+                f"{source.name}: {section.label} begins at byte {section.begin}, inside the header. {_AGAIN}"
+            )
     filled = sorted((s for s in sections if s.size), key=lambda s: s.begin)
     for first, second in pairwise(filled):
         if second.begin < first.end:
             raise FormatError(
-                f"{source.name}: {first.label} and {second.label} overlap at byte {second.begin}: "
-                "the header is damaged."
+                f"{source.name}: {first.label} and {second.label} overlap at byte {second.begin}. {_AGAIN}"
             )
 
 

@@ -84,7 +84,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     path = directory / RECORD
     if directory.is_file():
         raise CheckpointError(
-            f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a lone file."
+            f"{escape(directory)}: expected a directory that mtp-extract wrote, with {RECORD} in it, found a file. "
+            "Extract its drafter first."
         )
     record = read_object(path, "Expected a directory that mtp-extract wrote.")
     if record.get("format_version") != FORMAT_VERSION:
@@ -255,7 +256,10 @@ def verify_against(
         elif read_object(path) != json.loads(file.text):
             wrong.append(f"{file.name} says something else")
     if wrong:
-        raise CheckpointError(f"{own.directory}: differs from what {name} holds: {few(sorted(wrong), separator='; ')}.")
+        raise CheckpointError(
+            f"{own.directory}: differs from what {name} holds: {few(sorted(wrong), separator='; ')}. It may "
+            "be of another bundle, or have been changed since."
+        )
     return replace(own, against=name)
 
 

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
-from mtp_extract.errors import escape
+from mtp_extract.errors import ProofError, escape
 from mtp_extract.formats import architecture_of, format_of
 from mtp_extract.graph.ledger import Activation
 from mtp_extract.io.place import check_place, files_of
@@ -201,7 +201,10 @@ class ReadDirectory:
         done = [steps for steps in map(self.rounded_before, self.entries) if steps]
         if done:
             words = ", ".join(sorted({step for steps in done for step in steps}))
-            notes.append(f"Before this, {len(done)} weights had been rounded ({words}); that is not undone.")
+            notes.append(
+                f"Before this, {len(done)} weights had been rounded ({words}); that is not undone; extracted "
+                "in this format right away, they would not have been."
+            )
         if self.old is not None and changed_card(self.directory) is not None:
             notes.append(f"The card in {escape(self.directory)} was changed by hand; the new one is written anew.")
         return tuple(notes)
@@ -253,7 +256,15 @@ class ReadDirectory:
         source.prefetch()
         drafter = source.drafter(self.checkpoint.mtp.sliding_window)
         rounded = any(self.rounded_before(role) for role in self.entries) or bool(prepared.made)
-        return {**prove_converted(drafter, prepared, written, rounded=rounded).as_json(), "inherited": False}
+        try:
+            return {**prove_converted(drafter, prepared, written, rounded=rounded).as_json(), "inherited": False}
+        except ProofError as error:
+            role = str(error).partition(":")[0]
+            raise ProofError(
+                f"{escape(self.directory)}: expected what {source.source.name} computes, found another drafter (first "
+                f"at {role}). Give the bundle that it is of, or leave it out.",
+                remedies=("source",),
+            ) from error
 
 
 def _entries(old: Mapping[str, Any] | None, floats: Checkpoint) -> dict[str, Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from mtp_extract.checkpoint.holdings import holdings_of, notes_of, require_exact
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.record_fields import FORMAT_VERSION, check_extraction
 from mtp_extract.checkpoint.rounding import RoundedTensor, round_matrices
-from mtp_extract.errors import OutputError, UnsupportedError, escape
+from mtp_extract.errors import OutputError, UnsupportedError, either, escape
 from mtp_extract.formats import EVERY, format_named, variant_for
 from mtp_extract.io.place import Inputs, staged
 from mtp_extract.io.source import Progress, counter
@@ -115,11 +115,7 @@ class Choice:
         if rule not in rules:
             raise UnsupportedError(
                 f"The {name} format holds no codes that {rule} makes"
-                + (
-                    f", but those of {' and '.join(rules)}. Choose another rule."
-                    if rules
-                    else ". Choose another format."
-                ),
+                + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
                 remedies=("quantize",) if rules else ("format",),
             )
         rounded = round_matrices(checkpoint, rule, leave)

@@ -53,6 +53,7 @@ def inspect(
 
     Raises:
         UnsupportedError: ``section`` is not a TFLite section.
+        NoDrafterError: neither a bundle nor a model.
     """
     bundle = opened.bundle
     known = known_bundle(opened.source)
@@ -88,6 +89,8 @@ def inspect(
         drafter = opened.drafter(sliding_window)
         report["drafter"] = _drafter(drafter, tensors, graph)
     except NoDrafterError as error:
+        if bundle is None and not opened.is_model:
+            raise
         report["drafter"], report["no_drafter"] = None, str(error)
     except MtpExtractError as error:
         report["drafter"], report["problem"], problem = None, str(error), error
@@ -99,9 +102,17 @@ def _chosen(opened: Opened, index: int) -> TfliteModel:
     for section in opened.sections:
         if section.index == index:
             if section.data_type != TFLITE_MODEL:
-                raise UnsupportedError(f"{section.label} is of type {section.type_name}, not a TFLite model.")
+                raise UnsupportedError(
+                    f"{opened.source.name}: expected a TFLite model in {section.label}, found {section.type_name}. "
+                    "Choose another section.",
+                    remedies=("section",),
+                )
             return opened.model(section)
-    raise UnsupportedError(f"{opened.source.name} has no section {index}; it has {len(opened.sections)}.")
+    raise UnsupportedError(
+        f"{opened.source.name}: expected one of its {len(opened.sections)} sections, counted from 0, found {index}. "
+        "Look at all of them first.",
+        remedies=("section",),
+    )
 
 
 def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:

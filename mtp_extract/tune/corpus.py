@@ -109,7 +109,7 @@ class Corpus:
             MtpExtractError: too few prompts, or the base ends its texts at once.
         """
         setting, steps = pair.setting, pair.setting.draft_steps
-        sides, guards = _divided(setting)
+        sides, guards = divided(setting)
         writing = _writing(pair)
         # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
         guards = writing.fitting(guards)
@@ -155,8 +155,12 @@ class Corpus:
         )
 
 
-def _divided(setting: Setting) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
-    """By side; and shipped prompts that are not trained on, which show whether other workloads get worse."""
+def divided(setting: Setting) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
+    """By side; and shipped prompts that are not trained on, which show whether other workloads get worse.
+
+    Raises:
+        MtpExtractError: too few prompts.
+    """
     items = setting.items
     sides = {side: [item for item in items if side_of(item.source) == side] for side in (TRAINED, WATCHED, HELD_OUT)}
     held = {item.key for side in (WATCHED, HELD_OUT) for item in sides[side]}
@@ -173,8 +177,8 @@ def _divided(setting: Setting) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     if few:
         wanted = " and ".join(f"{_LEAST[side]} to be {side}" for side in few)
         raise MtpExtractError(
-            f"expected enough prompts for at least {wanted}, found {len(items)} prompts from "
-            f"{len({item.source for item in items})} sources, divided by a hash of where they come from; give more",
+            f"expected enough prompts for at least {wanted}, found {len(items)} from "
+            f"{len({item.source for item in items})} sources, which a hash of each source divides. Give more.",
             remedies=("prompts", "text"),
         )
     return sides, guards

@@ -109,7 +109,7 @@ def run_ordered_head(
 
     from mtp_extract.drafter.mtp import MtpDrafter
     from mtp_extract.evaluate.base_model import memory_guard
-    from mtp_extract.tune.corpus import Corpus
+    from mtp_extract.tune.corpus import Corpus, divided
     from mtp_extract.tune.kinds import OWN, Material
     from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.ordered import Kept, Reached, build_head, dense, head_of, ordered, ranks_of
@@ -118,6 +118,8 @@ def run_ordered_head(
     from mtp_extract.tune.verdict import Comparisons
     from mtp_extract.tune.writing import as_written, check_writable, ordered_record
 
+    # Too few prompts are no reason to load a base.
+    divided(plan.setting)
     pair = Pair(plan.setting, say, Demand(None, states=plan.most_states))
     if pair.share[1] > 1:
         raise MtpExtractError(f"expected one process to make an ordered head, found {pair.share[1]}; start only one")

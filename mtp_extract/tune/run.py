@@ -130,7 +130,7 @@ def run_tuning(
     require("torch", "transformers", "accelerate", "matplotlib")
     plan.check()
     from mtp_extract.evaluate.base_model import memory_guard
-    from mtp_extract.tune.corpus import Corpus
+    from mtp_extract.tune.corpus import Corpus, divided
     from mtp_extract.tune.memory import Demand
     from mtp_extract.tune.outcome import conclude
     from mtp_extract.tune.pair import Pair
@@ -138,6 +138,8 @@ def run_tuning(
     from mtp_extract.tune.writing import tuned_record
 
     new = plan.setting.directory is None
+    # Too few prompts are no reason to load a base.
+    divided(plan.setting)
     pair = Pair(plan.setting, say, Demand(plan.trained_mode, plan.recipe().objective, plan.draft_vocab))
     with memory_guard("tuning"), ExitStack() as stack:
         # What cannot be written is refused before anything is kept.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,4 +91,9 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Nothing was kept.
+        with suppress(OSError):
+            if os.listdir(folder) == [_LOCK]:
+                (folder / _LOCK).unlink()
+                folder.rmdir()
         lock.release()

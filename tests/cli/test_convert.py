@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.commands import run
+from helpers.commands import run, run_here
 from typer.testing import CliRunner
 
 from mtp_extract import extract
@@ -44,21 +44,15 @@ def test_json(extracted: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ([], 2, "--format"),
-        (["--format", "litert", "--dtype", "bf16"], 2, "the litert format is written in f32"),
         (["--format", "litert", "--quantize", "q3_k"], 2, "--quantize"),
-        (["--format", "mlx", "--for", "sglang"], 2, "--for 'sglang': loads transformers, compressed-tensors or eagle3"),
-        (["--for", "lm-studio"], 2, "--for 'lm-studio': LM Studio does not draft with a Gemma 4 drafter"),
         (["--for", "litert-lm"], 2, "put a drafter into the bundle"),
         (["--for", "lama.cpp"], 2, "Did you mean llama.cpp?"),
         (["--format", "litert", "--quantize", "q4_0"], 1, "(--format)"),
-        (["--format", "gguf", "--quantize", "q4_0"], 1, "every matrix has its codes. Leave it out (--quantize)."),
         (["--format", "gguf", "--quantize", "q4_0", "--exact"], 1, "(--exact, --quantize)"),
-        (["--format", "gguf", "--exact"], 1, "(--format transformers, --dtype f32)"),
     ],
 )
 def test_what_is_refused(extracted: Path, tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
-    result = run("convert", extracted, *arguments, "-o", tmp_path / "out")
+    result = run_here("convert", extracted, *arguments, "-o", tmp_path / "out")
     assert (result.returncode, result.stdout) == (status, "")
     assert said in " ".join(result.stderr.split())
     assert status == 2 or result.stderr.count("\n") == 1
@@ -137,7 +131,7 @@ def test_the_format_is_what_the_engine_is_served_best_with(
     result = RUNNER.invoke(convert.app, [str(extracted), "--for", engine, *named, "-o", str(tmp_path / "out")])
     assert result.exit_code == 0
     assert json.loads((tmp_path / "out" / "extraction.json").read_text())["layout"] == written
-    assert (f"For {engine}: the {written} format, {FORMATS[written].about}" in result.stdout) == (format_ is None)
+    assert (f"For {engine}: the {written} format" in result.stdout) == (format_ is None)
 
 
 def test_what_engines_load_is_what_formats_say() -> None:

@@ -419,8 +419,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.json({"url": f"{self.state.url()}/{name}"})
 
     def repo(self, name: str, repo: Repo, what: str, body: bytes) -> None:
-        if what in ("", "revision"):
-            self.json({"id": name, "sha": repo.commit, "private": repo.private, "siblings": []})
+        if what == "revision" and self.path.rpartition("/")[2] not in ("main", repo.commit):
+            self.refuse(404, "RevisionNotFound")
+        elif what in ("", "revision"):
+            listed = [{"rfilename": path} for path in repo.files]
+            self.json({"id": name, "sha": repo.commit, "private": repo.private, "siblings": listed})
         elif what == "tree":
             self.json(self.state.tree(repo))
         elif what == "paths-info":

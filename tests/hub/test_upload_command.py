@@ -61,13 +61,6 @@ def test_a_dry_run_then_the_upload(hub: HubServer, directory: Path, tmp_path: Pa
     assert again.stdout.splitlines()[-1] == f"{hub.url()}/org/drafter"
 
 
-def test_an_error_is_one_line(hub: HubServer, directory: Path, tmp_path: Path) -> None:
-    done = run(hub, tmp_path, str(directory), "someone/drafter")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == done.stderr.splitlines()
-
-
 def test_help_loads_nothing_heavy(hub: HubServer, tmp_path: Path) -> None:
     code = (
         "import sys; import mtp_extract.cli.upload; "

@@ -78,9 +78,7 @@ def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "--out"),
         (("-o", "x", "--dry-run"), "--out"),
-        (("--dry-run", "--types", "int3"), "'int3': expected int8, int4, int2 or float32. Did you mean int8?"),
         (("--dry-run", "--type", "lm_head"), "ROLE=TYPE"),
         (("--dry-run", "--prompts", "x.txt"), "--base"),
     ],

@@ -140,7 +140,7 @@ def test_what_is_no_file_stays(place: Path) -> None:
 
 def test_a_directory_of_another_kind_stays(place: Path, tmp_path: Path) -> None:
     (place / "record.json").unlink()
-    refused(place, r"is no record of mtp-extract \(it has no record\.json\)")
+    refused(place, r"is none that mtp-extract wrote \(it has no record\.json\)")
     refused(place / "weights", "not a directory")
     refused(place, "not a file", listed=None)
     refused(link(tmp_path / "link", place), "not a directory")

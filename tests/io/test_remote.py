@@ -350,7 +350,7 @@ def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
 
 def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with pytest.raises(NoRangesError, match=r"whole file of 0\.0 GB"):
+    with pytest.raises(NoRangesError, match=r"whole file of 3\.1 MB"):
         open_remote(URL)
 
 

@@ -59,7 +59,9 @@ def test_none_is_said_with_what_there_is(one: HubServer) -> None:
 
 
 def test_neither_file_nor_id(one: HubServer) -> None:
-    with pytest.raises(SourceError, match=r"org/gone: .*no such file here, and of the Hub: .*no such repository"):
+    with pytest.raises(
+        SourceError, match=r"^hf://org/gone: .*no such repository.* Nor is there a file org/gone here\.$"
+    ):
         open_source("org/gone")
     asked = len(one.requests)
     Path("gemma-4-E4B-it.litertlm").touch()

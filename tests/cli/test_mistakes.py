@@ -1,0 +1,242 @@
+"""Every mistake of ``mistakes.json``: one line that says what is wrong and what to do, a status, and nothing is left.
+
+``scripts/records.py`` makes ``docs/mistakes.md`` of the same file.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+from helpers.bases import base_with
+from helpers.commands import run_here
+from helpers.hub_fixtures import hub as bare_hub  # noqa: F401 - a fixture
+from helpers.hub_server import HubServer
+from helpers.make_bundle import Part, bundle, pack, set_buffer
+from helpers.make_drafter import plain_model
+from helpers.model_server import KEY, model_server
+
+from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import tensor_file
+
+SERVER = "http://localhost:8000"
+HUB = "https://huggingface.co"
+MISTAKES = Path(__file__).with_suffix(".json").with_stem("mistakes")
+NEED_TORCH = ("mtp-validate drafter --base", "mtp-validate gemma", "mtp-tune", "mtp-doctor drafter")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One call that fails.
+
+    Attributes:
+        what: was done wrong.
+        line: the command, in ``folder``.
+        says: what it prints behind "error: "; "…" stands for what is another with another file.
+        given: a fixture, for what is so around the command.
+        status: its exit status; 2 is wrong usage.
+    """
+
+    what: str
+    line: str
+    says: str
+    given: str = ""
+    status: int = 1
+
+
+@pytest.fixture(scope="module")
+def folder(sample: Path, base: Path, extracted: Path, widened: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands are called in."""
+    place = tmp_path_factory.mktemp("mistakes")
+    for name, path in (("gemma.litertlm", sample), ("widened.litertlm", widened), ("base", base)):
+        (place / name).symlink_to(path)
+    for name in ("drafter", "changed"):
+        shutil.copytree(extracted, place / name)
+    with (place / "changed" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x77")
+    for name in ("notes", "locked"):
+        (place / name).mkdir()
+    data = sample.read_bytes()
+    with open_bundle(sample) as opened:
+        embedder = next(data[s.begin : s.end] for s in opened.sections if s.model_type == "embedder")
+    loud = plain_model()
+    norm = next(t for t in loud.subgraphs[0].tensors if list(t.shape) == [8] and t.buffer)
+    set_buffer(loud, norm, np.array([1e6] * 8, "<f4").tobytes())
+    files: dict[str, bytes | str] = {
+        "notes/thesis.txt": "years",
+        "secret.litertlm": "secret",
+        "cut.litertlm": data[: len(data) // 2],
+        "damaged.litertlm": b"LITERTLM\1" + bytes(99),
+        "embedder.tflite": embedder,
+        "loud.tflite": pack(loud),
+        "without.litertlm": bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]),
+        "model.safetensors": (10).to_bytes(8, "little") + b'{"a":     ',
+        "model.gguf": b"GGUF\3\0\0\0" + bytes(64),
+        "page.litertlm": "<!doctype html><title>Sign in</title>",
+        "pointer.litertlm": "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+        "empty.litertlm": "",
+        "empty.txt": "",
+        "three.txt": "one\ntwo\nthree\n",
+        "wrong.json": '{"code": [',
+        "wrong.jsonl": '{"question": "a"}\n',
+        "wrong.csv": "question,answer\na,b\n",
+        "prompts.parquet": b"PAR1",
+    }
+    for name, content in files.items():
+        (place / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with zipfile.ZipFile(place / "gemma.task", "w") as archive:
+        archive.writestr("TF_LITE_PREFILL_DECODE", b"TFL3")
+    (place / "secret.litertlm").chmod(0)
+    (place / "locked").chmod(0o500)
+    tokenizer = [path for path in base.iterdir() if path.name.startswith("tokenizer")]
+    mixed = base_with(place / "mixed", hidden_size=128)
+    wide = place / "wide"
+    if find_spec("torch"):
+        from helpers.random_pairs import random_base
+
+        random_base(vocab_size=512, vocab_size_per_layer_input=512).save_pretrained(wide)
+    for path in tokenizer:
+        shutil.copy(path, mixed)
+        if wide.exists():
+            shutil.copy(path, wide)
+    return place
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, str]]:
+    with model_server("vLLM") as running:
+        yield running.url, SERVER
+
+
+@pytest.fixture
+def locked_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """One that wants a key."""
+    monkeypatch.setenv("OTHER_KEY", "sk-another")
+    with model_server("vLLM") as running:
+        running.key = KEY
+        yield running.url, SERVER
+
+
+@pytest.fixture
+def page() -> Iterator[tuple[str, str]]:
+    """A server of something else."""
+    with model_server("unknown") as running:
+        for path in ("/v1/models", "/gemma.litertlm"):
+            running.overrides[path] = lambda handler: handler.send(b"<html>Not Found</html>", "text/html", 404)
+        yield running.url, SERVER
+
+
+@pytest.fixture
+def hub(bare_hub: HubServer, sample: Path) -> tuple[str, str]:  # noqa: F811 - the fixture
+    for repository in ("org/one", "org/gated", "org/private"):
+        bare_hub.add(repository, "gemma.litertlm", sample.read_bytes())
+    for name in ("gemma-4-E2B-it.litertlm", "gemma-4-E2B-it-gpu.litertlm"):
+        bare_hub.add("org/two", name, b"LITERTLM")
+    bare_hub.add("org/none", "model.safetensors", b"x")
+    bare_hub.repos["org/gated"].gated = bare_hub.repos["org/private"].private = True
+    return bare_hub.url(), HUB
+
+
+@pytest.fixture
+def no_token(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.delenv("HF_TOKEN")
+    return hub
+
+
+@pytest.fixture
+def wrong_token(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    return hub
+
+
+@pytest.fixture
+def offline(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return hub
+
+
+@pytest.fixture
+def no_network(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    return hub
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+@pytest.fixture
+def ordinary_user(folder: Path) -> Iterator[None]:
+    """The superuser may read and write anything."""
+    if os.geteuid():
+        yield
+        return
+    for path in (folder, *folder.parents[:2]):
+        path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensor_file, "reserve", full)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
+
+
+def _cases() -> Iterator[object]:
+    for entry in chain.from_iterable(json.loads(MISTAKES.read_text("utf-8")).values()):
+        mistake = Mistake(**entry)
+        marks = [pytest.mark.torch] if mistake.line.startswith(NEED_TORCH) else []
+        yield pytest.param(mistake, id=mistake.line, marks=marks)
+
+
+@pytest.mark.parametrize("mistake", list(_cases()))
+def test_what_a_mistake_says(
+    mistake: Mistake, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    # No address that is not of a fixture is to be asked.
+    url, shown = (request.getfixturevalue(mistake.given) if mistake.given else None) or ("", "")
+    before = sorted((path, path.lstat().st_size) for path in folder.rglob("*"))
+    program, *arguments = shlex.split(mistake.line.replace(shown or SERVER, url or SERVER))
+    try:
+        done = run_here(program[4:] or "main", *arguments)
+    finally:
+        gc.enable()
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    lines = (done.stderr.replace(url, shown) if url else done.stderr).splitlines()
+    (said,) = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    assert re.fullmatch(".+".join(map(re.escape, mistake.says.split("…"))), said), said
+    assert done.returncode == mistake.status
+    # Behind wrong usage stands how it is called.
+    assert lines[-1].startswith("Usage: " if mistake.status == 2 else "error: ")
+    assert sorted((path, path.lstat().st_size) for path in folder.rglob("*")) == before
