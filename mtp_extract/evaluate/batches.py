@@ -12,7 +12,7 @@ from mtp_extract.speculate.result import Generation
 
 
 def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
-    """Indices in groups of similar length. Never a last group of one: some controls need two texts.
+    """Indices in groups of similar length. A last group of one joins the one before: some controls need two texts.
 
     Raises:
         MtpExtractError: ``batch`` is no number of at least 1.
@@ -20,7 +20,7 @@ def groups(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
     count("batch", batch, least=1)
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     made = [order[at : at + batch] for at in range(0, len(order), batch)]
-    if len(made) > 1 and len(made[-1]) == 1:
+    if batch > 1 and len(made) > 1 and len(made[-1]) == 1:
         alone = made.pop()
         made[-1] += alone
     yield from made

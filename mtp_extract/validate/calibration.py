@@ -63,18 +63,17 @@ def measure_ranges(
         before = seen.get(role, now)
         seen[role] = _joined(before[0], now[0]), _joined(before[1], now[1])
 
-    pace = Pace({_TEXT: -(-len(chosen) // _BATCH), _DRAFTS: len(chosen)}, show, {})
     matrices = [r.name for r in roles_of(format_of(folder).read_config(folder).num_layers) if r.kind == MATRIX]
     with memory_guard("running the base"):
         say(f"continuing {len(chosen)} prompts with the base alone")
+        pace = Pace({_TEXT: -(-len(chosen) // _BATCH)}, show, {})
         written = continue_greedily(
             generator, chosen, encoded, new_tokens=new_tokens, batch=_BATCH, done=partial(pace.done, _TEXT)
         )
         hooks = [drafter.get_submodule(name).register_forward_hook(partial(note, name)) for name in matrices]
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        pace.begin()
-        done = partial(pace.done, _DRAFTS)
+        done = partial(Pace({_DRAFTS: len(written.usable)}, show, {}).done, _DRAFTS)
         measure_agreements(generator.base, [Asked(drafter)], written, _STEPS, batch=1, done=done)
     for hook in hooks:
         hook.remove()
