@@ -1,8 +1,7 @@
 """What the commands do, as functions of ``mtp_extract``: the same arguments by the same names, typed results.
 
 Extracting, converting and uploading are functions of the library as they are; here are the others, which a command puts
-together. A function that takes ``**options`` takes the fields of the plan that its docstring names, which are the
-command's options: ``help`` lists them with their defaults, and a wrong name is a TypeError.
+together. Their arguments are the fields of the plans that their docstrings name, where each is explained.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 import inspect as python
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar
 
 from mtp_extract.base.comparison import BaseComparison, compare_base
-from mtp_extract.bench.plan import BenchPlan
-from mtp_extract.bench.run import Benchmark, run_benchmark
+from mtp_extract.bench.plan import Benching
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.evaluate.pace import silent
 from mtp_extract.insert.drafter import planned_insertion
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
-from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.io.place import PathLike, check_place, files_of, naming
 from mtp_extract.io.repository import checkpoint_here
 from mtp_extract.io.source import Progress
 from mtp_extract.pipeline import inspection
@@ -29,45 +29,45 @@ from mtp_extract.pipeline.check import Verification, verify, with_record
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.report.card import CardWords
 from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
 from mtp_extract.tune.setting import Setting
-from mtp_extract.tune.status import Status
-from mtp_extract.validate.run import ValidationPlan, run_validation
+from mtp_extract.validate.run import Validating, run_validation
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mtp_extract.bench.run import Benchmark
     from mtp_extract.tune.outcome import Outcome
+    from mtp_extract.tune.status import Status
     from mtp_extract.validate.result import Validation
 
 Say = Callable[[str], None]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _silent(what: object) -> None:
-    """Nobody asked to be told."""
+_P = ParamSpec("_P")
+_Asked = TypeVar("_Asked")
+_Found = TypeVar("_Found")
 
 
 def _nothing_shown(done: int, total: int) -> None:
-    """As :func:`_silent`, of bytes."""
+    """As :func:`~mtp_extract.evaluate.pace.silent`, of bytes."""
 
 
-def _options_of(*plans: type) -> Callable[[_Function], _Function]:
-    """Shows the fields of ``plans`` in a function's signature, in place of its ``**options``."""
+def _asking(
+    asked: Callable[Concatenate[Any, _P], _Asked],
+) -> Callable[[Callable[[_Asked], _Found]], Callable[Concatenate[PathLike, _P], _Found]]:
+    """A function whose arguments are the fields of the dataclass ``asked``, of which it is given one."""
 
-    def shown(function: _Function) -> _Function:
-        own = [one for one in python.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
-        names = {one.name for one in own}
-        more = {field.name: field for plan in plans for field in fields(plan) if field.name not in names}
-        parameters = [
-            python.Parameter(name, python.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for name, field in more.items()
-            if field.default is not MISSING
-        ]
-        function.__signature__ = python.Signature([*own, *parameters])  # type: ignore[attr-defined]
-        return function
+    def made(function: Callable[[_Asked], _Found]) -> Callable[Concatenate[PathLike, _P], _Found]:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> _Found:
+            return function(asked(*args, **kwargs))
 
-    return shown
+        called.__signature__ = python.signature(asked)  # type: ignore[attr-defined]
+        return called
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def insert(
     section: int | None = None,
     signature: str | None = None,
     overwrite: bool = False,
-    say: Say = _silent,
+    say: Say = silent,
     progress: Progress = _nothing_shown,
 ) -> InsertionResult | InsertionPlan:
     """Put the weights of a drafter's checkpoint into a bundle, whose other sections stay as they are.
@@ -183,34 +183,68 @@ def insert(
         return plan if out is None else plan.write(out, overwrite=overwrite, progress=progress)
 
 
-@_options_of(ValidationPlan)
-def validate(
-    directory: PathLike, *, report: PathLike | None = None, overwrite: bool = False, say: Say = _silent, **options: Any
-) -> Validation:
+@_asking(Validating)
+def validate(asked: Validating) -> Validation:
     """Whether a checkpoint is the drafter of its file (``source``), and whether it drafts what its base would say.
 
     Args:
         directory: what was extracted, or an official assistant.
         report: where to write the report; None for nowhere.
         overwrite: replace an older report.
-        options: fields of :class:`~mtp_extract.validate.run.ValidationPlan`.
+        say, show: told what is begun, and how far it is.
+
+    The others are explained in :class:`~mtp_extract.validate.run.ValidationPlan`.
 
     Raises:
         MtpExtractError: a part is missing, or does not fit.
     """
-    plan = ValidationPlan(Path(directory), **options)
-    inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
-    if report is not None:
-        check_place(Path(report), overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
-    found = run_validation(plan, say)
-    if report is not None:
+    to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": asked.inputs}
+    if asked.report is not None:
+        with naming("report"):
+            check_place(asked.report, **to, listed=REPORT_LISTED)
+    plan = asked if asked.directory is None else replace(asked, directory=Path(asked.directory))
+    found = run_validation(plan, asked.say, asked.show)
+    if asked.report is not None:
         from mtp_extract.validate.report.pages import write_report
 
-        write_report(found, Path(report), overwrite=overwrite, inputs=inputs)
+        write_report(found, Path(asked.report), **to)
     return found
 
 
-@_options_of(Setting, TuningPlan, HeadPlan)
+class TuneOptions(TypedDict, total=False):
+    """The fields of the plans of a training that have defaults."""
+
+    prompts: Path | None
+    text: Path | None
+    text_from: str | None
+    text_model: str | None
+    text_key: str | None
+    text_concurrency: int
+    text_timeout: float
+    text_unlike: bool
+    new_tokens: int
+    temperature: float
+    chat_template: bool
+    draft_steps: int
+    batch: int
+    states_memory: int
+    states_disk: int
+    seed: int
+    device: str
+    mode: str
+    objective: str
+    steps: int | None
+    anchors: int
+    learning_rate: float | None
+    draft_vocab: int
+    force: bool
+    overwrite: bool
+    card: CardWords
+    centroids: int | None
+    top_k: int | None
+    states: int | None
+
+
 def tune(
     directory: PathLike | None,
     out: PathLike | None = None,
@@ -218,10 +252,10 @@ def tune(
     base: str,
     work: PathLike | None = None,
     head: Literal["ordered"] | None = None,
-    say: Say = _silent,
-    progress: Callable[[Status], None] = _silent,
+    say: Say = silent,
+    progress: Callable[[Status], None] = silent,
     stop: Callable[[], bool] = lambda: False,
-    **options: Any,
+    **options: Unpack[TuneOptions],
 ) -> Outcome:
     """Fit a drafter to the base that it is served with; or make an ordered head for it, or a new EAGLE-3 head.
 
@@ -244,23 +278,15 @@ def tune(
     named = default_directory(drafter) if drafter is not None else Path(f"{Path(base).resolve().name}-eagle3")
     target = named if out is None else Path(out)
     place = Path(work) if work is not None else target.with_name(f"{target.name}.work")
-    of_setting = {field.name for field in fields(Setting)}
-    setting = Setting(drafter, base, place, **{key: options.pop(key) for key in of_setting & options.keys()})
+    of_setting, rest = {field.name for field in fields(Setting)}, dict[str, Any](options)
+    setting = Setting(drafter, base, place, **{key: rest.pop(key) for key in of_setting & rest.keys()})
     if head is not None:
-        return run_ordered_head(HeadPlan(setting, target, **options), say, progress)
-    return run_tuning(TuningPlan(setting, target, **options), say, progress, stop)
+        return run_ordered_head(HeadPlan(setting, target, **rest), say, progress)
+    return run_tuning(TuningPlan(setting, target, **rest), say, progress, stop)
 
 
-@_options_of(BenchPlan)
-def bench(
-    url: str,
-    *,
-    report: PathLike | None = None,
-    save: PathLike | None = None,
-    overwrite: bool = False,
-    say: Say = _silent,
-    **options: Any,
-) -> Benchmark:
+@_asking(Benching)
+def bench(asked: Benching) -> Benchmark:
     """How fast a running server is, with and without its drafter, and what comes of the drafts.
 
     Args:
@@ -268,23 +294,27 @@ def bench(
         report: where to write ``bench.json`` and its pages; None for nowhere.
         save: where to write the figures under the names that ``vllm bench serve`` has; None for nowhere.
         overwrite: replace an older report.
-        options: fields of :class:`~mtp_extract.bench.plan.BenchPlan`.
+        say, show: told what is begun, and how far it is.
+
+    The others are explained in :class:`~mtp_extract.bench.plan.BenchPlan`.
 
     Raises:
         ServerError: the server refuses, or says what makes no sense.
     """
     from mtp_extract.bench.report import BENCH_LISTED, as_json, write_bench
+    from mtp_extract.bench.run import run_benchmark
     from mtp_extract.bench.vllm import write_vllm
 
-    plan = BenchPlan(url, **options)
-    inputs = (plan.prompts,)
-    if report is not None:
-        check_place(Path(report), overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED)
-    if save is not None:
-        check_place(Path(save), overwrite=overwrite, inputs=inputs)
-    found = run_benchmark(plan, say)
-    if report is not None:
-        write_bench(found, Path(report), overwrite=overwrite, inputs=inputs)
-    if save is not None:
-        write_vllm(as_json(found), Path(save), overwrite=overwrite, inputs=inputs)
+    to: dict[str, Any] = {"overwrite": asked.overwrite, "inputs": (asked.prompts,)}
+    if asked.report is not None:
+        with naming("report"):
+            check_place(asked.report, **to, listed=BENCH_LISTED)
+    if asked.save is not None:
+        with naming("save"):
+            check_place(asked.save, **to)
+    found = run_benchmark(asked, asked.say, asked.show)
+    if asked.report is not None:
+        write_bench(found, Path(asked.report), **to)
+    if asked.save is not None:
+        write_vllm(as_json(found), Path(asked.save), **to)
     return found

@@ -132,7 +132,7 @@ class Opened:
             NoDrafterError: there is none.
             SourceError: the bytes cannot be had.
         """
-        typed = self._typed()
+        typed = self.chosen()
         section = typed[0] if len(typed) == 1 else self._locate[0]
         if section is None:
             self.source.prefetch(0, self.source.size)
@@ -141,8 +141,12 @@ class Opened:
             if part is not None:
                 self.source.prefetch(part.begin, part.size)
 
-    def _typed(self) -> list[Section]:
-        """The section asked for, or those that the header calls drafters."""
+    def chosen(self) -> list[Section]:
+        """The section asked for, or those that the header calls drafters.
+
+        Raises:
+            NoDrafterError: there is no such section, or no model in it.
+        """
         models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
         if self.section is None:
             return [s for s in models if s.model_type == MODEL_TYPE]
@@ -162,7 +166,7 @@ class Opened:
         return section, found_by, model, self._require_signature(model)
 
     def _in_bundle(self) -> tuple[Section | None, str, TfliteModel]:
-        typed = self._typed()
+        typed = self.chosen()
         self._only_one(typed)
         if typed:
             return typed[0], "model_type", self.model(typed[0])

@@ -92,8 +92,6 @@ ApiKey = Annotated[
     ),
 ]
 ServedModel = Annotated[str | None, About("As the server calls it; needed where it serves several.", metavar="NAME")]
-Timeout = Annotated[float, About("Seconds an answer may take.", least=0.1)]
-SERVER = About("An OpenAI-compatible server: http://localhost:8000.", metavar="URL")
 Baseline = Annotated[
     str | None, About("The same server started without a drafter, asked in turn with the first.", metavar="URL")
 ]
@@ -105,10 +103,11 @@ Device = Annotated[str, About("auto, cpu, cuda, cuda:N, mps, or balanced over al
 """See :func:`~mtp_extract.evaluate.base_model.load_base`."""
 BASE = About("The base model: a directory, or an id of the Hugging Face Hub.", names=("--base",), metavar="MODEL")
 ChatTemplate = Annotated[bool, About("Apply the base's chat template, if it has one.")]
+Replace = Annotated[bool, About("Replace an older report.")]
 Overwrite = Annotated[bool, About("Replace what is there, if it is such a checkpoint.")]
 
 
-def check_baseline(baseline: str | None, url: str | None) -> None:
+def check_other(baseline: str | None, url: str | None) -> None:
     """Raise ValueError where the baseline is the server itself."""
     if baseline is not None and url is not None and baseline.rstrip("/") == url.rstrip("/"):
         raise ValueError(f"baseline: expected another server than {escape(url)}, started without a drafter.")

@@ -8,14 +8,19 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import mtp_extract
+from mtp_extract.api import TuneOptions
 from mtp_extract.bench.plan import BenchPlan
 from mtp_extract.cli import module_of
 from mtp_extract.insert.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
+from mtp_extract.tune.head import HeadPlan
+from mtp_extract.tune.run import TuningPlan
+from mtp_extract.tune.setting import Setting
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
@@ -38,6 +43,8 @@ def test_a_function_has_the_arguments_of_its_command(name: str) -> None:
     arguments = set(python.signature(getattr(mtp_extract, name)).parameters)
     if name == "upload":
         arguments = {"repository" if argument == "repo_id" else argument for argument in arguments}
+    if name == "tune":
+        arguments |= set(TuneOptions.__annotations__)
     missing = {option for option in options - NOT_ARGUMENTS if not {option, OTHERWISE.get(option)} & arguments}
     assert not missing
 
@@ -59,6 +66,14 @@ def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
         mtp_extract.insert(made.directory, sample)
 
 
+def test_options_of_a_training_are_those_of_its_plans() -> None:
+    """By name and type, as type checkers and editors are told."""
+    plans = [get_type_hints(plan) for plan in (HeadPlan, TuningPlan, Setting)]
+    named = {"directory", "base", "work", "setting", "out"}
+    told = {name: kind for plan in plans for name, kind in plan.items() if name not in named}
+    assert get_type_hints(TuneOptions) == told | {"steps": int | None}
+
+
 def test_options_are_those_of_the_plan() -> None:
     shown = python.signature(mtp_extract.bench).parameters
     for field in fields(BenchPlan)[1:]:
@@ -77,7 +92,7 @@ def test_the_page_names_every_function_and_its_blocks_are_python() -> None:
 
 def test_the_package_alone_loads_nothing_heavy() -> None:
     code = (
-        "import sys, mtp_extract; dir(mtp_extract); mtp_extract.MtpExtractError; mtp_extract.extract\n"
+        "import sys, mtp_extract; dir(mtp_extract); mtp_extract.MtpExtractError; mtp_extract.bench\n"
         "assert not {'torch', 'transformers', 'matplotlib', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

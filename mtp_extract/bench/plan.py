@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.options import SERVER, About, ApiKey, Baseline, ServedModel, Timeout, Workloads, check_baseline
+from mtp_extract.evaluate.pace import Status, silent
+from mtp_extract.options import About, ApiKey, Baseline, Replace, ServedModel, Workloads, check_other
 
 _LIMITED = ("ttft", "tpot", "e2el")
 _LIMIT = re.compile(rf"({'|'.join(_LIMITED)}):(\d+(?:\.\d+)?)(?:ms)?")
@@ -44,7 +46,7 @@ def limits_of(text: str) -> Mapping[str, float]:
 class BenchPlan:
     """What to measure, of which server; ``key`` is sent to both servers."""
 
-    url: Annotated[str, SERVER]
+    url: Annotated[str, About("An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
     baseline: Baseline = None
     prompts: Workloads = None
     model: ServedModel = None
@@ -77,8 +79,21 @@ class BenchPlan:
         ),
     ] = None
     warm_up: Annotated[int, About("Requests to each server that are not measured.", least=0)] = 1
-    timeout: Timeout = 300.0
+    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
     chat_template: Annotated[bool, About("Send prompts as chats, or to be continued.")] = True
 
     def __post_init__(self) -> None:
-        check_baseline(self.baseline, self.url)
+        check_other(self.baseline, self.url)
+
+
+@dataclass(frozen=True)
+class Benching(BenchPlan):
+    """A benchmark, and what becomes of it: places to write to, and who is told how far it is."""
+
+    report: Annotated[Path | None, About("Write bench.json and pages of it there.", metavar="DIR")] = None
+    save: Annotated[
+        Path | None, About("Write the server's figures in the JSON of vllm bench serve too.", metavar="FILE")
+    ] = None
+    overwrite: Replace = False
+    say: Callable[[str], None] = silent
+    show: Callable[[Status], None] = silent

@@ -71,11 +71,11 @@ def _option(name: str, kind: Any, default: Any, told: About) -> tuple[inspect.Pa
     """As typer reads it: yes or no, or words; what they say is read here, so that what is wrong is said here."""
     item, several = _item(kind), _several(kind)
     flag, required = _flag(name), default is _REQUIRED
-    more: dict[str, Any] = {
-        "metavar": told.metavar or "|".join(told.choices) or _KINDS.get(item),
-        "show_default": False,
-    }
-    more["help"] = " ".join(part for part in (told.help, _limits(item, default, told)) if part)
+    stands = told.metavar or "|".join(told.choices) or _KINDS.get(item, "")
+    wide = len(stands) > _WIDEST
+    listed = f"One of {either(told.choices)}." if wide and told.choices[0] not in told.help else ""
+    more: dict[str, Any] = {"metavar": ("NAME" if wide else stands) or None, "show_default": False}
+    more["help"] = " ".join(part for part in (told.help, listed, _limits(item, default, told)) if part)
     if told.choices:
         more["autocompletion"] = _completing(told.choices)
     if required and not told.names:
@@ -96,6 +96,7 @@ def _option(name: str, kind: Any, default: Any, told: About) -> tuple[inspect.Pa
 
 _KINDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """What stands for a value whose field says nothing better."""
+_WIDEST = 40  # columns of choices
 _WORDS = {int: "a whole number", float: "a number"}
 
 

@@ -36,7 +36,6 @@ def command(
         About(
             f"{FORMATS_ABOUT} {HEADS_ABOUT} By default what --for is best served with.",
             names=("--format",),
-            metavar="NAME",
             choices=(*CHOICES, *HEADS),
         ),
     ] = None,

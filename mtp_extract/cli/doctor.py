@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._options import AsJson, Download, OverwriteReport
+from mtp_extract.cli._options import AsJson, Download
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run
-from mtp_extract.cli.terminal import doing_unless, say, say_all, say_notes, table, write_json
+from mtp_extract.cli.terminal import doing_unless, say, say_all, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import escape
-from mtp_extract.options import About
+from mtp_extract.options import About, Replace
 
 _PAIR = ("base", "server", "baseline", "log", "prompts", "out")
 """Options that a bundle has no use for."""
@@ -27,7 +27,7 @@ def command(
     out: Annotated[
         Path | None, About("Write doctor.json and pages of it there.", names=("--report",), metavar="DIR")
     ] = None,
-    overwrite: OverwriteReport = False,
+    overwrite: Replace = False,
     download: Download = False,
     print_json: AsJson = False,
 ) -> None:
@@ -61,13 +61,7 @@ def command(
     if print_json:
         write_json(report)
         return
-    say_all(report["verdict"])
-    for finding in report["findings"]:
-        say_all(f"Finding: {finding}")
-    for part in tables(report):
-        say(part.title)
-        table(part.rows, part.columns if any(part.columns) else ())
-    say_notes(report["notes"])
+    say_report(report, tables(report))
     if files:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 

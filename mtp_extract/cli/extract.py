@@ -52,11 +52,7 @@ def command(
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str | None,
-        About(
-            f"{FORMATS_ABOUT} By default what --for is best served with, or transformers.",
-            metavar="NAME",
-            choices=tuple(CHOICES),
-        ),
+        About(f"{FORMATS_ABOUT} By default what --for is best served with, or transformers.", choices=tuple(CHOICES)),
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,

@@ -14,15 +14,18 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from math import inf
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
 from mtp_extract.evaluate.pace import Status, duration
 from mtp_extract.io.source import Progress
+
+if TYPE_CHECKING:
+    from mtp_extract.report.columns import Table
 
 _BAR = 20
 """Columns of a bar."""
@@ -77,6 +80,17 @@ def say_notes(notes: Iterable[str]) -> None:
     """What is worth knowing and no error, a line each."""
     for note in notes:
         say_all(f"Note: {note}")
+
+
+def say_report(report: Mapping[str, Any], parts: Iterable[Table]) -> None:
+    """A verdict with its findings, its tables and its notes."""
+    say_all(report["verdict"])
+    for finding in report["findings"]:
+        say_all(f"Finding: {finding}")
+    for part in parts:
+        say(part.title)
+        table(part.rows, part.columns if any(part.columns) else ())
+    say_notes(report["notes"])
 
 
 def write_json(value: Any) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtp_extract.cli._options import AsJson, OverwriteReport
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import (
     doing_unless,
@@ -24,19 +23,14 @@ from mtp_extract.cli.terminal import (
 )
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.options import About
-from mtp_extract.validate.run import ValidationPlan, run_validation, sample_plan
+from mtp_extract.validate.run import Validating, run_validation, sample_plan
 
 # What a control means is said in a sentence.
 _LONGEST_TEXT = 1000
 
 
 def command(
-    plan: ValidationPlan,
-    out: Annotated[
-        Path | None,
-        About("Write report.html, .md and .json, pair.json and figures there.", names=("--report",), metavar="DIR"),
-    ] = None,
-    overwrite: OverwriteReport = False,
+    plan: Validating,
     sample: Annotated[bool, About("Validate the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
@@ -60,23 +54,25 @@ def command(
     from mtp_extract.evaluate.extras import require
 
     require("torch")
+    out = plan.report
+    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
     if out is not None:
         require("matplotlib")
 
-    from mtp_extract.io.place import check_place, files_of
+    from mtp_extract.io.place import check_place, naming
     from mtp_extract.report.tables import REPORT_LISTED
     from mtp_extract.validate.report.document import as_json
     from mtp_extract.validate.report.pages import write_report
 
-    inputs = (plan.directory, *plan.beside, plan.source, plan.prompts, *files_of(plan.base))
     if out is not None:
-        check_place(out, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED)
+        with naming("report"):
+            check_place(out, **to, listed=REPORT_LISTED)
     with progress_of("batch", print_json) as show:
         found = run_validation(sample_plan(plan) if sample else plan, doing_unless(print_json), show)
     report = as_json(found)
     # Before it is written: what took hours is then seen where a disk is full.
     (write_json if print_json else _show)(report)
-    files = write_report(found, out, overwrite=overwrite, inputs=inputs) if out is not None else []
+    files = write_report(found, out, **to) if out is not None else []
     if files and not print_json:
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
     if found.refuted:

@@ -6,19 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mtp_extract.options import (
-    BASE,
-    SERVER,
-    About,
-    ApiKey,
-    Baseline,
-    ChatTemplate,
-    Device,
-    ServedModel,
-    Timeout,
-    Workloads,
-    check_baseline,
-)
+from mtp_extract.options import BASE, About, ApiKey, Baseline, ChatTemplate, Device, ServedModel, Workloads, check_other
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS
 
 
@@ -34,7 +22,9 @@ class DoctorPlan:
         ),
     ]
     base: Annotated[str | None, BASE] = None
-    server: Annotated[str | None, SERVER] = None
+    server: Annotated[
+        str | None, About("An OpenAI-compatible server with that pair: http://localhost:8000.", metavar="URL")
+    ] = None
     baseline: Baseline = None
     log: Annotated[Path | None, About("What LiteRT-LM wrote while it answered the same prompts.", metavar="FILE")] = (
         None
@@ -55,7 +45,7 @@ class DoctorPlan:
     chat_template: ChatTemplate = True
     device: Device = "auto"
     batch: Annotated[int, About("Texts at a time, in the reference.", least=1)] = 16
-    timeout: Timeout = 300.0
+    timeout: Annotated[float, About("Seconds an answer may take.", least=0.1)] = 300.0
 
     def __post_init__(self) -> None:
-        check_baseline(self.baseline, self.server)
+        check_other(self.baseline, self.server)

@@ -87,6 +87,10 @@ class Pace:
         return self._seconds_a_batch(self._like[name]) if name in self._like else None
 
 
+def silent(what: object) -> None:
+    """Nobody asked to be told."""
+
+
 def duration(seconds: float) -> str:
     """For people: 1 h 20 min, 3 min 5 s, 12 s."""
     minutes, rest = divmod(round(seconds), 60)

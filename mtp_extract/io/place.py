@@ -118,7 +118,7 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
     except OSError as error:
         raise _cannot(target, "be created", error) from error
     try:
-        with _removed_again(missing), _held(target) as stage:
+        with _held(target) as stage:
             _check(target, overwrite, inputs, listed)
             new = stage / _NEW
             if listed is not None:
@@ -128,18 +128,22 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
             _put_in_place(new, target, stage / _OLD)
     except OSError as error:
         raise _cannot(target, "be written", error) from error
+    finally:
+        # Folders that were made for a result that is not there go, too.
+        if not os.path.lexists(target):
+            with suppress(OSError):
+                for folder in missing:
+                    folder.rmdir()
 
 
 @contextmanager
-def _removed_again(folders: Iterable[Path]) -> Iterator[None]:
-    """Around what may fail: then ``folders``, the innermost first, are removed as far as they are empty."""
+def naming(argument: str) -> Iterator[None]:
+    """Around what may refuse a place: the error says that it is to be changed by ``argument``."""
     try:
         yield
-    except BaseException:
-        with suppress(OSError):
-            for folder in folders:
-                folder.rmdir()
-        raise
+    except OutputError as error:
+        remedies = tuple(argument if name == "out" else name for name in error.remedies)
+        raise OutputError(str(error), remedies=remedies) from error
 
 
 def _absolute(place: PathLike) -> Path:

@@ -99,7 +99,6 @@ def _checkpoint_in(address: HubAddress, paths: Iterable[str]) -> list[str]:
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     """Path → bytes of all files of the repository that ``address`` names, or that lie in the folder it names."""
     from huggingface_hub import HfApi, close_session, constants
-    from huggingface_hub.hf_api import RepoFile
 
     if constants.HF_HUB_OFFLINE:
         folder = _snapshot(address)

@@ -259,11 +259,10 @@ class ReadDirectory:
         try:
             return {**prove_converted(drafter, prepared, written, rounded=rounded).as_json(), "inherited": False}
         except ProofError as error:
-            role = str(error).partition(":")[0]
+            found = f"found another drafter (first at {str(error).partition(':')[0]})"
+            message = f"{escape(self.directory)}: expected what {source.source.name} computes, {found}."
             raise ProofError(
-                f"{escape(self.directory)}: expected what {source.source.name} computes, found another drafter (first "
-                f"at {role}). Give the bundle that it is of, or leave it out.",
-                remedies=("source",),
+                f"{message} Give the bundle that it is of, or leave it out.", remedies=("source",)
             ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.llama import findings_of
-from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TfliteModel
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
@@ -52,8 +51,7 @@ def inspect(
         section: index of the TFLite section to describe instead of the drafter's.
 
     Raises:
-        UnsupportedError: ``section`` is not a TFLite section.
-        NoDrafterError: neither a bundle nor a model.
+        NoDrafterError: ``section`` is no TFLite section; or the source is neither a bundle nor a model.
     """
     bundle = opened.bundle
     known = known_bundle(opened.source)
@@ -81,7 +79,8 @@ def inspect(
         ],
     }
     if section is not None:
-        report["model"] = _model(_chosen(opened, section), tensors)
+        (chosen,) = replace(opened, section=section).chosen()
+        report["model"] = _model(opened.model(chosen), tensors)
         opened.source.confirm()
         return Inspection(report, None)
     problem: MtpExtractError | None = None
@@ -96,23 +95,6 @@ def inspect(
         report["drafter"], report["problem"], problem = None, str(error), error
     opened.source.confirm()
     return Inspection(report, problem)
-
-
-def _chosen(opened: Opened, index: int) -> TfliteModel:
-    for section in opened.sections:
-        if section.index == index:
-            if section.data_type != TFLITE_MODEL:
-                raise UnsupportedError(
-                    f"{opened.source.name}: expected a TFLite model in {section.label}, found {section.type_name}. "
-                    "Choose another section.",
-                    remedies=("section",),
-                )
-            return opened.model(section)
-    raise UnsupportedError(
-        f"{opened.source.name}: expected one of its {len(opened.sections)} sections, counted from 0, found {index}. "
-        "Look at all of them first.",
-        remedies=("section",),
-    )
 
 
 def _drafter(drafter: Shard, tensors: bool, graph: bool) -> dict[str, Any]:

@@ -27,12 +27,7 @@ class WritingPlan:
 
     engine: Annotated[
         str | None,
-        About(
-            f"Choose the format by what is to serve the drafter: {either(SERVES)}.",
-            names=("--for",),
-            metavar="ENGINE",
-            choices=tuple(SERVES),
-        ),
+        About("Choose the format by what is to serve the drafter.", names=("--for",), choices=tuple(SERVES)),
     ] = None
     dtype: Annotated[
         str | None,

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mtp_extract.errors import MtpExtractError, PairError, escape
 from mtp_extract.evaluate.extras import require
+from mtp_extract.evaluate.pace import Status, silent
+from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.repository import checkpoint_path, public_name
-from mtp_extract.options import BASE, About, ChatTemplate, Device, Workloads, check_values, whole_numbers
+from mtp_extract.options import BASE, About, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.trees import Tree
 from mtp_extract.validate.acceptance.drafting import MOST_STEPS, Wanted, parse_wanted
 
 if TYPE_CHECKING:
     from mtp_extract.drafter.load import Network
     from mtp_extract.evaluate.base_model import LoadedBase
-    from mtp_extract.evaluate.pace import Status
     from mtp_extract.evaluate.prompts import Prompt
     from mtp_extract.speculate.codec import Encoded
     from mtp_extract.speculate.generate import SpeculativeGenerator
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _MOST_SAMPLES = 4096
 
 Say = Callable[[str], None]
-Show = Callable[["Status"], None]
+Show = Callable[[Status], None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class ValidationPlan:
     chat_template: ChatTemplate = True
 
     @property
+    def inputs(self) -> tuple[PathLike | None, ...]:
+        """What is read, and so is not replaced."""
+        return self.directory, *self.beside, self.source, self.prompts, *files_of(self.base)
+
+    @property
     def wanted(self) -> Mapping[str, Wanted]:
         """The trees by name.
 
@@ -94,6 +100,18 @@ class ValidationPlan:
             MtpExtractError: one is none, or too large.
         """
         return dict(map(parse_wanted, self.trees))
+
+
+@dataclass(frozen=True)
+class Validating(ValidationPlan):
+    """A validation, and what becomes of it: a place to write to, and who is told how far it is."""
+
+    report: Annotated[
+        Path | None, About("Write report.html, .md and .json, pair.json and figures there.", metavar="DIR")
+    ] = None
+    overwrite: Replace = False
+    say: Say = silent
+    show: Show = silent
 
 
 def sample_plan(plan: ValidationPlan) -> ValidationPlan:

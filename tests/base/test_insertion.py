@@ -32,7 +32,9 @@ LAYER = f"{PREFIX}layers.0."
 
 
 def put(base: Path, bundle: Path, out: Path) -> InsertionResult:
-    with planned_base_insertion(base, bundle) as plan:
+    read = list[tuple[int, int]]()
+    with planned_base_insertion(base, bundle, lambda *bytes_read: read.append(bytes_read)) as plan:
+        assert read == sorted(read) and read[-1][0] == read[-1][1] > 0
         return plan.write(out)
 
 
