@@ -117,10 +117,10 @@ class PackedFormat(ABC):
         }
         if not packed:
             plain = any(tensor.scheme is None for tensor in matrices.values())
+            such = "Extract the bundle in this format or with its codes, round the matrices to such, or choose"
             raise UnsupportedError(
                 f"The {self.name} format is for matrices of integers, and this drafter has none that it holds. "
-                f"{'Round its matrices to such, or choose' if plain else 'Choose'} the transformers format, which the "
-                "same engines load.",
+                f"{such if plain else 'Choose'} the transformers format, which the same engines load.",
                 remedies=(*(("quantize",) if plain else ()), "format=transformers"),
             )
         if checkpoint.mtp.ordered_head is not None and HEAD in packed:

@@ -71,6 +71,9 @@ def folder(sample: Path, base: Path, extracted: Path, widened: Path, tmp_path_fa
     with (place / "changed" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x77")
+    shutil.copytree(extracted, place / "floats")
+    shutil.rmtree(place / "floats" / "codes")
+    (place / "floats" / "extraction.json").unlink()
     for name in ("notes", "locked"):
         (place / name).mkdir()
     data = sample.read_bytes()
