@@ -111,7 +111,7 @@ def test_both_loops_write_the_text_of_the_base_in_fewer_passes(run: Run) -> None
 def test_a_validation_is_read_from_its_report(
     run: Run, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_extract.validate.report.pages.draw_figures", lambda *_: [])
+    monkeypatch.setattr("mtp_extract.report.web.draw", lambda *_: [])
     printed = run("validate_pair", "--prompts", str(few), "--new-tokens", "8")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert report["proven"] and not report["refuted"]
@@ -127,7 +127,7 @@ def test_a_validation_is_read_from_its_report(
 
 def test_a_gguf_holds_the_integers_of_the_bundle_and_needs_no_torch(tmp_path: Path) -> None:
     """In a process where none of the extra ``validate`` can be imported."""
-    hidden = "sys.modules |= dict.fromkeys(('torch', 'transformers', 'safetensors', 'accelerate', 'matplotlib'))"
+    hidden = "sys.modules |= dict.fromkeys(('torch', 'transformers', 'accelerate', 'matplotlib'))"
     script = EXAMPLES / "convert_to_gguf.py"
     code = f"import runpy, sys; {hidden}; sys.argv = ['']; runpy.run_path({str(script)!r}, run_name='__main__')"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -207,8 +207,8 @@ def format_of(directory: Path) -> Format:
             return found
     if not directory.exists():
         raise CheckpointError(
-            f"{escape(directory)}: expected a checkpoint's directory, found nothing of that name. Check the path; what "
-            "is on the Hugging Face Hub has to be downloaded first (hf download)."
+            f"{escape(directory)}: expected a checkpoint's directory or an id of the Hugging Face Hub, found neither. "
+            "Check the path."
         )
     if directory.is_file():
         raise CheckpointError(

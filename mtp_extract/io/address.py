@@ -142,7 +142,7 @@ def is_hub_id(text: str) -> bool:
 
 def as_address(text: str) -> str | None:
     """``text`` with its scheme, where it may be an address: an id, or a URL as some browsers show it, has none."""
-    if text.startswith(("hf://", "https://", "http://")):
+    if "://" in text:
         return text
     if text.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
         return f"https://{text}"

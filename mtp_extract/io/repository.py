@@ -182,11 +182,7 @@ def is_cached(path: Path) -> bool:
 
 def neither(text: str, error: SourceError) -> SourceError:
     """``error`` of an id of the Hub that may have been meant as a path."""
-    return SourceError(
-        f"{escape(text)}: expected a file, or an id of the Hugging Face Hub; found no such file here, and of the "
-        f"Hub: {error}",
-        remedies=error.remedies,
-    )
+    return SourceError(f"{error} There is no file {escape(text)} here.", remedies=error.remedies)
 
 
 def not_here(text: str) -> str:

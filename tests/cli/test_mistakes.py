@@ -34,6 +34,7 @@ from helpers.model_server import KEY, model_server
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import tensor_file
+from mtp_extract.data import sample_bundle
 
 SERVER = "http://localhost:8000"
 HUB = "https://huggingface.co"
@@ -61,10 +62,10 @@ class Mistake:
 
 
 @pytest.fixture(scope="module")
-def folder(sample: Path, base: Path, extracted: Path, widened: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands are called in."""
     place = tmp_path_factory.mktemp("mistakes")
-    for name, path in (("gemma.litertlm", sample), ("widened.litertlm", widened), ("base", base)):
+    for name, path in (("gemma.litertlm", sample), ("other.litertlm", sample_bundle()), ("base", base)):
         (place / name).symlink_to(path)
     for name in ("drafter", "changed"):
         shutil.copytree(extracted, place / name)

@@ -419,10 +419,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.json({"url": f"{self.state.url()}/{name}"})
 
     def repo(self, name: str, repo: Repo, what: str, body: bytes) -> None:
-        if what == "revision" and self.path.rpartition("/")[2] not in ("main", repo.commit):
+        asked = urlsplit(self.path)
+        if what == "revision" and asked.path.rpartition("/")[2] not in ("main", repo.commit):
             self.refuse(404, "RevisionNotFound")
         elif what in ("", "revision"):
-            listed = [{"rfilename": path} for path in repo.files]
+            sizes = {
+                path: {"size": held.size} if "blobs" in asked.query else {} for path, (held, _) in repo.files.items()
+            }
+            listed = [{"rfilename": path, **size} for path, size in sizes.items()]
             self.json({"id": name, "sha": repo.commit, "private": repo.private, "siblings": listed})
         elif what == "tree":
             self.json(self.state.tree(repo))

@@ -59,9 +59,7 @@ def test_none_is_said_with_what_there_is(one: HubServer) -> None:
 
 
 def test_neither_file_nor_id(one: HubServer) -> None:
-    with pytest.raises(
-        SourceError, match=r"^hf://org/gone: .*no such repository.* Nor is there a file org/gone here\.$"
-    ):
+    with pytest.raises(SourceError, match=r"^hf://org/gone: .*no such repository.* There is no file org/gone here\.$"):
         open_source("org/gone")
     asked = len(one.requests)
     Path("gemma-4-E4B-it.litertlm").touch()
