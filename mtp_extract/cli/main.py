@@ -12,7 +12,7 @@ from mtp_extract.cli._help import Commands, epilog_of, settings, version_option
 from mtp_extract.cli._run import run
 
 _EXAMPLES = {
-    "extract gemma-4-E4B-it.litertlm": "The drafter, in a directory that transformers, vLLM, SGLang and mlx-vlm load.",
+    "extract gemma-4-E4B-it.litertlm": "The drafter, in a directory that transformers, vLLM and SGLang load.",
     "validate gemma-4-E4B-it-mtp-drafter --base google/gemma-4-E4B-it": "How many of its drafts the base takes.",
 }
 

@@ -269,6 +269,7 @@ def test_help_loads_nothing_heavy() -> None:
         program = text.partition(" [OPTIONS]")[0]
         said = text.partition("Examples:\n")[2].splitlines()
         assert len([line for line in said if line.startswith(f"  {program} ")]) == 2
+        assert max(map(len, text.splitlines())) <= 80
         # What typer calls things is no user's word.
         assert not re.search(r"<(str|int|path|float)|\{|x[<>]=", text.partition("Examples:")[0])
 
