@@ -110,8 +110,8 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
     target, inputs = _absolute(place), tuple(inputs)
-    missing = [parent for parent in target.parents if not parent.exists()]
     try:
+        missing = [parent for parent in target.parents if not parent.exists()]
         _check(target, overwrite, inputs, listed)
         if listed is not None:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -220,7 +220,7 @@ def test_sides_are_of_sources() -> None:
 def test_too_few_prompts(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("import os\nclass Foo\n")
-    with pytest.raises(MtpExtractError, match="found 2 prompts from 2 sources"):
+    with pytest.raises(MtpExtractError, match="found 2 from 2 sources"):
         run_tuning(plan(tmp_path / "out", prompts=few))
 
 
