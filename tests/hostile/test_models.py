@@ -310,7 +310,7 @@ CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
     "rope tiny": (_rope(1, 1e-40), UnsupportedError, "would need a theta"),
     "rope growing": (_rope(1, 2), UnsupportedError, "neither default nor proportional"),
     "rope nan": (_rope(1, float("nan")), FormatError, "not finite"),
-    "no signature": (lambda m: setattr(m, "signatureDefs", []), NoDrafterError, "expected the signature mtp_drafter in .*, found none"),
+    "no signature": (lambda m: setattr(m, "signatureDefs", []), NoDrafterError, "mtp_drafter in .*, found none"),
     "no subgraph": (lambda m: setattr(m, "subgraphs", []), FormatError, "no subgraph"),
     "signature without logits": (_signature(lambda s: _without(s.outputs, b"logits")), NoDrafterError, "'logits'"),
     "signature without projection": (
