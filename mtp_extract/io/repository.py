@@ -39,7 +39,8 @@ def file_of(address: HubAddress, token: str | bool | None = None) -> HubAddress:
     if found:
         listed = few((replace(address, path=path).name for path in found), most=20)
         raise SourceError(f"{address.name}: expected one {BUNDLE}, found {len(found)}. Name one of them: {listed}.")
-    raise SourceError(f"{address.name}: expected a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}.")
+    what = f"expected a {BUNDLE}, found none among {few(sorted(paths)) or 'no files'}"
+    raise SourceError(f"{address.name}: {what}. Name another, such as litert-community/gemma-4-E4B-it-litert-lm.")
 
 
 def checkpoint_path(source: str | os.PathLike[str]) -> Path:
