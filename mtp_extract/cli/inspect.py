@@ -88,7 +88,7 @@ def _hold_against(source: str, directory: str, download: bool, print_json: bool)
     """A bundle against a directory: a base's checkpoint, or a drafter's the other way round."""
     if not os.path.isdir(directory):
         raise typer.BadParameter(
-            f"--against: a bundle is held against the directory of a checkpoint, and {escape(directory)} is none. Name one."
+            f"--against: a bundle is held against a checkpoint's directory, and {escape(directory)} is none. Name one."
         )
     from mtp_extract.base.checkpoint import holds_drafter
     from mtp_extract.base.comparison import compare_base
