@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (partial(edit, vocab_size=1024), r"expected shape \[1024, 64\], found \[512, 64\]"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors"),
     "nothing": (lambda d: [path.unlink() for path in d.iterdir()], "found none of them"),
-    "no such directory": (shutil.rmtree, "found nothing of that name"),
+    "no such directory": (shutil.rmtree, "a checkpoint.s directory or an id of the Hugging Face Hub, found neither"),
 }
 
 
@@ -375,7 +375,7 @@ def _told(chain: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("nowhere", "found nothing of that name"), ("sample.litertlm", "Extract a bundle's drafter first")],
+    [("nowhere", "a checkpoint.s directory or an id of the Hugging Face Hub, found neither"), ("sample.litertlm", "Extract a bundle's drafter first")],
 )
 def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "sample.litertlm").symlink_to(sample)
