@@ -148,12 +148,13 @@ def tables() -> Rows:
 def inserting() -> Rows:
     """``mtp-insert``: every matrix of a drafter of E4B's shape moved, encoded and held against what it became."""
     from mtp_extract.insert.decision import decide
+    from mtp_extract.io.threads import in_turn
 
     numbers, planned, encoded = 0, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for role, constant, _, moved in constants(Path(folder)):
             start = time.process_time()
-            content = decide(role, constant, moved, "bf16").content
+            content = in_turn([decide(role, constant, moved, "bf16")])[0].content
             planned += time.process_time() - start
             encoded += cpu_seconds(partial(deque, content.produce(), maxlen=0))
             numbers += math.prod(constant.shape)

@@ -30,10 +30,10 @@ from mtp_extract.checkpoint.distance import (
 )
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
-from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insert.fit import differences
 from mtp_extract.io.source import Progress, counter
+from mtp_extract.io.threads import cores
 
 NOT_FOUND = "not found"
 _VERDICTS = (EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT, NOT_FOUND)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -17,27 +16,24 @@ from pathlib import Path
 
 from mtp_extract.base.checkpoint import BaseCheckpoint, read_base
 from mtp_extract.base.comparison import Match, check_geometry, matches
-from mtp_extract.base.places import BundledBase, Place, find_base
+from mtp_extract.base.places import BundledBase, Place, find_base, read_again
 from mtp_extract.bundle import MODEL_TYPE, Opened, open_bundle
-from mtp_extract.checkpoint.lazy import ConstantTensor
+from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
-from mtp_extract.checkpoint.tensor_file import cores
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
-from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, decide, require_ones
+from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, beside, decide, require_ones
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.io.source import Progress, counter
-from mtp_extract.litertlm.writer import copied
+from mtp_extract.io.threads import Turns, on_all_cores
+from mtp_extract.litertlm.writer import check_copied, copied
 
 
 @contextmanager
 def planned_base_insertion(
-    directory: str | os.PathLike[str],
-    bundle: str | os.PathLike[str],
-    progress: Progress = lambda done, total: None,
+    directory: str | os.PathLike[str], bundle: str | os.PathLike[str]
 ) -> Iterator[InsertionPlan]:
-    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is; ``progress`` is of its weights.
+    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is.
 
     Raises:
         CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
@@ -52,22 +48,15 @@ def planned_base_insertion(
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint, progress)
+        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)
 
 
-def _plan(
-    inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint, progress: Progress
-) -> InsertionPlan:
+def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint) -> InsertionPlan:
     check_geometry(base, checkpoint)
-    found = list(matches(base, checkpoint))
-    with ThreadPoolExecutor(cores()) as pool:
-        tick, decided = counter(progress, sum(match.length for match in found)), {}
-        for match, each in zip(found, pool.map(_decided, found), strict=True):
-            decided[match.role] = each
-            tick(match.length)
+    decided = _decide(matches(base, checkpoint))
     sites = [Site(place.model, place.found, decision) for place, decision in chain(*decided.values())]
     _require_places(sites)
-    pieces = pieces_of(sites)
+    layout, pieces = copied(opened.source, 0, opened.source.size), pieces_of(sites)
     notes = []
     if pieces and any(site.found.input is not None for site in sites):
         notes.append("Activations are quantized statically, with scales that were calibrated for the old weights.")
@@ -75,21 +64,22 @@ def _plan(
         notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
     def verify(path: Path) -> None:
+        # Graphs that are the same byte for byte have their constants where they were.
+        check_copied(path, replace(layout, pieces=(*layout.pieces, *pieces)))
         with open_bundle(path) as new:
-            written = find_base(new).places
-            found: dict[object, tuple[Place, Decision]] = {}
-            for role, each in decided.items():
-                for place, (_, decision) in zip(_with_constant(written.get(role, ())), each, strict=True):
-                    # What signatures share is compared once.
-                    found.setdefault((role, place.key, id(decision)), (place, decision))
-            check_written(path, ((place.stored, decision) for place, decision in found.values()))
+            found: dict[object, tuple[LazyTensor, Decision]] = {}
+            every = list(chain(*decided.values()))
+            for place, (_, decision) in zip(read_again((place for place, _ in every), new), every, strict=True):
+                # What signatures share is compared once.
+                found.setdefault((decision.role, place.key, id(decision)), (place.stored, decision))
+            check_written(path, found.values())
 
     return InsertionPlan(
         name=opened.source.name,
         decisions={
             role: tuple({id(decision): decision for _, decision in each}.values()) for role, each in decided.items()
         },
-        layout=copied(opened.source, 0, opened.source.size),
+        layout=layout,
         pieces=tuple(pieces),
         notes=tuple(notes),
         _source=opened.source,
@@ -99,40 +89,55 @@ def _plan(
     )
 
 
-def _with_constant(places: Sequence[Place]) -> list[Place]:
-    """``places`` whose weights were not folded away."""
-    return [place for place in places if place.found.tensor is not None]
-
-
-def _decided(match: Match) -> list[tuple[Place, Decision]]:
-    """What becomes of a role in each place that has a constant for it: one decision for those that hold the same.
+def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
+    """What becomes of each role in each place that has a constant for it: one decision for those that hold the same.
 
     Raises:
-        CheckpointError: the checkpoint lacks it.
-        UnsupportedError: it is not stored, and would have to be.
+        CheckpointError: the checkpoint lacks one.
+        UnsupportedError: one is not stored, and would have to be.
     """
-    role, weight = match.role, match.weight
-    if weight is None:
-        raise CheckpointError(f"{role}: the bundle's base has this weight, and {match.problem}.")
+    keyed: dict[str, list[tuple[Place, object]]] = {}
+    jobs: dict[object, Turns[Decision]] = {}
+    groups: dict[object, list[object]] = defaultdict(list)
+    for match in found:
+        weight, places = _required(match)
+        dtype = common_dtype([weight] if isinstance(weight, StoredWeight) else [])
+        # A graph does not multiply by what was 1 when it was exported.
+        if len(places) < max(len(match.places), 1):
+            require_ones(match.role, match.shape, weight, dtype)
+        keyed[match.role] = [(place, (match.role, place.key)) for place in places]
+        for place, key in keyed[match.role]:
+            if key not in jobs:
+                part = place.part_of(weight)
+                jobs[key] = _decided(match.role, place, part, dtype)
+                groups[beside(part) or key].append(key)
+    # Tables beside each other are most of a base: they decide when the last thread ends.
+    order = sorted(groups.values(), key=len, reverse=True)
+    made = on_all_cores([jobs[key] for key in keys] for keys in order)
+    decisions = dict(zip(chain(*order), chain(*made), strict=True))
+    return {role: [(place, decisions[key]) for place, key in each] for role, each in keyed.items()}
+
+
+def _required(match: Match) -> tuple[LazyTensor, list[Place]]:
+    """The weight of a role, and the places whose constants it did not become part of.
+
+    Raises:
+        CheckpointError, UnsupportedError: as :func:`_decide`.
+    """
+    if match.weight is None:
+        raise CheckpointError(f"{match.role}: the bundle's base has this weight, and {match.problem}.")
     if match.problem:
-        raise UnsupportedError(f"{role}: {match.problem}. Give a checkpoint of the same geometry.")
-    dtype = common_dtype([weight] if isinstance(weight, StoredWeight) else [])
-    places = _with_constant(match.places)
-    # A graph does not multiply by what was 1 when it was exported.
-    if len(places) < max(len(match.places), 1):
-        require_ones(role, match.shape, weight, dtype)
-    decisions: dict[object, Decision] = {}
-    decided = []
-    for place in places:
-        if (key := place.key) not in decisions:
-            stored = place.stored
-            assert isinstance(stored, ConstantTensor)
-            decision, old = decide(role, stored, place.part_of(weight), dtype), Content.of(stored.source)
-            if decision.how == REQUANTIZED and decision.content.like(old):
-                decision = replace(decision, how=KEPT, content=old)
-            decisions[key] = decision
-        decided.append((place, decisions[key]))
-    return decided
+        raise UnsupportedError(f"{match.role}: {match.problem}. Give a checkpoint of the same geometry.")
+    return match.weight, [place for place in match.places if place.found.tensor is not None]
+
+
+def _decided(role: str, place: Place, part: LazyTensor, dtype: str) -> Turns[Decision]:
+    stored = place.stored
+    assert isinstance(stored, ConstantTensor)
+    decision, old = (yield from decide(role, stored, part, dtype)), Content.of(stored.source)
+    if decision.how == REQUANTIZED and (yield from decision.content.like(old)):
+        return replace(decision, how=KEPT, content=old)
+    return decision
 
 
 def _require_places(sites: Sequence[Site]) -> None:

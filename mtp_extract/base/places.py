@@ -118,6 +118,18 @@ def find_base(opened: Opened) -> BundledBase:
     return BundledBase(opened, full, MappingProxyType({role: tuple(found) for role, found in places.items()}))
 
 
+def read_again(places: Iterable[Place], opened: Opened) -> Iterator[Place]:
+    """``places`` of another file as they are in ``opened``, whose sections and graphs are the same byte for byte."""
+    models: dict[int, TfliteModel] = {}
+    budget = Budget(_BUDGET)
+    for place in places:
+        if (index := place.section.index) not in models:
+            models[index] = opened.model(place.section, budget)
+        model, tensor = models[index], place.found.tensor
+        again = tensor and model.tensor(tensor.subgraph, tensor.index)
+        yield replace(place, model=model, found=replace(place.found, tensor=again))
+
+
 def _walk(section: Section, model: TfliteModel, signature: Signature, kind: str) -> BaseWalk:
     try:
         graph = flatten(model, signature, _MOST_NODES)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import ConstantTensor, LazyTensor, rows_of
-from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight, read_rows
+from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, gathered, rechunked
 
 EQUAL, EQUAL_CODES, HALF_STEP, DIFFERENT = "equal", "equal codes", "within half a step", "different"
@@ -122,19 +122,16 @@ def measure_columns(
 
     The rows of every constant have scales of their own (:attr:`ConstantTensor.by_rows`).
     """
-    whole = tables[0][1].whole
-    dtype, rows = whole.dtype, whole.shape[0]
+    dtype, rows = tables[0][1].dtype, tables[0][1].shape[0]
     ask = [_part(held, own, dtype, 0, min(8, rows), True).same for held, own in tables]
     count = max(8, _BLOCK // max(own.end - own.begin for _, own in tables) // 8 * 8)
 
     def part(first: int) -> list[_Sums]:
         last = min(first + count, rows)
-        read = read_rows(whole.path, whole.stored, first, last)
-        found = []
-        for (held, own), asked in zip(tables, ask, strict=True):
-            cut = read[:, own.begin * dtype.size : own.end * dtype.size].tobytes()
-            found.append(_block(held, dtype.widen(cut), dtype, first, last, asked))
-        return found
+        return [
+            _block(held, _joined(own.floats(first, last)), dtype, first, last, asked)
+            for (held, own), asked in zip(tables, ask, strict=True)
+        ]
 
     parts = (pool.map if pool is not None else map)(part, range(0, rows, count))
     sums = [reduce(_Sums.__add__, own) for own in zip(*parts, strict=True)]

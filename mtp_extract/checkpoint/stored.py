@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES, Dtype
 from mtp_extract.checkpoint.lazy import FloatsOnly, Steps, rows_of
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.regular import open_regular
-from mtp_extract.litertlm.storage import Floats, Integers, Packing
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, Integers, Packing
 
 # Small enough that the buffer is reused rather than mapped anew, page by page, for every read.
 _READ = 1 << 18
@@ -69,6 +70,24 @@ class StoredWeight(FloatsOnly):
             for piece in pieces(self.path, file.fileno(), self.stored.offset + begin, end - begin):
                 yield self.dtype.widen(piece)
 
+    def rows(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """Rows ``[first, last)`` as their bytes, ``[rows, bytes of a row]``; the next call may overwrite them.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has shrunk.
+        """
+        latest = self._latest
+        if latest.rows != (first, last):
+            # The same memory again: mapping it anew, page by page, costs as much as reading.
+            latest.rows, into = None, latest.read
+            latest.read = read_rows(self.path, self.stored, first, last, into)
+            latest.rows = first, last
+        return latest.read
+
+    @cached_property
+    def _latest(self) -> _Latest:
+        return _Latest()
+
     def indices(self) -> npt.NDArray[np.int64]:
         """All of it, where it holds int64.
 
@@ -81,9 +100,20 @@ class StoredWeight(FloatsOnly):
         return indices
 
 
+class _Latest(threading.local):
+    """The rows that this thread read last."""
+
+    rows: tuple[int, int] | None = None
+    read: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+
+
 @dataclass(frozen=True)
 class StoredColumns(FloatsOnly):
-    """Columns ``[begin, end)`` of the matrix ``whole``; the others are not read."""
+    """Columns ``[begin, end)`` of the matrix ``whole``, cut out of whole rows.
+
+    These are read once where a thread asks for the same rows of several such tables in turn, and again by each that is
+    read by itself.
+    """
 
     whole: StoredWeight
     begin: int
@@ -99,20 +129,12 @@ class StoredColumns(FloatsOnly):
         return self.whole.dtype
 
     def floats(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
-        rows, columns = self.whole.shape
-        dtype = self.dtype
-        row, start = columns * dtype.size, self.whole.stored.offset + self.begin * dtype.size
-        part = (self.end - self.begin) * dtype.size
-        count = max(1, _READ // max(part, 1))
-        end = rows if last is None else last
-        with open_regular(self.whole.path) as file:
-            for begin in range(first, end, count):
-                read = bytearray(part * min(count, end - begin))
-                for index, at in enumerate(range(0, len(read), part)):
-                    own = memoryview(read)[at : at + part]
-                    if os.preadv(file.fileno(), [own], start + (begin + index) * row) != part:
-                        raise CheckpointError(f"{self.whole.path}: the file shrank while it was being read.")
-                yield dtype.widen(bytes(read))
+        size = self.dtype.size
+        count = max(1, CHUNK_ELEMENTS // max(self.end - self.begin, 1))
+        end = self.shape[0] if last is None else last
+        for begin in range(first, end, count):
+            cut = self.whole.rows(begin, min(begin + count, end))[:, self.begin * size : self.end * size]
+            yield self.dtype.widen(cut.tobytes())
 
 
 class CodesOfRows(ABC):
@@ -197,19 +219,30 @@ def read_array(path: Path, stored: StoredTensor, dtype: np.dtype[Any]) -> npt.ND
     return read_rows(path, replace(stored, shape=(1,)), 0, 1).reshape(-1).view(dtype)
 
 
-def read_rows(path: Path, stored: StoredTensor, first: int, last: int) -> npt.NDArray[np.uint8]:
+def read_rows(
+    path: Path, stored: StoredTensor, first: int, last: int, into: npt.NDArray[np.uint8] | None = None
+) -> npt.NDArray[np.uint8]:
     """Rows ``[first, last)`` of the matrix ``stored`` as its bytes, ``[last − first, bytes of a row]``.
+
+    Args:
+        into: an array to read them into, where it is of that shape.
 
     Raises:
         CheckpointError: the file cannot be read, or has shrunk.
     """
     row = stored.length // max(stored.shape[0], 1)
+    shape = last - first, row
+    found = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
+    rest, offset = found.reshape(-1).data, stored.offset + first * row
     try:
         with open_regular(path) as file:
-            found = b"".join(pieces(path, file.fileno(), stored.offset + first * row, (last - first) * row))
+            while rest:
+                if not (done := os.preadv(file.fileno(), [rest], offset)):
+                    raise CheckpointError(f"{path}: the file shrank while it was being read.")
+                rest, offset = rest[done:], offset + done
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-    return np.frombuffer(found, np.uint8).reshape(last - first, row)
+    return found
 
 
 def pieces(path: Path, fd: int, offset: int, length: int) -> Iterator[bytes]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from mtp_extract.errors import CheckpointError, OutputError, escape
 from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Advance
+from mtp_extract.io.threads import run_all, workers
 
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
@@ -72,28 +72,6 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
     return container_of(path).read_metadata(path)
 
 
-def cores() -> int:
-    """Threads to compute with."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def workers() -> int:
-    """Threads to write with: more than four only wait for the disk."""
-    return min(4, cores())
-
-
-def run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], object]]) -> None:
-    """Run ``jobs``, and raise the first error after the others have been cancelled or have ended."""
-    futures: list[Future[object]] = [pool.submit(job) for job in jobs]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        wait_for(futures)
-
-
 def write_tensors(
     folder: Path,
     file: OutputFile,
@@ -124,7 +102,8 @@ def write_tensors(
                     raise read_back_error(path)
 
             # The longest first: it decides when the last thread ends.
-            run_all(pool, [*(partial(write, t) for t in sorted(tensors, key=lambda t: -t.length)), *beside])
+            jobs: list[Callable[[], object]] = [partial(write, t) for t in sorted(tensors, key=lambda t: -t.length)]
+            run_all(pool, [*jobs, *beside])
     except OSError as error:
         raise output_error(path, error) from error
     if list(container.witnessed(path).items()) != [(t.name, (t.dtype, t.shape)) for t in tensors]:

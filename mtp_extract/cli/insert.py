@@ -148,7 +148,7 @@ def _carry_out(
     if print_json:
         write_json(plan.as_json(result))
     elif result is not None:
-        base, drafter = ", walked again and compared, role by role", "; its drafter was read back and compared"
+        base, drafter = ", read again and compared, role by role", "; its drafter was read back and compared"
         say(f"Wrote {escape(result.path)} ({size(result.size)}){base if plan.of_base else drafter}")
         if result.proof is not None:
             say_proof("Proven, its graph and its weights", result.proof.as_json())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from xxhash import xxh3_128
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
+from mtp_extract.checkpoint.stored import StoredColumns
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
+from mtp_extract.io.threads import Turns, cores, in_turn
 from mtp_extract.litertlm.quantized import LARGEST_SCALE, QuantizedTensor
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked, widened
 from mtp_extract.litertlm.tflite import TensorType
@@ -29,6 +31,7 @@ _ERRORS_ALIKE = 1e-6
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
 
+_T = TypeVar("_T")
 Integers64 = npt.NDArray[np.int64]
 
 
@@ -52,13 +55,16 @@ class Content:
 
         return cls(source.scale.reshape(-1), source.zero_point.reshape(-1), produce)
 
-    def like(self, other: Content) -> bool:
+    def like(self, other: Content) -> Turns[bool]:
         """Whether both hold the same codes, with scales that differ by rounding at most."""
-        return (
-            np.array_equal(self.zero_point, other.zero_point)
-            and np.allclose(self.scale, other.scale, rtol=_SCALES_ALIKE, atol=0)
-            and digest(self.produce()) == digest(other.produce())
-        )
+        same_scale = np.allclose(self.scale, other.scale, rtol=_SCALES_ALIKE, atol=0)
+        if not (same_scale and np.array_equal(self.zero_point, other.zero_point)):
+            return False
+        made = xxh3_128()
+        for chunk in self.produce():
+            made.update(chunk)
+            yield
+        return made.hexdigest() == digest(other.produce())
 
 
 def digest(*parts: Iterable[bytes]) -> str:
@@ -97,24 +103,38 @@ class Decision:
         content = self.content
         return digest([named, content.scale.tobytes(), content.zero_point.tobytes()], content.produce())
 
-    def check_written(self, path: Path, written: LazyTensor) -> None:
+    @property
+    def beside(self) -> object:
+        """Equal for decisions on columns of one matrix, which are to be read together; None where it is all of one."""
+        return beside(self.new)
+
+    def check_written(self, path: Path, written: LazyTensor) -> Turns[None]:
         """Check that ``written``, read from the new file at ``path``, is as far from the weight as was planned.
 
         Raises:
             OutputError: it is not.
         """
         if self.how != REQUANTIZED and self.error == 0.0:
-            same = holds(written, self.new, self.dtype)
+            same = yield from holds(written, self.new, self.dtype)
         else:
             tolerance = _ERRORS_ALIKE + (_SCALES_ALIKE if self.how == KEPT else 0.0)
-            same = abs(_relative_error(written.floats(), self.new.floats()) - self.error) <= tolerance
+            error = yield from _relative_error(written.floats(), self.new.floats())
+            same = abs(error - self.error) <= tolerance
         if not same:
             raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
 
 
+def beside(weight: LazyTensor) -> object:
+    """As :attr:`Decision.beside`. Where there are cores enough, each reads the matrix for some of its columns."""
+    if not isinstance(weight, StoredColumns):
+        return None
+    table = weight.begin // max(weight.end - weight.begin, 1)
+    return weight.whole.origin, table % max(1, cores() // 2)
+
+
 def decide(
     role: str, stored: ConstantTensor, new: LazyTensor, dtype: str, wanted: TensorType | None = None
-) -> Decision:
+) -> Turns[Decision]:
     """What becomes of ``role``, stored as ``stored``, when it is to hold ``new``.
 
     Args:
@@ -129,7 +149,7 @@ def decide(
     here = source.storage
     target = here if wanted in (None, here.type) else here.as_type(wanted)
     decided = partial(Decision, role, new, dtype, here.type)
-    same = holds(stored, new, dtype)
+    same = yield from holds(stored, new, dtype)
     # What was rounded on its way out is taken from where it is exact.
     exact: LazyTensor = stored if same else new
     if same and target is here:
@@ -138,11 +158,11 @@ def decide(
         target, exact = _unfolded(role, target, exact)
     weight = _AsStored(role, exact, stored)
     if target.kind == "none" and target.type in FLOAT_TYPES:
-        return decided(FLOATS, target, *_floats(weight, target))
-    taken = _codes(weight, target, dtype)
+        return decided(FLOATS, target, *(yield from _floats(weight, target)))
+    taken = yield from _codes(weight, target, dtype)
     if taken is not None:
         return decided(CODES, target, 0.0, taken)
-    return decided(REQUANTIZED, target, *_requantized(weight, target))
+    return decided(REQUANTIZED, target, *(yield from _requantized(weight, target)))
 
 
 def require_ones(role: str, shape: tuple[int, ...], new: LazyTensor, dtype: str) -> None:
@@ -151,18 +171,18 @@ def require_ones(role: str, shape: tuple[int, ...], new: LazyTensor, dtype: str)
     Raises:
         UnsupportedError: it is not.
     """
-    if not holds(FilledTensor(shape), new, dtype):
+    if in_turn([holds(FilledTensor(shape), new, dtype)]) != [True]:
         raise UnsupportedError(
             f"{role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and was "
             "folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
         )
 
 
-def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> bool:
+def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> Turns[bool]:
     """Whether ``new`` is ``stored``, bit for bit: exactly, after rounding to ``dtype``, or, where both have codes, with
     what was folded into the scales divided out and the scales in F32 or FP16, as formats keep them.
     """
-    if _same(stored.floats(), new.floats(), dtype):
+    if (yield from _same(stored.floats(), new.floats(), dtype)):
         return True
     if new.scheme is None:
         return False
@@ -171,13 +191,27 @@ def holds(stored: LazyTensor, new: LazyTensor, dtype: str) -> bool:
     except (CheckpointError, UnsupportedError):
         # It has no codes, or scales that run across the rows: no format keeps such codes.
         return False
-    with np.errstate(over="ignore"):
-        return any(_same(tensor.floats(), new.floats(), "f32") for tensor in coded)
+    for tensor in coded:
+        if (yield from _same(tensor.floats(), new.floats(), "f32")):
+            return True
+    return False
 
 
-def _same(stored: Iterable[Floats], new: Iterable[Floats], dtype: str) -> bool:
+def _quiet(chunks: Iterator[_T]) -> Iterator[_T]:
+    """``chunks``, made without warnings of what leaves float32; whoever works in turn is not to set that aside."""
+    while True:
+        with np.errstate(over="ignore", invalid="ignore"):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _same(stored: Iterable[Floats], new: Iterable[Floats], dtype: str) -> Turns[bool]:
     rounding = DTYPES[dtype]
-    for held, wanted in zip(rechunked(stored, _CHUNK), rechunked(new, _CHUNK), strict=False):
+    pairs = zip(rechunked(stored, _CHUNK), rechunked(new, _CHUNK), strict=False)
+    for held, wanted in _quiet(pairs):
+        yield
         if held.size != wanted.size:
             return False
         if _equal(held, wanted):
@@ -204,9 +238,10 @@ class _Squares:
         self.difference += float(np.dot(error, error))
         self.size += float(np.dot(exact, exact))
 
-    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> None:
+    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[None]:
         for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
             self.add(found, expected)
+            yield
 
     @property
     def error(self) -> float:
@@ -216,9 +251,9 @@ class _Squares:
         return math.sqrt(self.difference / self.size)
 
 
-def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> float:
+def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[float]:
     sums = _Squares()
-    sums.add_all(held, wanted)
+    yield from sums.add_all(held, wanted)
     return sums.error
 
 
@@ -269,18 +304,18 @@ class _AsStored:
         return self._in_order(self.weight.integers())
 
 
-def _floats(weight: _AsStored, target: Storage) -> tuple[float, Content]:
+def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
     def produce() -> Iterator[bytes]:
         for chunk in weight.floats():
             yield float_bytes(np.ascontiguousarray(chunk), target.type, weight.role)
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     stored = (widened(chunk, target.type) for chunk in produce())
-    error = _relative_error(weight.constant.weights(stored), weight.weights())
+    error = yield from _relative_error(weight.constant.weights(stored), weight.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
-def _requantized(weight: _AsStored, target: Storage) -> tuple[float, Content]:
+def _requantized(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
     tensor = weight.constant.source.tensor
     if not target.symmetric and tensor.quantization is not None:
         held = tensor.quantization.zero_point_count
@@ -291,7 +326,7 @@ def _requantized(weight: _AsStored, target: Storage) -> tuple[float, Content]:
             )
     sums = _Squares()
     if target.by_rows:
-        scale, zero_point = _in_one_pass(weight, target, sums)
+        scale, zero_point = yield from _in_one_pass(weight, target, sums)
     else:
         scale, zero_point = target.measure(weight.floats())
     if scale.size and scale.max() > LARGEST_SCALE:
@@ -301,26 +336,27 @@ def _requantized(weight: _AsStored, target: Storage) -> tuple[float, Content]:
         return target.encode(weight.floats(), scale, zero_point)
 
     if not target.by_rows:
-        sums.add_all(target.decode(codes(), scale, zero_point), weight.floats())
+        yield from sums.add_all(target.decode(codes(), scale, zero_point), weight.floats())
     return sums.error, Content(scale, zero_point, lambda: target.stored_codes(codes()))
 
 
-def _in_one_pass(weight: _AsStored, target: Storage, sums: _Squares) -> tuple[Floats, Integers64]:
+def _in_one_pass(weight: _AsStored, target: Storage, sums: _Squares) -> Turns[tuple[Floats, Integers64]]:
     """Scales and zero points of rows that have their own, which need not be known before they are encoded."""
     scales, zeros = [np.empty(0, np.float32)], [np.empty(0, np.int64)]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for chunk in rechunked(weight.floats(), target.unit):
+    for chunk in _quiet(rechunked(weight.floats(), target.unit)):
+        with np.errstate(over="ignore", invalid="ignore"):
             scale, zero_point, codes = target.quantized(chunk.reshape(-1, target.columns))
             if zero_point.any():
                 codes -= zero_point.astype(np.float32)[:, None]
             codes *= scale[:, None]
             sums.add(codes.reshape(-1), chunk)
-            scales.append(scale)
-            zeros.append(zero_point)
+        scales.append(scale)
+        zeros.append(zero_point)
+        yield
     return np.concatenate(scales), np.concatenate(zeros)
 
 
-def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
+def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | None]:
     """The codes of ``weight``, where it has some that say in ``target`` what its floats say; else None."""
     packing, steps, constant = target.packing, weight.weight.steps, weight.constant
     if packing is None or steps is None or constant.offset:
@@ -339,7 +375,8 @@ def _codes(weight: _AsStored, target: Storage, dtype: str) -> Content | None:
     if target.kind == "blockwise" and not np.array_equal(scale.astype(np.float16).astype(np.float32), scale):
         return None
     # What is to be written says the same as the checkpoint's floats, or the codes are not taken.
-    if not _same(weight.constant.weights(target.decode(weight.integers(), scale, zero_point)), weight.weights(), dtype):
+    decoded = weight.constant.weights(target.decode(weight.integers(), scale, zero_point))
+    if not (yield from _same(decoded, weight.weights(), dtype)):
         return None
     return Content(scale, zero_point, lambda: target.stored_codes(weight.integers()))
 

@@ -8,11 +8,9 @@ byte is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
 from mtp_extract.architecture.roles import MATRIX, roles_of, shapes_of
@@ -20,7 +18,6 @@ from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.lazy import ConstantTensor
-from mtp_extract.checkpoint.tensor_file import workers
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -40,6 +37,7 @@ from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike
 from mtp_extract.io.repository import checkpoint_here
+from mtp_extract.io.threads import Turns, on_all_cores
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
@@ -220,17 +218,17 @@ def _activations(
 
 def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) -> dict[str, Decision]:
     wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
-    jobs: dict[str, Callable[[], Decision]] = {}
+    jobs: dict[str, Turns[Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
         constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if isinstance(constant, ConstantTensor):
-            jobs[role.name] = partial(decide, role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
+            jobs[role.name] = decide(role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
         else:
             require_ones(role.name, shape, new, checkpoint.dtype)
-    with ThreadPoolExecutor(workers()) as pool:
-        return dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
+    decided = on_all_cores([job] for job in jobs.values())
+    return {role: decision for role, (decision,) in zip(jobs, decided, strict=True)}
 
 
 def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:

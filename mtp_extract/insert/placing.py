@@ -21,15 +21,13 @@ from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
 from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
-from mtp_extract.litertlm.writer import Piece, made
+from mtp_extract.litertlm.writer import Piece, Span, made
 
 _MATRIX_READER = "FULLY_CONNECTED"
 _VECTOR_READER = "MUL"
 
 Key = tuple[int, int]
 """A tensor of a model: subgraph and index."""
-Span = tuple[int, int]
-"""Bytes of the file, ``[begin, end)``."""
 Change = tuple[NewTensor, str]
 """A tensor that has to be made, and why."""
 
@@ -258,7 +256,7 @@ def _site_pieces(site: Site) -> Iterator[Piece]:
     location = model.locate(tensor)
     if site.found.first is not None:
         location = QuantizedTensor.of(model, tensor).rows(row, storage.shape[0]).location
-    yield Piece(location.file_offset, location.length, produce=content.produce)
+    yield Piece(location.file_offset, location.length, produce=content.produce, beside=site.decision.beside)
     if not content.scale.size or quantization is None:
         return
     if storage.kind == "blockwise":

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import Decision
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
+from mtp_extract.io.threads import Turns, on_all_cores
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
 from mtp_extract.proof.proof import Proof
 
@@ -126,5 +125,8 @@ def check_written(path: Path, written: Iterable[tuple[LazyTensor, Decision]]) ->
     Raises:
         OutputError: one is not.
     """
-    with ThreadPoolExecutor(workers()) as pool:
-        run_all(pool, [partial(decision.check_written, path, tensor) for tensor, decision in written])
+    groups: dict[object, list[Turns[None]]] = defaultdict(list)
+    for tensor, decision in written:
+        groups[decision.beside or id(decision)].append(decision.check_written(path, tensor))
+    # What most weights are read for first: it decides when the last thread ends.
+    on_all_cores(sorted(groups.values(), key=len, reverse=True))

@@ -1,14 +1,21 @@
 """Writing a bundle: what is copied, what is new, where it lies, and the header that says so.
 
-A file is planned as :class:`Piece` s, later ones over earlier ones, and written in one pass: what is copied goes from
-file to file in the kernel, so that memory does not depend on how large a bundle is.
+A file is planned as :class:`Piece` s, later ones over earlier ones, and each byte is written once: what is copied goes
+from file to file in the kernel, so that memory does not depend on how large a bundle is.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -16,6 +23,7 @@ from xxhash import xxh3_128
 from mtp_extract.errors import OutputError, UnsupportedError
 from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
 from mtp_extract.io.source import Advance, LocalSource, Region, Source
+from mtp_extract.io.threads import Turns, cores, on_all_cores, run_all
 from mtp_extract.litertlm.container import HEADER_START, Bundle
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
@@ -24,7 +32,12 @@ ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
 Produce = Callable[[], Iterator[bytes]]
+Span = tuple[int, int]
+"""Bytes of the file, ``[begin, end)``."""
 
+# One writer at a time: two would spin on the file's lock in the kernel instead of computing.
+_WRITING = threading.Lock()
+_begin, _end = itemgetter(0), itemgetter(1)
 _COPY = 1 << 24
 _READ = 1 << 20
 
@@ -44,10 +57,16 @@ class Piece:
     source: Source | None = field(default=None, repr=False)
     offset: int = 0
     produce: Produce | None = field(default=None, repr=False)
+    beside: object = None
+    """Equal for pieces whose chunks are made in turn, because they are of one place; None for one by itself."""
 
     def moved(self, by: int) -> Piece:
         """The same piece further on."""
         return replace(self, at=self.at + by)
+
+
+_Placed = tuple[Piece, Sequence[Span]]
+"""A piece, and what of it is written."""
 
 
 @dataclass(frozen=True)
@@ -179,90 +198,116 @@ class LaidSource(Source):
 
 
 def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
-    """Write the new file ``path``, read it back and compare.
+    """Write the new file ``path``, read back what was made for it and compare. All cores make it.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
         SourceError: what is copied cannot be read.
     """
+    # No byte is written twice, so that the order does not matter.
+    placed = list(zip(laid.pieces, _shown(laid.pieces), strict=True))
+    groups: dict[object, list[_Placed]] = defaultdict(list)
+    for piece, spans in placed:
+        if piece.source is None:
+            groups[id(piece) if piece.beside is None else piece.beside].append((piece, spans))
+    # The longest first: it decides when the last thread ends.
+    longest = sorted(groups.values(), key=lambda group: -sum(piece.length for piece, _ in group))
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(fd, laid.size)
-            sums = [_write(fd, piece, advance) for piece in laid.pieces]
+            for piece, spans in placed:
+                if piece.source is not None:
+                    _copy(fd, piece, spans, advance)
+            sums = on_all_cores([_make(fd, piece, spans, advance) for piece, spans in group] for group in longest)
             for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
                 source.confirm()
         finally:
             os.close(fd)
-        same = _reads_back(path, laid, sums)
+        with LocalSource(path) as written, ThreadPoolExecutor(cores()) as pool:
+            made = chain.from_iterable(zip(*both, strict=True) for both in zip(longest, sums, strict=True))
+            jobs = [partial(_reads_back, written, spans, expected) for (_, spans), expected in made]
+            same = written.size == laid.size and all(run_all(pool, jobs))
     except OSError as error:
         raise output_error(path, error) from error
     if not same:
         raise read_back_error(path)
 
 
-def _write(fd: int, piece: Piece, advance: Advance) -> str:
-    """Write ``piece``; the XXH3-128 of what was made for it."""
-    digest = xxh3_128()
-    if piece.source is not None:
-        for done in range(0, piece.length, _COPY):
-            count = min(_COPY, piece.length - done)
-            piece.source.copy(piece.offset + done, count, fd, piece.at + done)
+def check_copied(path: Path, laid: Laid) -> None:
+    """Compare what :func:`write_laid` copied to ``path`` with what it was copied from.
+
+    Raises:
+        OutputError: they differ.
+    """
+    with LocalSource(path) as written:
+        for piece, spans in zip(laid.pieces, _shown(laid.pieces), strict=True):
+            if piece.source is not None:
+                shift = piece.offset - piece.at
+                for begin, end in spans:
+                    for at, chunk in _chunks(written, begin, end):
+                        if piece.source.read(at + shift, len(chunk)) != chunk:
+                            raise read_back_error(path)
+
+
+def _copy(fd: int, piece: Piece, spans: Sequence[Span], advance: Advance) -> None:
+    assert piece.source is not None
+    for begin, end in spans:
+        for at in range(begin, end, _COPY):
+            count = min(_COPY, end - at)
+            piece.source.copy(piece.offset + at - piece.at, count, fd, at)
             advance(count)
-        return ""
-    at = piece.at
-    for chunk in piece.produce() if piece.produce is not None else _zeros(piece.length):
+
+
+def _make(fd: int, piece: Piece, spans: Sequence[Span], advance: Advance) -> Turns[str]:
+    """Write what of ``piece`` is shown; its XXH3-128."""
+    digest = xxh3_128()
+    for at, chunk in _made(piece, spans):
         digest.update(chunk)
-        write_all(fd, chunk, at)
-        at += len(chunk)
+        with _WRITING:
+            write_all(fd, chunk, at)
         advance(len(chunk))
-    if at - piece.at != piece.length:
-        raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
+        yield
     return digest.hexdigest()
 
 
-def _zeros(length: int) -> Iterator[bytes]:
-    for done in range(0, length, _READ):
-        yield bytes(min(_READ, length - done))
-
-
-def _reads_back(path: Path, laid: Laid, sums: Sequence[str]) -> bool:
-    """Whether what was made is there, wherever nothing was laid over it. What was copied, the kernel answers for."""
-    with LocalSource(path) as written:
-        if written.size != laid.size:
-            return False
-        for index, (piece, expected) in enumerate(zip(laid.pieces, sums, strict=True)):
-            if piece.source is not None:
-                continue
-            ranges = list(_uncovered(piece, laid.pieces[index + 1 :]))
-            if ranges == [(piece.at, piece.at + piece.length)]:
-                digest = xxh3_128()
-                for chunk in _chunks(written, piece.at, piece.length):
-                    digest.update(chunk)
-                if digest.hexdigest() != expected:
-                    return False
-                continue
-            with LaidSource(Laid(laid.size, (piece,)), str(path)) as alone:
-                for begin, end in ranges:
-                    pairs = zip(_chunks(alone, begin, end - begin), _chunks(written, begin, end - begin), strict=True)
-                    if any(a != b for a, b in pairs):
-                        return False
-    return True
-
-
-def _chunks(source: Source, offset: int, length: int) -> Iterator[bytes]:
-    for done in range(0, length, _READ):
-        yield source.read(offset + done, min(_READ, length - done))
-
-
-def _uncovered(piece: Piece, later: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """The ranges of ``piece`` that none of ``later`` lies over."""
+def _made(piece: Piece, spans: Sequence[Span]) -> Iterator[tuple[int, bytes]]:
+    """What of ``piece`` is shown, and where."""
     at, end = piece.at, piece.at + piece.length
-    for other in sorted(later, key=lambda p: p.at):
-        if other.at + other.length <= at or other.at >= end:
-            continue
-        if other.at > at:
-            yield at, other.at
-        at = max(at, other.at + other.length)
-    if at < end:
-        yield at, end
+    if piece.produce is None or spans != [(at, end)]:
+        with LaidSource(Laid(end, (piece,)), "what is made") as alone:
+            for span in spans:
+                yield from _chunks(alone, *span)
+        return
+    for chunk in piece.produce():
+        yield at, chunk
+        at += len(chunk)
+    if at != end:
+        raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
+
+
+def _reads_back(written: Source, spans: Sequence[Span], expected: str) -> bool:
+    digest = xxh3_128()
+    for span in spans:
+        for _, chunk in _chunks(written, *span):
+            digest.update(chunk)
+    return digest.hexdigest() == expected
+
+
+def _chunks(source: Source, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    for at in range(begin, end, _READ):
+        yield at, source.read(at, min(_READ, end - at))
+
+
+def _shown(pieces: Sequence[Piece]) -> list[list[Span]]:
+    """Of each piece, the ranges that no later one lies over."""
+    covered: list[Span] = []
+    found: list[list[Span]] = []
+    for piece in reversed(pieces):
+        at, end = piece.at, piece.at + piece.length
+        over = slice(bisect_right(covered, at, key=_end), bisect_left(covered, end, key=_begin))
+        edges = [at, *chain.from_iterable(covered[over]), end]
+        found.append([span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1]])
+        if at < end:
+            covered[over] = [(min(at, edges[1]), max(end, edges[-2]))]
+    return found[::-1]

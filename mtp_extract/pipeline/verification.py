@@ -17,9 +17,9 @@ from mtp_extract.checkpoint import record as records
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.holdings import holdings_of
-from mtp_extract.checkpoint.tensor_file import run_all, workers
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.formats import format_named
+from mtp_extract.io.threads import run_all, workers
 from mtp_extract.pipeline.check import Verification, as_recorded, read_record, verify_against
 from mtp_extract.pipeline.directory import Choice, Prepared, Staged, record_of
 from mtp_extract.pipeline.extraction import (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
-from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, made, write_laid
+from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, check_copied, made, write_laid
 
 CONTENT = st.tuples(st.integers(0, 255), st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1]))
 PARTS = st.lists(
@@ -126,6 +129,53 @@ def test_a_source_that_shrank(tmp_path: Path) -> None:
 def test_a_producer_that_gives_too_little(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="produced 2 bytes"):
         write_laid(tmp_path / "out", Laid(5, (Piece(0, 5, produce=lambda: iter([b"ab"])),)))
+
+
+def test_what_is_made_of_one_place_is_made_in_turn(tmp_path: Path) -> None:
+    """Whatever thread it is: a chunk of each, not one after the other."""
+    made_of: list[int] = []
+
+    def produce(number: int) -> Iterator[bytes]:
+        for _ in range(3):
+            made_of.append(number)
+            yield bytes([number]) * 4
+
+    pieces = [Piece(12 * at, 12, produce=partial(produce, at), beside="rows") for at in range(3)]
+    write_laid(tmp_path / "out", Laid(36, tuple(pieces)))
+    assert made_of == [0, 1, 2] * 3
+    assert (tmp_path / "out").read_bytes() == bytes(12) + b"\1" * 12 + b"\2" * 12
+
+
+def test_an_error_stops_what_is_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_extract.io.threads.cores", lambda: 2)
+    started = threading.Event()
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            started.set()
+            yield b""
+
+    def failing() -> Iterator[bytes]:
+        started.wait()
+        raise UnsupportedError("too large")
+        yield b""
+
+    with pytest.raises(UnsupportedError, match="too large"):
+        write_laid(tmp_path / "out", Laid(20, (Piece(0, 10, produce=endless), Piece(10, 10, produce=failing))))
+
+
+def test_what_was_copied_can_be_compared(tmp_path: Path) -> None:
+    """And what lies over it is not what was copied."""
+    (tmp_path / "source").write_bytes(bytes(range(100)))
+    with LocalSource(tmp_path / "source") as source:
+        laid = Laid(50, (Piece(0, 50, source=source, offset=30), made(10, b"other")))
+        write_laid(tmp_path / "out", laid)
+        check_copied(tmp_path / "out", laid)
+        written = bytearray((tmp_path / "out").read_bytes())
+        written[15] ^= 1
+        (tmp_path / "out").write_bytes(written)
+        with pytest.raises(OutputError, match="reads back differently"):
+            check_copied(tmp_path / "out", laid)
 
 
 def test_a_header_without_room() -> None:

@@ -1,0 +1,68 @@
+"""Work that several threads share, and work that one thread does in turn."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from typing import TypeVar
+
+_T = TypeVar("_T")
+Turns = Generator[None, None, _T]
+"""Work that stops now and then, and has its result at the end."""
+
+
+def cores() -> int:
+    """Threads to compute with."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers() -> int:
+    """Threads to write with: more than four only wait for the disk."""
+    return min(4, cores())
+
+
+def run_all(
+    pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], _T]], stop: Callable[[], None] = lambda: None
+) -> list[_T]:
+    """The results of ``jobs``. An error is raised when ``stop`` has been called and the others have ended."""
+    futures: list[Future[_T]] = [pool.submit(job) for job in jobs]
+    try:
+        wait_for(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        stop()
+        for future in futures:
+            future.cancel()
+        wait_for(futures)
+    for future in futures:
+        if not future.cancelled() and (error := future.exception()):
+            raise error
+    return [future.result() for future in futures]
+
+
+def in_turn(jobs: Iterable[Turns[_T]], stop: threading.Event | None = None) -> list[_T]:
+    """The results of ``jobs``, done a step of each at a time: what all of them read of one place is read once.
+
+    Args:
+        stop: ends them between two steps, without results.
+    """
+    found: dict[int, _T] = {}
+
+    def finished(index: int, job: Turns[_T]) -> Iterator[None]:
+        found[index] = yield from job
+
+    waiting = [finished(index, job) for index, job in enumerate(jobs)]
+    unfinished = object()
+    while waiting and not (stop is not None and stop.is_set()):
+        waiting = [job for job in waiting if next(job, unfinished) is not unfinished]
+    return [found[index] for index in sorted(found)]
+
+
+def on_all_cores(groups: Iterable[Sequence[Turns[_T]]]) -> list[list[_T]]:
+    """The results of ``groups``, each done in turn by one thread; an error in one stops all, between two steps."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(cores()) as pool:
+        return run_all(pool, [partial(in_turn, group, stop) for group in groups], stop.set)
