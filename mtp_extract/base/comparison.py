@@ -25,6 +25,7 @@ from mtp_extract.checkpoint.distance import (
     EQUAL_CODES,
     HALF_STEP,
     Distance,
+    differs_at_once,
     measure_columns,
     measure_distance,
 )
@@ -281,13 +282,13 @@ def _guess(role: str, stored: LazyTensor, differing: Sequence[str], checkpoint: 
     if stored.shape != own.shape:
         return None
     alike = [r for r in differing if r != role and checkpoint.weights[r].shape == own.shape][:_MOST_GUESSES]
-    for other in alike:
-        if measure_distance(stored, checkpoint.weights[other]).verdict != DIFFERENT:
+    for other, weight in ((other, checkpoint.weights[other]) for other in alike):
+        if not differs_at_once(stored, weight) and measure_distance(stored, weight).verdict != DIFFERENT:
             return f"it holds the checkpoint's {checkpoint.names[other]}"
-    values = read_floats(own)
-    if values.ndim == 1 and np.allclose(read_floats(stored), values + 1, rtol=1e-2, atol=1e-6):
+    if len(own.shape) == 1 and np.allclose(read_floats(stored), read_floats(own) + 1, rtol=1e-2, atol=1e-6):
         return "it holds the checkpoint's plus 1"
-    square = values.ndim == 2 and values.shape[0] == values.shape[1]
-    if square and np.abs(read_floats(stored) - values.T).max() <= 1e-2 * np.abs(values).max():
-        return "it holds the checkpoint's transposed"
+    if len(own.shape) == 2 and own.shape[0] == own.shape[1]:
+        values = read_floats(own)
+        if np.abs(read_floats(stored) - values.T).max() <= 1e-2 * np.abs(values).max():
+            return "it holds the checkpoint's transposed"
     return None

@@ -100,7 +100,7 @@ def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None 
     Args:
         pool: its threads share the rows of large matrices. The result is the same without.
     """
-    dtype = new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
+    dtype = _dtype_of(new)
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
     codes_apart: int | None = None
     scales_alike = False
@@ -113,6 +113,15 @@ def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None 
             assert isinstance(stored, ConstantTensor)
             codes_apart, scales_alike = _requantized(stored, new)
     return _told(found, in_codes, codes_apart, scales_alike)
+
+
+def differs_at_once(stored: LazyTensor, new: LazyTensor) -> bool:
+    """Whether the first rows say already that :func:`measure_distance` finds the two different; False says nothing."""
+    if not (isinstance(stored, ConstantTensor) and stored.by_rows):
+        return False
+    rows = min(8, rows_of(stored.shape)[0])
+    found = _part(stored, new, _dtype_of(new), 0, rows, True)
+    return _told(found, True, found.codes_apart, found.scales_alike).verdict == DIFFERENT
 
 
 def measure_columns(
@@ -136,6 +145,10 @@ def measure_columns(
     parts = (pool.map if pool is not None else map)(part, range(0, rows, count))
     sums = [reduce(_Sums.__add__, own) for own in zip(*parts, strict=True)]
     return [_told(found, True, found.codes_apart, found.scales_alike) for found in sums]
+
+
+def _dtype_of(new: LazyTensor) -> Dtype:
+    return new.dtype if isinstance(new, StoredWeight | StoredColumns) else DTYPES["f32"]
 
 
 def _told(found: _Sums, in_codes: bool, codes_apart: int | None, scales_alike: bool) -> Distance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ import numpy.typing as npt
 import pytest
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint import distance
-from mtp_extract.checkpoint.distance import EQUAL, measure_columns, measure_distance
+from mtp_extract.checkpoint import distance, stored
+from mtp_extract.checkpoint.distance import DIFFERENT, EQUAL, measure_columns, measure_distance
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.lazy import ArrayTensor, ConstantTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredColumns, StoredTensor, StoredWeight
+from mtp_extract.errors import OutputError
+from mtp_extract.insert.decision import beside, decide
+from mtp_extract.io.threads import in_turn
 
 VARIANTS = Path(__file__).resolve().parent.parent / "variants"
 Floats = npt.NDArray[np.float32]
@@ -102,6 +106,8 @@ def test_one_pass_finds_what_number_by_number_finds(
             same = ours == theirs or math.isclose(ours or 0, theirs or 0, rel_tol=1e-5, abs_tol=2e-5)
             assert same, (kind, ours, theirs)
         verdicts.add(found.verdict)
+        at_once = distance.differs_at_once(constant, new)
+        assert found.verdict == DIFFERENT if at_once else name != "far" or not constant.by_rows, kind
     assert (verdicts == {EQUAL}) == (name == "not at all")
 
 
@@ -116,30 +122,61 @@ def test_numbers_that_are_not_equal_are_not_rounded_to_the_end(
     assert asked == [8 * constant.shape[1]]
 
 
-def test_columns_of_one_matrix_are_read_together(
-    matrices: dict[str, ConstantTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every table of several in one pass over whole rows, with what a pass for each finds."""
+Tables = list[tuple[ConstantTensor, StoredColumns]]
+
+
+@pytest.fixture
+def tables(matrices: dict[str, ConstantTensor], tmp_path: Path) -> Tables:
+    """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
     shape = next(constant.shape for constant in matrices.values() if constant.shape[1] % 32 == 0)
     chosen = [constant for constant in matrices.values() if constant.shape == shape]
     assert len(chosen) > 1
     beside = np.concatenate([read_floats(constant) for constant in chosen], axis=1)
     beside[:, shape[1] :] *= np.float32(1.01)
-    path, stored = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
-    path.write_bytes(stored)
-    whole = StoredWeight(path, StoredTensor("BF16", beside.shape, 0, len(stored)))
-    tables = [
-        (constant, StoredColumns(whole, at * shape[1], (at + 1) * shape[1])) for at, constant in enumerate(chosen)
-    ]
+    path, data = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
+    path.write_bytes(data)
+    whole = StoredWeight(path, StoredTensor("BF16", beside.shape, 0, len(data)))
+    return [(constant, StoredColumns(whole, at * shape[1], (at + 1) * shape[1])) for at, constant in enumerate(chosen)]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each reading of a file was of."""
+    found: list[int] = []
+    rows = stored.read_rows
+    monkeypatch.setattr(stored, "read_rows", lambda *given: found.append(given[3] - given[2]) or rows(*given))
+    return found
+
+
+def test_columns_of_one_matrix_are_compared_together(
+    tables: Tables, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every table of several in one pass over whole rows, with what a pass for each finds."""
     alone = [measure_distance(constant, columns) for constant, columns in tables]
-    read: list[int] = []
-    monkeypatch.setattr(distance, "_BLOCK", 16 * shape[1])
-    rows = distance.read_rows
-    monkeypatch.setattr(distance, "read_rows", lambda *given: read.append(given[3] - given[2]) or rows(*given))
+    rows, columns = tables[0][1].shape
+    monkeypatch.setattr(distance, "_BLOCK", 16 * columns)
+    read.clear()
     with ThreadPoolExecutor(3) as pool:
         together = measure_columns(tables, pool)
-    assert sum(read) == shape[0] and max(read) == 16
+    # The first eight say what is asked of the others.
+    assert read[0] == 8 and sum(read) == rows + 8 and max(read) == 16
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.verdict, ours.codes_apart) == (theirs.verdict, theirs.codes_apart)
         assert ours.error == pytest.approx(theirs.error) and ours.steps == theirs.steps
     assert len({found.verdict for found in together}) > 1
+
+
+def test_columns_of_one_matrix_are_put_in_together(tables: Tables, read: list[int]) -> None:
+    """Decided, encoded and compared with what was decided: each time in turn, so that each row is read once."""
+    alone = [in_turn([decide("table", constant, columns, "bf16")])[0] for constant, columns in tables]
+    whole = tables[0][1].whole
+    assert len({decision.beside for decision in alone}) == 1 == len({beside(columns) for _, columns in tables})
+    one = replace(whole)
+    fresh = [(constant, replace(columns, whole=one)) for constant, columns in tables]
+    read.clear()
+    decided = in_turn([decide("table", constant, columns, "bf16") for constant, columns in fresh])
+    assert read == [whole.shape[0]]
+    for ours, theirs in zip(decided, alone, strict=True):
+        assert (ours.how, ours.error, ours.fingerprint) == (theirs.how, theirs.error, theirs.fingerprint)
+    with pytest.raises(OutputError, match="table reads back differently"):
+        in_turn([own.check_written(whole.path, constant) for own, (constant, _) in zip(decided, fresh, strict=True)])
