@@ -100,18 +100,15 @@ def measure_distance(stored: LazyTensor, new: LazyTensor, pool: Executor | None 
     Args:
         pool: its threads share the rows of large matrices. The result is the same without.
     """
-    dtype = _dtype_of(new)
     in_codes = isinstance(stored, ConstantTensor) and stored.source.packing is not None and not stored.offset
+    if in_codes and isinstance(stored, ConstantTensor) and stored.by_rows:
+        return measure_columns([(stored, new)], pool)[0]
     codes_apart: int | None = None
     scales_alike = False
-    if in_codes and isinstance(stored, ConstantTensor) and stored.by_rows:
-        found = _by_rows(stored, new, dtype, pool)
-        codes_apart, scales_alike = found.codes_apart, found.scales_alike
-    else:
-        found = _as_floats(stored, new, dtype, in_codes)
-        if in_codes and found.finite:
-            assert isinstance(stored, ConstantTensor)
-            codes_apart, scales_alike = _requantized(stored, new)
+    found = _as_floats(stored, new, _dtype_of(new), in_codes)
+    if in_codes and found.finite:
+        assert isinstance(stored, ConstantTensor)
+        codes_apart, scales_alike = _requantized(stored, new)
     return _told(found, in_codes, codes_apart, scales_alike)
 
 
@@ -125,22 +122,20 @@ def differs_at_once(stored: LazyTensor, new: LazyTensor) -> bool:
 
 
 def measure_columns(
-    tables: Sequence[tuple[ConstantTensor, StoredColumns]], pool: Executor | None = None
+    tables: Sequence[tuple[ConstantTensor, LazyTensor]], pool: Executor | None = None
 ) -> list[Distance]:
     """The same of several constants that hold columns of one matrix, each with its columns, in one pass over its rows.
 
     The rows of every constant have scales of their own (:attr:`ConstantTensor.by_rows`).
     """
-    dtype, rows = tables[0][1].dtype, tables[0][1].shape[0]
+    dtype, (rows, columns) = _dtype_of(tables[0][1]), rows_of(tables[0][0].shape)
+    # Rounding to the checkpoint's type is the dearest, and weights that are not equal show it in their first rows.
     ask = [_part(held, own, dtype, 0, min(8, rows), True).same for held, own in tables]
-    count = max(8, _BLOCK // max(own.end - own.begin for _, own in tables) // 8 * 8)
+    count = max(8, (_PART if len(tables) == 1 else _BLOCK) // columns // 8 * 8)
 
     def part(first: int) -> list[_Sums]:
         last = min(first + count, rows)
-        return [
-            _block(held, _joined(own.floats(first, last)), dtype, first, last, asked)
-            for (held, own), asked in zip(tables, ask, strict=True)
-        ]
+        return [_part(held, own, dtype, first, last, asked) for (held, own), asked in zip(tables, ask, strict=True)]
 
     parts = (pool.map if pool is not None else map)(part, range(0, rows, count))
     sums = [reduce(_Sums.__add__, own) for own in zip(*parts, strict=True)]
@@ -209,19 +204,6 @@ def _apart(held: Floats, given: Floats, step: Values | None, dtype: Dtype) -> _S
         slack = _HALF + np.where(given == 0, 0.0, dtype.roundoff * np.abs(given) / step)
     outside = int((steps > slack).sum())
     return _Sums(squares=squares, reference=reference, most=float(steps.max(initial=0.0)), outside=outside)
-
-
-def _by_rows(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, pool: Executor | None) -> _Sums:
-    """Everything, of a constant whose rows have scales of their own."""
-    rows, columns = rows_of(stored.shape)
-    # Rounding to the checkpoint's type is the dearest, and weights that are not equal show it in their first rows.
-    ask = _part(stored, new, dtype, 0, min(8, rows), True).same
-    count = max(8, _PART // columns // 8 * 8)
-
-    def part(first: int) -> _Sums:
-        return _part(stored, new, dtype, first, min(first + count, rows), ask)
-
-    return reduce(_Sums.__add__, (pool.map if pool is not None else map)(part, range(0, rows, count)), _Sums())
 
 
 def _part(stored: ConstantTensor, new: LazyTensor, dtype: Dtype, first: int, last: int, ask: bool) -> _Sums:

@@ -1,15 +1,14 @@
 """Writing a file of tensors without ever holding one, reading back what was written, and comparing.
 
 What the header of such a file looks like is its container's affair, which is known by the file's ending; the data
-follow it, each tensor where its header says. A few threads each produce, sum, write and read back one tensor after the
-other, and the bytes depend on the input alone.
+follow it, each tensor where its header says. A few threads each produce, sum and write one tensor after the other, and
+the bytes depend on the input alone.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,12 @@ from xxhash import xxh3_128
 from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
-from mtp_extract.errors import CheckpointError, OutputError, escape
-from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
+from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.output import output_error, read_back_error
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import run_all, workers
-
-# One writer at a time: two would spin on the file's lock in the kernel instead of computing.
-_WRITING = threading.Lock()
+from mtp_extract.litertlm.writer import Laid, Piece, made, write_laid
 
 _CONTAINERS: Mapping[str, Container] = MappingProxyType(
     {".safetensors": safetensors_file.CONTAINER, ".gguf": gguf_file.CONTAINER}
@@ -87,44 +84,21 @@ def write_tensors(
     """
     path, tensors, container = folder / file.name, file.tensors, container_of(file.name)
     layout = container.lay_out(tensors, file.metadata)
-    sums: dict[str, str] = {}
+    pieces = [Piece(layout.offsets[t.name], t.length, produce=partial(_bytes, t)) for t in tensors]
     try:
         path.parent.mkdir(exist_ok=True)
-        with open(path, "x+b", buffering=0) as opened, ThreadPoolExecutor(workers()) as pool:
-            fd = opened.fileno()
-            reserve(fd, layout.size)
-            write_all(fd, memoryview(layout.header), 0)
-
-            def write(tensor: PlannedTensor) -> None:
-                offset = layout.offsets[tensor.name]
-                sums[tensor.name] = _write_tensor(fd, tensor, offset, advance)
-                if _sum_of_range(path, fd, offset, tensor.length) != sums[tensor.name]:
-                    raise read_back_error(path)
-
-            # The longest first: it decides when the last thread ends.
-            jobs: list[Callable[[], object]] = [partial(write, t) for t in sorted(tensors, key=lambda t: -t.length)]
-            run_all(pool, [*jobs, *beside])
     except OSError as error:
         raise output_error(path, error) from error
+    laid = Laid(layout.size, (made(0, layout.header), *pieces))
+    _, *sums = write_laid(path, laid, advance, beside=beside, threads=workers())
     if list(container.witnessed(path).items()) != [(t.name, (t.dtype, t.shape)) for t in tensors]:
         raise read_back_error(path)
-    # In the order of the file, not in that in which threads came to an end.
-    return {tensor.name: sums[tensor.name] for tensor in tensors}
+    return dict(zip((tensor.name for tensor in tensors), sums, strict=True))
 
 
-def _write_tensor(fd: int, tensor: PlannedTensor, offset: int, advance: Advance) -> str:
-    """Produce, sum and write ``tensor``; its XXH3-128."""
-    digest, at = xxh3_128(), offset
+def _bytes(tensor: PlannedTensor) -> Iterator[memoryview]:
     for chunk in tensor.produce():
-        data = chunk.view(np.uint8).data
-        digest.update(data)
-        with _WRITING:
-            write_all(fd, data, at)
-        at += len(data)
-        advance(len(data))
-    if at - offset != tensor.length:
-        raise OutputError(f"{tensor.name}: produced {at - offset} bytes, planned {tensor.length}.")
-    return digest.hexdigest()
+        yield chunk.view(np.uint8).data
 
 
 def _sum_of_range(path: Path, fd: int, offset: int, length: int) -> str:

@@ -67,7 +67,7 @@ class Content:
         return made.hexdigest() == digest(other.produce())
 
 
-def digest(*parts: Iterable[bytes]) -> str:
+def digest(*parts: Iterable[bytes | memoryview]) -> str:
     """XXH3-128 of all the bytes of ``parts``."""
     found = xxh3_128()
     for part in parts:

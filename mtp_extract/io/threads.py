@@ -61,8 +61,8 @@ def in_turn(jobs: Iterable[Turns[_T]], stop: threading.Event | None = None) -> l
     return [found[index] for index in sorted(found)]
 
 
-def on_all_cores(groups: Iterable[Sequence[Turns[_T]]]) -> list[list[_T]]:
+def on_all_cores(groups: Iterable[Sequence[Turns[_T]]], threads: int | None = None) -> list[list[_T]]:
     """The results of ``groups``, each done in turn by one thread; an error in one stops all, between two steps."""
     stop = threading.Event()
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(threads or cores()) as pool:
         return run_all(pool, [partial(in_turn, group, stop) for group in groups], stop.set)

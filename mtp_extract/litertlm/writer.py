@@ -10,7 +10,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from mtp_extract.litertlm.graft import Graft, copied_places
 ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
-Produce = Callable[[], Iterator[bytes]]
+Produce = Callable[[], Iterator[bytes | memoryview]]
 Span = tuple[int, int]
 """Bytes of the file, ``[begin, end)``."""
 
@@ -197,8 +197,22 @@ class LaidSource(Source):
         return self._made[index][start : start + count]
 
 
-def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> None:
-    """Write the new file ``path``, read back what was made for it and compare. All cores make it.
+def write_laid(
+    path: Path,
+    laid: Laid,
+    advance: Advance = lambda _: None,
+    *,
+    beside: Iterable[Callable[[], object]] = (),
+    threads: int | None = None,
+) -> list[str]:
+    """Write the new file ``path``, read back what was made for it and compare.
+
+    Args:
+        beside: further jobs for the same threads.
+        threads: to make pieces with; by default one for each core.
+
+    Returns:
+        Of each piece that was made, XXH3-128 (32 hex digits) of what of it was written.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
@@ -206,12 +220,12 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
     """
     # No byte is written twice, so that the order does not matter.
     placed = list(zip(laid.pieces, _shown(laid.pieces), strict=True))
-    groups: dict[object, list[_Placed]] = defaultdict(list)
-    for piece, spans in placed:
-        if piece.source is None:
-            groups[id(piece) if piece.beside is None else piece.beside].append((piece, spans))
+    mine = [each for each in placed if each[0].source is None]
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, (piece, _) in enumerate(mine):
+        groups[index if piece.beside is None else (piece.beside,)].append(index)
     # The longest first: it decides when the last thread ends.
-    longest = sorted(groups.values(), key=lambda group: -sum(piece.length for piece, _ in group))
+    order = sorted(groups.values(), key=lambda group: -sum(mine[index][0].length for index in group))
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -219,19 +233,22 @@ def write_laid(path: Path, laid: Laid, advance: Advance = lambda _: None) -> Non
             for piece, spans in placed:
                 if piece.source is not None:
                     _copy(fd, piece, spans, advance)
-            sums = on_all_cores([_make(fd, piece, spans, advance) for piece, spans in group] for group in longest)
+            jobs = [[_make(fd, *mine[index], advance) for index in group] for group in order]
+            written = on_all_cores([*jobs, *([_alone(job)] for job in beside)], threads)
             for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
                 source.confirm()
         finally:
             os.close(fd)
-        with LocalSource(path) as written, ThreadPoolExecutor(cores()) as pool:
-            made = chain.from_iterable(zip(*both, strict=True) for both in zip(longest, sums, strict=True))
-            jobs = [partial(_reads_back, written, spans, expected) for (_, spans), expected in made]
-            same = written.size == laid.size and all(run_all(pool, jobs))
+        by_index = dict(zip(chain(*order), chain(*written), strict=False))
+        sums = [by_index[index] for index in range(len(mine))]
+        with LocalSource(path) as back, ThreadPoolExecutor(threads or cores()) as pool:
+            checks = (partial(_reads_back, back, spans, own) for (_, spans), own in zip(mine, sums, strict=True))
+            same = back.size == laid.size and all(run_all(pool, checks))
     except OSError as error:
         raise output_error(path, error) from error
     if not same:
         raise read_back_error(path)
+    return sums
 
 
 def check_copied(path: Path, laid: Laid) -> None:
@@ -271,7 +288,13 @@ def _make(fd: int, piece: Piece, spans: Sequence[Span], advance: Advance) -> Tur
     return digest.hexdigest()
 
 
-def _made(piece: Piece, spans: Sequence[Span]) -> Iterator[tuple[int, bytes]]:
+def _alone(job: Callable[[], object]) -> Turns[str]:
+    job()
+    yield
+    return ""
+
+
+def _made(piece: Piece, spans: Sequence[Span]) -> Iterator[tuple[int, bytes | memoryview]]:
     """What of ``piece`` is shown, and where."""
     at, end = piece.at, piece.at + piece.length
     if piece.produce is None or spans != [(at, end)]:

@@ -30,13 +30,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place
 # Says when writing has begun, and then goes on with no chunk until its input ends: after the signal was sent.
 SLOW = """
 import os
-from mtp_extract.checkpoint import tensor_file
-write = tensor_file.write_all
+from mtp_extract.litertlm import writer
+write = writer.write_all
 def slow(fd, data, offset):
     write(fd, data, offset)
     print("writing", flush=True)
     os.read(0, 1)
-tensor_file.write_all = slow
+writer.write_all = slow
 """
 
 
