@@ -152,6 +152,31 @@ def test_a_text_of_its_own_in_a_batch_of_one(
     assert row.wrong_text is not ties
 
 
+@pytest.mark.parametrize(("moved", "most", "ties"), [(1.0, 1e9, True), (0.9, 1e9, False), (100.0, 0.0, False)])
+def test_what_the_base_itself_moves_a_logit_by_is_a_tie(
+    generator: SpeculativeGenerator,
+    continuations: Continuations,
+    monkeypatch: pytest.MonkeyPatch,
+    moved: float,
+    most: float,
+    ties: bool,
+) -> None:
+    """Between a pass over a text and its last token fed by itself; up to some roundings of the head."""
+    text, base = continuations.texts[0], generator.base
+    before = torch.tensor([text.tokens[:-1]])
+    with torch.inference_mode():
+        logits = base.logits(base.full_pass(before).hidden[:, -1])[0]
+        torch.testing.assert_close(generation._stepped(base, before), logits, atol=1e-3, rtol=0)
+    other = int(logits.topk(2).indices[1])
+    margin = float(logits[text.tokens[-1]] - logits[other])
+    assert margin > 1e-2
+    shifted = torch.nn.functional.one_hot(torch.tensor(other), logits.numel()) * margin * moved
+    monkeypatch.setattr(generation, "_stepped", lambda *given: logits + shifted * (1 + 1e-5))
+    monkeypatch.setattr(generation, "_MOST_MOVED", most)
+    found = generation._divergence(base, text, 0, (*text.continuation[:-1], other))
+    assert (found.token, found.margin, found.tie) == (len(text.continuation) - 1, pytest.approx(margin), ties)
+
+
 def test_what_repeats_is_generated_and_not_counted(
     generator: SpeculativeGenerator, continuations: Continuations
 ) -> None:
