@@ -118,7 +118,7 @@ class Decision:
             same = yield from holds(written, self.new, self.dtype)
         else:
             tolerance = _ERRORS_ALIKE + (_SCALES_ALIKE if self.how == KEPT else 0.0)
-            error = yield from _relative_error(written.floats(), self.new.floats())
+            error = yield from _Squares().add_all(written.floats(), self.new.floats())
             same = abs(error - self.error) <= tolerance
         if not same:
             raise OutputError(f"{path}: {self.role} reads back differently. Nothing was kept.")
@@ -238,10 +238,11 @@ class _Squares:
         self.difference += float(np.dot(error, error))
         self.size += float(np.dot(exact, exact))
 
-    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[None]:
+    def add_all(self, held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[float]:
         for found, expected in zip(rechunked(held, _CHUNK), rechunked(wanted, _CHUNK), strict=True):
             self.add(found, expected)
             yield
+        return self.error
 
     @property
     def error(self) -> float:
@@ -249,12 +250,6 @@ class _Squares:
         if not self.size:
             return math.inf if self.difference else 0.0
         return math.sqrt(self.difference / self.size)
-
-
-def _relative_error(held: Iterable[Floats], wanted: Iterable[Floats]) -> Turns[float]:
-    sums = _Squares()
-    yield from sums.add_all(held, wanted)
-    return sums.error
 
 
 def _unfolded(role: str, target: Storage, new: LazyTensor) -> tuple[Storage, LazyTensor]:
@@ -311,7 +306,7 @@ def _floats(weight: _AsStored, target: Storage) -> Turns[tuple[float, Content]]:
 
     # Of floats that are not rounded the error is 0; they are read all the same, since not all can be stored.
     stored = (widened(chunk, target.type) for chunk in produce())
-    error = yield from _relative_error(weight.constant.weights(stored), weight.weights())
+    error = yield from _Squares().add_all(weight.constant.weights(stored), weight.weights())
     return error, Content(np.empty(0, np.float32), np.empty(0, np.int64), produce)
 
 
@@ -351,9 +346,11 @@ def _in_one_pass(weight: _AsStored, target: Storage, sums: _Squares) -> Turns[tu
             codes *= scale[:, None]
             sums.add(codes.reshape(-1), chunk)
         scales.append(scale)
-        zeros.append(zero_point)
+        zeros += [] if target.symmetric else [zero_point]
         yield
-    return np.concatenate(scales), np.concatenate(zeros)
+    # Tables of a base have a row a token each: zero points that are all 0 are not kept.
+    scale = np.concatenate(scales)
+    return scale, np.broadcast_to(np.int64(0), scale.shape) if target.symmetric else np.concatenate(zeros)
 
 
 def _codes(weight: _AsStored, target: Storage, dtype: str) -> Turns[Content | None]:
