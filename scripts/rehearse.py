@@ -141,7 +141,7 @@ def rehearse(place: Place, shape: Shape, device: str, only: Sequence[str]) -> in
 def clear(command: Command) -> None:
     """Remove what an earlier run of it wrote, but for the text that a base wrote for its tunings."""
     for option, given in pairwise(command.arguments):
-        found = [Path(given)] if option == "-o" else []
+        found = [Path(given)] if option in ("-o", "--report") else []
         if option == "--work" and Path(given).is_dir():
             found = [path for path in Path(given).iterdir() if path.name != "text"]
         for path in found:
