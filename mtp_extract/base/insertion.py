@@ -6,6 +6,7 @@ as there are signatures. Nothing moves: what has no place of its own is refused,
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, be
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.io.threads import Turns, on_all_cores
+from mtp_extract.io.threads import Job, Turns, on_all_cores
 from mtp_extract.litertlm.writer import check_copied, copied
 
 
@@ -97,8 +98,7 @@ def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
         UnsupportedError: one is not stored, and would have to be.
     """
     keyed: dict[str, list[tuple[Place, object]]] = {}
-    jobs: dict[object, Turns[Decision]] = {}
-    groups: dict[object, list[object]] = defaultdict(list)
+    jobs: dict[object, Job[Decision]] = {}
     for match in found:
         weight, places = _required(match)
         dtype = common_dtype([weight] if isinstance(weight, StoredWeight) else [])
@@ -109,12 +109,8 @@ def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
         for place, key in keyed[match.role]:
             if key not in jobs:
                 part = place.part_of(weight)
-                jobs[key] = _decided(match.role, place, part, dtype)
-                groups[beside(part) or key].append(key)
-    # Tables beside each other are most of a base: they decide when the last thread ends.
-    order = sorted(groups.values(), key=len, reverse=True)
-    made = on_all_cores([jobs[key] for key in keys] for keys in order)
-    decisions = dict(zip(chain(*order), chain(*made), strict=True))
+                jobs[key] = _decided(match.role, place, part, dtype), math.prod(part.shape), beside(part)
+    decisions = dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
     return {role: [(place, decisions[key]) for place, key in each] for role, each in keyed.items()}
 
 

@@ -103,11 +103,6 @@ class Decision:
         content = self.content
         return digest([named, content.scale.tobytes(), content.zero_point.tobytes()], content.produce())
 
-    @property
-    def beside(self) -> object:
-        """Equal for decisions on columns of one matrix, which are to be read together; None where it is all of one."""
-        return beside(self.new)
-
     def check_written(self, path: Path, written: LazyTensor) -> Turns[None]:
         """Check that ``written``, read from the new file at ``path``, is as far from the weight as was planned.
 
@@ -125,7 +120,10 @@ class Decision:
 
 
 def beside(weight: LazyTensor) -> object:
-    """As :attr:`Decision.beside`. Where there are cores enough, each reads the matrix for some of its columns."""
+    """Equal for columns of one matrix, which are to be read together; None for all of one.
+
+    Where there are cores enough, several read the matrix, each for some of its columns.
+    """
     if not isinstance(weight, StoredColumns):
         return None
     table = weight.begin // max(weight.end - weight.begin, 1)

@@ -7,6 +7,7 @@ byte is written.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,7 @@ from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike
 from mtp_extract.io.repository import checkpoint_here
-from mtp_extract.io.threads import Turns, on_all_cores
+from mtp_extract.io.threads import Job, on_all_cores
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.rebuild import rebuilt
 from mtp_extract.litertlm.tflite import TensorType
@@ -218,17 +219,17 @@ def _activations(
 
 def _decide(checkpoint: Checkpoint, drafter: Shard, types: Mapping[str, str]) -> dict[str, Decision]:
     wanted, stored = _wanted(drafter, types), checkpoint_of(drafter).tensors
-    jobs: dict[str, Turns[Decision]] = {}
+    jobs: dict[str, Job[Decision]] = {}
     for role, shape in shapes_of(drafter.config).items():
         constant, new = stored.get(role.name), checkpoint.tensors.get(role.name)
         if new is None:
             raise UnsupportedError(f"{role.name}: the checkpoint has no such weight.")
         if isinstance(constant, ConstantTensor):
-            jobs[role.name] = decide(role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
+            deciding = decide(role.name, constant, new, checkpoint.dtype, wanted.get(role.name))
+            jobs[role.name] = deciding, math.prod(shape), None
         else:
             require_ones(role.name, shape, new, checkpoint.dtype)
-    decided = on_all_cores([job] for job in jobs.values())
-    return {role: decision for role, (decision,) in zip(jobs, decided, strict=True)}
+    return dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
 
 
 def _wanted(drafter: Shard, types: Mapping[str, str]) -> dict[str, TensorType]:

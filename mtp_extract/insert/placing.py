@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.ledger import FoundRole
-from mtp_extract.insert.decision import KEPT, Decision, digest
+from mtp_extract.insert.decision import KEPT, Decision, beside, digest
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
 from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
@@ -256,7 +256,7 @@ def _site_pieces(site: Site) -> Iterator[Piece]:
     location = model.locate(tensor)
     if site.found.first is not None:
         location = QuantizedTensor.of(model, tensor).rows(row, storage.shape[0]).location
-    yield Piece(location.file_offset, location.length, produce=content.produce, beside=site.decision.beside)
+    yield Piece(location.file_offset, location.length, produce=content.produce, beside=beside(site.decision.new))
     if not content.scale.size or quantization is None:
         return
     if storage.kind == "blockwise":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.insert.caches import freshen, stale_caches
-from mtp_extract.insert.decision import Decision
+from mtp_extract.insert.decision import Decision, beside
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
-from mtp_extract.io.threads import Turns, on_all_cores
+from mtp_extract.io.threads import on_all_cores
 from mtp_extract.litertlm.writer import Laid, Piece, write_laid
 from mtp_extract.proof.proof import Proof
 
@@ -125,8 +124,7 @@ def check_written(path: Path, written: Iterable[tuple[LazyTensor, Decision]]) ->
     Raises:
         OutputError: one is not.
     """
-    groups: dict[object, list[Turns[None]]] = defaultdict(list)
-    for tensor, decision in written:
-        groups[decision.beside or id(decision)].append(decision.check_written(path, tensor))
-    # What most weights are read for first: it decides when the last thread ends.
-    on_all_cores(sorted(groups.values(), key=len, reverse=True))
+    on_all_cores(
+        (decision.check_written(path, tensor), decision.storage.elements, beside(decision.new))
+        for tensor, decision in written
+    )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 _T = TypeVar("_T")
 Turns = Generator[None, None, _T]
 """Work that stops now and then, and has its result at the end."""
+Job = tuple[Turns[_T], int, object]
+"""Work, how much it is, and what is equal for all that one thread is to do in turn; None for what is done by itself."""
 
 
 def cores() -> int:
@@ -61,8 +65,20 @@ def in_turn(jobs: Iterable[Turns[_T]], stop: threading.Event | None = None) -> l
     return [found[index] for index in sorted(found)]
 
 
-def on_all_cores(groups: Iterable[Sequence[Turns[_T]]], threads: int | None = None) -> list[list[_T]]:
-    """The results of ``groups``, each done in turn by one thread; an error in one stops all, between two steps."""
-    stop = threading.Event()
+def on_all_cores(jobs: Iterable[Job[_T]], threads: int | None = None) -> list[_T]:
+    """The results of ``jobs``; an error in one stops all, between two steps.
+
+    Args:
+        threads: how many; by default one for each core.
+    """
+    given, stop = list(jobs), threading.Event()
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, (_, _, beside) in enumerate(given):
+        groups[index if beside is None else (beside,)].append(index)
+    # The longest first: it decides when the last thread ends.
+    order = sorted(groups.values(), key=lambda group: -sum(given[index][1] for index in group))
     with ThreadPoolExecutor(threads or cores()) as pool:
-        return run_all(pool, [partial(in_turn, group, stop) for group in groups], stop.set)
+        work = [partial(in_turn, [given[index][0] for index in group], stop) for group in order]
+        found = run_all(pool, work, stop.set)
+    by_index = dict(zip(chain(*order), chain(*found), strict=True))
+    return [by_index[index] for index in range(len(given))]

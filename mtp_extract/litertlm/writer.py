@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from xxhash import xxh3_128
 from mtp_extract.errors import OutputError, UnsupportedError
 from mtp_extract.io.output import aligned, output_error, read_back_error, reserve, write_all
 from mtp_extract.io.source import Advance, LocalSource, Region, Source
-from mtp_extract.io.threads import Turns, cores, on_all_cores, run_all
+from mtp_extract.io.threads import Job, Turns, cores, on_all_cores, run_all
 from mtp_extract.litertlm.container import HEADER_START, Bundle
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Graft, copied_places
@@ -221,11 +220,6 @@ def write_laid(
     # No byte is written twice, so that the order does not matter.
     placed = list(zip(laid.pieces, _shown(laid.pieces), strict=True))
     mine = [each for each in placed if each[0].source is None]
-    groups: dict[object, list[int]] = defaultdict(list)
-    for index, (piece, _) in enumerate(mine):
-        groups[index if piece.beside is None else (piece.beside,)].append(index)
-    # The longest first: it decides when the last thread ends.
-    order = sorted(groups.values(), key=lambda group: -sum(mine[index][0].length for index in group))
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -233,14 +227,12 @@ def write_laid(
             for piece, spans in placed:
                 if piece.source is not None:
                     _copy(fd, piece, spans, advance)
-            jobs = [[_make(fd, *mine[index], advance) for index in group] for group in order]
-            written = on_all_cores([*jobs, *([_alone(job)] for job in beside)], threads)
+            jobs: list[Job[str]] = [(_make(fd, *each, advance), each[0].length, each[0].beside) for each in mine]
+            sums = on_all_cores([*jobs, *((_alone(job), 0, None) for job in beside)], threads)[: len(mine)]
             for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
                 source.confirm()
         finally:
             os.close(fd)
-        by_index = dict(zip(chain(*order), chain(*written), strict=False))
-        sums = [by_index[index] for index in range(len(mine))]
         with LocalSource(path) as back, ThreadPoolExecutor(threads or cores()) as pool:
             checks = (partial(_reads_back, back, spans, own) for (_, spans), own in zip(mine, sums, strict=True))
             same = back.size == laid.size and all(run_all(pool, checks))
