@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -26,15 +27,18 @@ from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, be
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
 from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.source import Progress, counter
 from mtp_extract.io.threads import Job, Turns, on_all_cores
 from mtp_extract.litertlm.writer import check_copied, copied
 
 
 @contextmanager
 def planned_base_insertion(
-    directory: str | os.PathLike[str], bundle: str | os.PathLike[str]
+    directory: str | os.PathLike[str],
+    bundle: str | os.PathLike[str],
+    progress: Progress = lambda done, total: None,
 ) -> Iterator[InsertionPlan]:
-    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is.
+    """Plan to put the base in ``directory`` into ``bundle``, which stays as it is; ``progress`` is of its weights.
 
     Raises:
         CheckpointError: the directory is no complete checkpoint of a Gemma 4 base.
@@ -49,12 +53,14 @@ def planned_base_insertion(
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     with open_bundle(bundle) as opened:
-        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint)
+        yield _plan((bundle, *files_of(directory)), opened, find_base(opened), checkpoint, progress)
 
 
-def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint) -> InsertionPlan:
+def _plan(
+    inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, checkpoint: BaseCheckpoint, progress: Progress
+) -> InsertionPlan:
     check_geometry(base, checkpoint)
-    decided = _decide(matches(base, checkpoint))
+    decided = _decide(list(matches(base, checkpoint)), progress)
     sites = [Site(place.model, place.found, decision) for place, decision in chain(*decided.values())]
     _require_places(sites)
     layout, pieces = copied(opened.source, 0, opened.source.size), pieces_of(sites)
@@ -90,7 +96,7 @@ def _plan(inputs: tuple[PathLike, ...], opened: Opened, base: BundledBase, check
     )
 
 
-def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
+def _decide(found: Sequence[Match], progress: Progress) -> dict[str, list[tuple[Place, Decision]]]:
     """What becomes of each role in each place that has a constant for it: one decision for those that hold the same.
 
     Raises:
@@ -99,6 +105,7 @@ def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
     """
     keyed: dict[str, list[tuple[Place, object]]] = {}
     jobs: dict[object, Job[Decision]] = {}
+    tick = counter(progress, total := sum(match.length for match in found))
     for match in found:
         weight, places = _required(match)
         dtype = common_dtype([weight] if isinstance(weight, StoredWeight) else [])
@@ -109,8 +116,11 @@ def _decide(found: Iterable[Match]) -> dict[str, list[tuple[Place, Decision]]]:
         for place, key in keyed[match.role]:
             if key not in jobs:
                 part = place.part_of(weight)
-                jobs[key] = _decided(match.role, place, part, dtype), math.prod(part.shape), beside(part)
+                done = partial(tick, match.length // len(places))
+                jobs[key] = _decided(match.role, place, part, dtype, done), math.prod(part.shape), beside(part)
     decisions = dict(zip(jobs, on_all_cores(jobs.values()), strict=True))
+    # Of places that hold the same, one was decided.
+    tick(total)
     return {role: [(place, decisions[key]) for place, key in each] for role, each in keyed.items()}
 
 
@@ -127,12 +137,13 @@ def _required(match: Match) -> tuple[LazyTensor, list[Place]]:
     return match.weight, [place for place in match.places if place.found.tensor is not None]
 
 
-def _decided(role: str, place: Place, part: LazyTensor, dtype: str) -> Turns[Decision]:
+def _decided(role: str, place: Place, part: LazyTensor, dtype: str, done: Callable[[], None]) -> Turns[Decision]:
     stored = place.stored
     assert isinstance(stored, ConstantTensor)
     decision, old = (yield from decide(role, stored, part, dtype)), Content.of(stored.source)
     if decision.how == REQUANTIZED and (yield from decision.content.like(old)):
-        return replace(decision, how=KEPT, content=old)
+        decision = replace(decision, how=KEPT, content=old)
+    done()
     return decision
 
 

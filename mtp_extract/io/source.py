@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,12 +32,13 @@ Advance = Callable[[int], None]
 
 def counter(progress: Progress, total: int) -> Advance:
     """What adds up the bytes done, and calls ``progress`` with the sum, ``total`` at the most."""
-    done = 0
+    done, one_at_a_time = 0, threading.Lock()
 
     def tick(count: int) -> None:
         nonlocal done
-        done += count
-        progress(min(done, total), total)
+        with one_at_a_time:
+            done += count
+            progress(min(done, total), total)
 
     return tick
 
