@@ -375,7 +375,10 @@ def _told(chain: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("nowhere", "a checkpoint.s directory or an id of the Hugging Face Hub, found neither"), ("sample.litertlm", "Extract a bundle's drafter first")],
+    [
+        ("nowhere", "a checkpoint.s directory or an id of the Hugging Face Hub, found neither"),
+        ("sample.litertlm", "Extract a bundle's drafter first"),
+    ],
 )
 def test_what_is_no_checkpoint_is_told_apart(sample: Path, tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "sample.litertlm").symlink_to(sample)
