@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_AT_ONCE = 1 << 25
-"""Numbers of a chunk of logits: 128 MiB in F32; a handful of such chunks exist at a time."""
+LOGITS_AT_ONCE = 1 << 24
+"""Numbers of a chunk of logits: 64 MiB in F32; a handful of such chunks exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Teacher:
     """What the base says at positions. P positions, V tokens."""
 
     choices: Tensor  # int64 [P], its argmax
-    logits: Callable[[Tensor], Tensor]  # int64 [n] positions → F32 [n, V], soft-capped as the base's are
+    # int64 [n] positions → F32 [n, V], soft-capped as the base's are; made anew, as they are overwritten
+    logits: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -179,22 +180,38 @@ class _Job:
         if last > first:
             yield order[first:last]
 
-    def wanted(self, term: Term, positions: Tensor) -> Tensor:
-        """What the base says there, as ``term`` wants it; of each position once."""
-        if not term.over_distributions:
-            return self.teacher.choices[positions]
+    def wanted(self, rows: Tensor) -> list[Tensor]:
+        """What the base says where ``rows`` aim, as each term of the objective wants it; of each position once."""
+        positions = self.where[rows]
+        return [
+            self._distributions(positions) if term.over_distributions else self.teacher.choices[positions]
+            for _, term in self.objective.terms
+        ]
+
+    def _distributions(self, positions: Tensor) -> Tensor:
         once, back = torch.unique_consecutive(positions, return_inverse=True)
-        logits = self.teacher.logits(once).to(positions.device)
-        logits = torch.log_softmax(logits.float() / self.temperature, dim=-1)
+        logits = self.teacher.logits(once).to(positions.device).float()
+        if self.temperature != 1:
+            logits /= self.temperature
+        logits = torch.log_softmax(logits, dim=-1)
         return logits[back] if len(once) < len(positions) else logits
 
 
-def _scored(job: _Job, rows: Tensor, logits: Tensor, total: Tensor, agreement: Tensor) -> Tensor:
-    """The derivative by ``logits``, which is overwritten; the loss of ``rows`` is added to ``total``."""
+def _gradient(job: _Job, rows: Tensor, chunk: Tensor, head: Tensor, total: Tensor, agreement: Tensor) -> Tensor:
+    """The derivative by the logits of ``chunk``, the states of ``rows``; their loss is added to ``total``."""
+    # Before the drafter's logits are there: making the base's takes several times their memory.
+    wanted = job.wanted(rows)
+    logits = (chunk @ head.T).float()
+    bent = None
+    if job.cap is not None:
+        bent = logits.div_(job.cap).tanh_()
+        logits = bent * job.cap
+    if job.temperature != 1:
+        logits /= job.temperature
     gradient: Tensor | None = None
-    for number, (share, term) in enumerate(job.objective.terms):
+    for number, ((share, term), said) in enumerate(zip(job.objective.terms, wanted, strict=True)):
         own = logits if number == len(job.objective.terms) - 1 else logits.clone()
-        loss, agrees = term.score(own, job.wanted(term, job.where[rows]))
+        loss, agrees = term.score(own, said)
         weights = share * (job.weights if term.over_distributions else job.chosen)[rows]
         total += loss @ weights
         own *= (weights / job.temperature)[:, None]
@@ -202,7 +219,7 @@ def _scored(job: _Job, rows: Tensor, logits: Tensor, total: Tensor, agreement: T
         if not number:
             agreement[rows] = agrees
     assert gradient is not None
-    return gradient
+    return gradient if bent is None else gradient.mul_(bent.square_().neg_().add_(1))
 
 
 class _Chunked(torch.autograd.Function):
@@ -217,20 +234,12 @@ class _Chunked(torch.autograd.Function):
         head_grad = torch.zeros_like(head, dtype=torch.float32) if of_head else None
         for rows in job.chunks(len(head)):
             chunk = states[rows]
-            logits = (chunk @ head.T).float()
-            bent = None
-            if job.cap is not None:
-                bent = logits.div_(job.cap).tanh_()
-                logits = bent * job.cap
-            if job.temperature != 1:
-                logits /= job.temperature
-            gradient = _scored(job, rows, logits, total, agreement)
-            if bent is not None:
-                gradient *= bent.square_().neg_().add_(1)
+            gradient = _gradient(job, rows, chunk, head, total, agreement)
             if states_grad is not None:
                 states_grad[rows] = gradient.to(head.dtype) @ head
             if head_grad is not None:
                 head_grad.addmm_(gradient.T, chunk.float())
+            del gradient
         ctx.gradients, ctx.head_dtype = (states_grad, head_grad), head.dtype
         ctx.mark_non_differentiable(agreement)
         return total, agreement

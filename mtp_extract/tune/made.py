@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtp_extract.tune.loss import LOGITS_AT_ONCE
 from mtp_extract.tune.ordered import Used
 
 _LOOKS = 12  # at what the dense head chooses, between moves
@@ -44,7 +45,7 @@ def made_states(head: Tensor, used: Used, each: int, seed: int, *, sure: bool) -
     covariance = torch.cov(used.states[:: -(-len(used.states) // _COVARIANCE_OF)].float().T)
     gap = _usual_gap(head, used.states)
     right = torch.ones(len(tokens), dtype=torch.bool)
-    for rows in torch.split(torch.arange(len(tokens)), max(1, _LOGITS_AT_ONCE // len(head))):
+    for rows in torch.split(torch.arange(len(tokens)), max(1, LOGITS_AT_ONCE // len(head))):
         wanted, rival, state = tokens[rows], rivals[rows], states[rows].float()
         for look in range(max(1, looks)):
             axis = head[wanted] - head[rival]

@@ -29,7 +29,7 @@ from mtp_extract.tune.states import token_bytes
 from mtp_extract.tune.text import BRANCHES
 
 _F32 = 4
-_A_LOGIT = {"mixed": 28, "ce": 12, "kl": 24, "tv": 24}
+_A_LOGIT = {"mixed": 20, "ce": 8, "kl": 20, "tv": 16}
 """Bytes that the loss takes for each logit of a piece; measured (``scripts/bench_loss.py``)."""
 _SCORED = 24  # bytes for each logit of a piece that is measured: two distributions, and their products
 _DRAWN = 20  # bytes for each logit of a round of generation
@@ -132,10 +132,9 @@ def estimate(
     vocabulary = int(text.vocab_size)
     pass_over = _activations(text, size)
     measuring = pass_over * batch * longest + _SCORED * piece
-    # The weights as they were beside what is trained of them.
-    kept = {"what is trained": 2 * latents} if latents else {}
+    kept = {"what is trained": latents} if latents else {}
     # A matrix is floats before it is what the drafter computes in; what is trained is tried once.
-    reading = max(_F32 * sizes.largest, latents + (sizes.trained + 2 * large if grid else 0))
+    reading = max(_F32 * sizes.largest, latents + large + (sizes.trained if grid else 0))
     rounds = batch * (setting.draft_steps + 1) * vocabulary
     phases = [
         Phase("loading", {**own, **kept, "conversions": reading}),

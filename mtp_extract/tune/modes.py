@@ -75,19 +75,21 @@ class Latents(nn.Module):
             if key in self._weights:
                 self._weights[key].roles.append(role)
                 continue
-            start = torch.from_numpy(read_floats(tensor)).to(device)
-            weight = _Weight([role], start)
+            # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
+            latent = torch.from_numpy(read_floats(tensor)).to(device, copy=True)
+            weight = _Weight([role])
             if role.kind != MATRIX:
-                weight.size = float(start.square().mean().sqrt()) or 1.0
+                weight.start, weight.size = latent, float(latent.square().mean().sqrt()) or 1.0
+                latent = torch.zeros_like(latent)
             elif mode.matrices == "grid":
                 weight.quantizer = _Quantizer.of(role.name, tensor, device)
             self._weights[key] = weight
-            self.values[key] = nn.Parameter(start.clone() if weight.size is None else torch.zeros_like(start))
+            self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
         matrices, others = (
-            [value for key, value in self.values.items() if (self._weights[key].size is None) == are_matrices]
+            [value for key, value in self.values.items() if (self._weights[key].start is None) == are_matrices]
             for are_matrices in (True, False)
         )
         rate = learning_rate or self.mode.learning_rate * MEASURED_WIDTH / self.checkpoint.config.hidden_size
@@ -111,7 +113,7 @@ class Latents(nn.Module):
         """The checkpoint with what was trained in it; ``values`` by name of latent instead of the present ones."""
         tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
         for key, present in self.values.items():
-            value = values[key].to(present) if values is not None else present
+            value = (present if values is None else values[key]).detach().to(present.device)
             weight = self._weights[key]
             made = weight.tensor(value, tensors[weight.roles[0].name])
             tensors.update({role.name: made for role in weight.roles})
@@ -130,13 +132,13 @@ class _Weight:
     """A stored weight, and how a latent becomes it."""
 
     roles: list[Role]  # that are this one weight
-    start: Tensor  # F32, as it is stored
-    size: float | None = None  # root mean square of a norm or factor, in which its latent moves; None for a matrix
+    start: Tensor | None = None  # F32, of a norm or factor, as it is stored; None for a matrix
+    size: float = 1.0  # its root mean square, in which its latent moves
     quantizer: _Quantizer | None = None  # of a matrix that is trained on its grid
 
     def of(self, latent: Tensor) -> Tensor:
         """F32, the weight that ``latent`` stands for."""
-        if self.size is not None:
+        if self.start is not None:
             return self.start + latent * self.size
         if self.quantizer is not None:
             return _StraightThrough.apply(latent, self.quantizer)  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
@@ -146,8 +148,8 @@ class _Weight:
         """The same, to be written; ``original`` where nothing changed."""
         if self.quantizer is not None:
             return self.quantizer.tensor(latent, original)
-        weight = self.of(latent)
-        return original if torch.equal(weight, self.start) else ArrayTensor(weight.cpu().numpy())
+        weight = self.of(latent).cpu().numpy()
+        return original if np.array_equal(weight, read_floats(original)) else ArrayTensor(weight)
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,14 @@ class _Quantizer:
         blocks = values.view(len(values), -1, self.block)
         # Where the step is 0, every code stands for 0.
         size = torch.where(self.size == 0, 1, self.size)[..., None]
-        codes = (blocks * self.factor / size).round_() + self.zero_point[..., None]
+        # In place: of the matrix of the LM head, a copy is 268 MB.
+        codes = (blocks * self.factor).div_(size).round_().add_(self.zero_point[..., None])
         return codes.clamp_(self.low, self.high).view(values.shape)
 
     def floats(self, codes: Tensor) -> Tensor:
         """As :meth:`mtp_extract.checkpoint.lazy.Steps.floats`, to the bit."""
         blocks = codes.view(len(codes), -1, self.block)
-        found = ((blocks - self.zero_point[..., None]) * self.size[..., None]).view(codes.shape)
+        found = (blocks - self.zero_point[..., None]).mul_(self.size[..., None]).view(codes.shape)
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
     def tensor(self, values: Tensor, original: LazyTensor) -> LazyTensor:

@@ -38,10 +38,10 @@ def of(tiny: Tiny, mode: str, setting: Setting = SETTING) -> dict[str, Phase]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_trained(tiny: Tiny, mode: str) -> None:
-    """Latents, their origin, gradient, both moments and the best: of as many numbers as are trained."""
+    """Latents, gradient, both moments and the best: of as many numbers as are trained."""
     latents = Latents(tiny.checkpoint, MODES[mode])
     parts = of(tiny, mode)["training"].parts
-    assert parts["what is trained"] == 2 * 4 * latents.numbers
+    assert parts["what is trained"] == 4 * latents.numbers
     assert parts["gradient and moments"] == 3 * 4 * latents.numbers
     assert parts["the best so far"] == 4 * latents.numbers
     optimizer = torch.optim.AdamW(latents.groups())
