@@ -38,7 +38,7 @@ _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
 _STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "history")
-"""Attributes of a run that are kept on disk, besides latents and optimizer."""
+"""Attributes of a run that are kept on disk; besides, until it is finished, latents and optimizer."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def train(
     tell: Callable[[Status], None] = lambda status: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
-    """Train ``latents``.
+    """Train ``latents``; where that was finished before, they stay as they are.
 
     Args:
         drafter: in the type it computes in; what is not trained is taken from it.
@@ -137,11 +137,11 @@ def train(
     optimizer = torch.optim.AdamW(latents.groups(recipe.learning_rate), betas=_BETAS, weight_decay=0.0)
     rates = [group["lr"] for group in optimizer.param_groups]
     prepared, optimizer = accelerator.prepare(module, optimizer)
-    run = _Run(latents, drafter, watch, folder, fingerprint, accelerator, optimizer)
+    run = _Run(latents, drafter, recipe, watch, folder, fingerprint, accelerator, optimizer)
     run.begin()
     began, first = time.monotonic(), run.done
     interrupted = False
-    while run.done < recipe.steps and run.stale < recipe.patience:
+    while not run.finished:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * recipe.rate(run.done)
         loss, agreement = prepared(*_batch(states, kinds, recipe, run.done, accelerator))
@@ -225,19 +225,24 @@ class _Run:
         self,
         latents: Latents,
         drafter: Network,
+        recipe: Recipe,
         watch: Callable[[Network], tuple[Measured, float]],
         folder: Path,
         fingerprint: str,
         accelerator: Any,
         optimizer: Any,
     ) -> None:
-        self.latents, self.drafter, self.watch = latents, drafter, watch
+        self.latents, self.drafter, self.recipe, self.watch = latents, drafter, recipe, watch
         self.fingerprint, self.accelerator, self.optimizer = fingerprint, accelerator, optimizer
         self._folder, self._state, self._log = folder, folder / "state.pt", folder / "log.jsonl"
         self.done = self.best_step = self.stale = 0
         self.best: dict[str, Tensor] = {}
         self.best_watched = self.watched = -math.inf
         self.history: list[Mapping[str, Any]] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.recipe.steps or self.stale >= self.recipe.patience
 
     def begin(self) -> None:
         if self._state.is_file():
@@ -267,28 +272,25 @@ class _Run:
                 file.write(_line(entry))
 
     def save(self) -> None:
-        """Keep the state: it is there whole or not at all."""
+        """Keep the state, which is there whole or not at all; of what is finished, what came out."""
         if not self.accelerator.is_main_process:
             return
-        state = {
-            "fingerprint": self.fingerprint,
-            "latents": self._values(),
-            "optimizer": self.optimizer.state_dict(),
-            **{name: getattr(self, name) for name in _STATE},
-        }
-        save_whole(state, self._state)
+        going_on = {} if self.finished else {"latents": self._values(), "optimizer": self.optimizer.state_dict()}
+        kept = {name: getattr(self, name) for name in _STATE}
+        save_whole({"fingerprint": self.fingerprint, **going_on, **kept}, self._state)
 
     def _load(self) -> None:
         try:
             state = torch.load(self._state, map_location="cpu", weights_only=True)
             if state["fingerprint"] != self.fingerprint:
                 return
-            with torch.no_grad():
-                for key, value in self.latents.values.items():
-                    value.copy_(state["latents"][key])
-            self.optimizer.load_state_dict(state["optimizer"])
             for name in _STATE:
                 setattr(self, name, state[name])
+            if not self.finished:
+                with torch.no_grad():
+                    for key, value in self.latents.values.items():
+                        value.copy_(state["latents"][key])
+                self.optimizer.load_state_dict(state["optimizer"])
         # What a damaged file raises in there is of many classes.
         except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
             raise CheckpointError(

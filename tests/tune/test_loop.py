@@ -53,8 +53,9 @@ def test_it_goes_on_as_if_nothing_had_happened(
     logged = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "part")]
     assert logged[0] == logged[1]
     assert [json.loads(line) for line in logged[0].splitlines()] == list(whole[1].history)
-    # What is finished is not trained again.
-    assert_same(whole, tiny.train(tmp_path / "part", mode, **changes))
+    # What is finished is not trained again; and all that is kept of it is what came out.
+    assert_same(whole, (whole[0], tiny.train(tmp_path / "part", mode, **changes)[1]))
+    assert not {"latents", "optimizer"} & torch.load(tmp_path / "part" / "state.pt", weights_only=True).keys()
 
 
 def test_another_seed_gives_others(tiny: Tiny, tmp_path: Path) -> None:
@@ -94,12 +95,12 @@ def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: bytes) -> 
 
 
 def test_a_state_of_other_shapes_is_said(tiny: Tiny, tmp_path: Path) -> None:
-    tiny.train(tmp_path, steps=1)
+    tiny.train(tmp_path, steps=2, stop=lambda: True)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for name in ("latents", "optimizer", "best_step"):
         torch.save({**state, name: {}} if name != "best_step" else state.keys() - {name}, tmp_path / "state.pt")
         with pytest.raises(CheckpointError, match=r"state\.pt: expected the state of a training"):
-            tiny.train(tmp_path, steps=1)
+            tiny.train(tmp_path, steps=2)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
@@ -188,7 +189,9 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
     half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
     rate = {"norms": 6e-2, "qat": 1e-2}[mode]
-    latents, found = half.train(tmp_path, mode, dtype=torch.bfloat16, steps=16, batch=5, anchors=12, learning_rate=rate)
+    stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
+    changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": rate}
+    latents, found = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
     assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
