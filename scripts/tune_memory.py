@@ -37,7 +37,7 @@ from mtp_extract.data import sample_base
 from mtp_extract.formats import format_named
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.staging import write_file
-from mtp_extract.tune import corpus, pair
+from mtp_extract.tune import pair
 from mtp_extract.tune.memory import Estimate, estimate
 from mtp_extract.tune.prompts import HELD_OUT, TRAINED, WATCHED, side_of
 from mtp_extract.tune.run import TuningPlan, run_tuning
@@ -202,11 +202,12 @@ def run(mode: str, work: Path, tokens: int) -> dict[str, dict[str, int]]:
         batch=4,
         device="cpu",
         chat_template=False,
+        other_prompts=0,
     )
     # A training that is finished is not begun again.
     (work / "run" / "state.pt").unlink(missing_ok=True)
     plan = TuningPlan(setting, work / f"tuned-{mode}", mode=mode, steps=2, force=True, overwrite=True)
-    with patch.object(pair, "estimate", noted), patch.object(corpus, "shipped_prompts", lambda each=None: ()):
+    with patch.object(pair, "estimate", noted):
         run_tuning(plan, say)
     measured[phase] = max(measured.get(phase, 0), memory("VmHWM") - before)
     found = {p.name: p.bytes for p in estimates[0].phases}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from mtp_extract.drafter.load import Network
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.measured import Measured
-from mtp_extract.evaluate.prompts import FEW, Prompt, shipped_prompts, spread
+from mtp_extract.evaluate.prompts import Prompt, shipped_prompts, spread
 from mtp_extract.speculate.codec import Encoded
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.speculate.texts import LEAST_TEXTS, repeats, repeats_note
@@ -27,6 +27,8 @@ Item = TypeVar("Item")
 
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}
 """Texts of each side; of fewer that are held out there is no interval."""
+
+_ALONE = "Whether other workloads than those trained on get worse is not known: no text of any was held out."
 
 _NAME = 40  # characters
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
@@ -45,6 +47,7 @@ class Corpus:
     own: int
     units: tuple[int, ...]  # of each held-out text, what intervals count: windows of one text by people are one
     names: tuple[str, ...]  # of each held-out text, where it comes from or how its prompt begins
+    given: bool = False  # whether the user's workloads are trained on, and others are to be held out beside them
     repeats: int = 0  # further held-out texts that repeat one of these, trained or watched, and are left out
     # what the base writes after the held-out prompts of those workloads when it is served otherwise than the setting
     # says; none after text by people
@@ -70,9 +73,10 @@ class Corpus:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That held-out texts repeat one another, and who wrote them."""
+        """That held-out texts repeat one another or are of the user's workloads alone, and who wrote them."""
         source = () if self.text_from is None else (said_of(self.text_from),)
-        return *source, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
+        alone = (_ALONE,) if self.given and self.own == len(self.held_out) else ()
+        return *source, *alone, *repeats_note(len(self.held_out) + self.repeats, self.repeats)
 
     @cached_property
     def shared(self) -> float:
@@ -113,7 +117,7 @@ class Corpus:
         writing = _writing(pair)
         # Shipped prompts are not the user's: what a short context has no room for is no reason to stop.
         guards = writing.fitting(guards)
-        if not (setting.prompts or setting.text):
+        if not setting.given:
             sides = {side: writing.fitting(items) for side, items in sides.items()}
         other = replace(writing, temperature=0.0 if setting.temperature else 1.0)
         by_base = setting.text is None
@@ -148,6 +152,7 @@ class Corpus:
             own=len(own),
             units=tuple(accumulate(item is not before for before, item in pairwise(origins))),
             names=tuple(_name(item) for item, _ in held_out),
+            given=setting.given,
             repeats=len(_with_rounds(candidates, steps)) - len(held_out),
             otherwise=_texts(new_texts(written(other, sides[HELD_OUT]), steps, learned)) if by_base else (),
             other_temperature=other.temperature,
@@ -170,7 +175,7 @@ def divided(setting: Setting) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
     # Of another name, as a user's own workload may be called "code" too.
     guards = [
         replace(item, workload=f"{item.workload} (shipped)")
-        for item in (shipped_prompts(FEW) if setting.prompts or setting.text else ())
+        for item in (shipped_prompts(setting.other_prompts) if setting.given else ())
         if item.key not in learned | held
     ]
     few = [side for side, found in sides.items() if len({item.key for item in found}) < _LEAST[side]]

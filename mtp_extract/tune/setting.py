@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mtp_extract.errors import MtpExtractError, OutputError, escape
-from mtp_extract.evaluate.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.evaluate.prompts import FEW, Prompt, read_prompts, shipped_prompts
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.options import BASE, About, ApiKey, Bytes, Device, check_values
 
@@ -41,6 +41,14 @@ class Setting:
     text: Annotated[
         Path | None, About("Texts by people instead, or prompts with their answers, in the same forms.", metavar="FILE")
     ] = None
+    other_prompts: Annotated[
+        int,
+        About(
+            "Beside given prompts or texts, held-out prompts of each workload that comes with mtp-extract, to see "
+            "whether it gets worse; below 5 that is not decided, 0 for none.",
+            least=0,
+        ),
+    ] = FEW
     text_from: Annotated[
         str | None,
         About(
@@ -91,6 +99,11 @@ class Setting:
     def inputs(self) -> tuple[PathLike | None, ...]:
         """What is read, and so is not replaced."""
         return self.directory, *files_of(self.base), self.prompts, self.text
+
+    @property
+    def given(self) -> bool:
+        """Whether the prompts, or the texts, are the user's."""
+        return self.prompts is not None or self.text is not None
 
     @cached_property
     def items(self) -> tuple[Prompt, ...]:

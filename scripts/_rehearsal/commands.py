@@ -118,8 +118,9 @@ def _beside_the_base(place: Place, shape: Shape, device: str) -> Iterator[Comman
     asked = ("--prompts", place.prompts, "--draft-steps", "1,2", "--batch", "4", "--report", report)
     said = "not decided|Refuted"
     yield Command("validate", "validate", (drafter, *beside, *length, *asked), said, (0, 1))
-    # What the base writes is kept in one folder, so that it writes once.
-    few = ("--prompts", place.texts, "--batch", "16", "--steps", "2", "--force", "--work", place.out("tune.work"))
+    # What the base writes is kept in one folder, so that it writes once; of other workloads no more than shows a loss.
+    few = ("--prompts", place.texts, "--other-prompts", "5", "--batch", "16", "--steps", "2", "--force")
+    few += ("--work", place.out("tune.work"))
     for mode in MODES:
         out = place.out(f"tune-{mode}")
         arguments = (drafter, *beside, *length, *few, "--anchors", "2", "--mode", mode, "-o", out)

@@ -142,7 +142,7 @@ def _small() -> Iterator[None]:
     threads, few = torch.get_num_threads(), shipped_prompts(1)
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "shipped_prompts", lambda each=None: few)
+        patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
         patch.setattr(kinds, "_PROMPTS", 64)
         patch.setattr(kinds, "_MOST_MADE", 2)
         patch.setattr(pair, "load_base", cache(pair.load_base))

@@ -140,6 +140,16 @@ def test_a_shipped_prompt_that_does_not_fit_is_left_out(
     assert len(found.held_out) < len(whole.held_out)
 
 
+def test_other_workloads_are_left_out_where_none_are_asked_for(plan: Callable[..., TuningPlan], tmp_path: Path) -> None:
+    """The rest is as it was, and it is said what that cannot show."""
+    whole, own = (Corpus.of(Pair(plan(tmp_path / "tuned", other_prompts=each).setting)) for each in (1, 0))
+    assert whole.own == own.own == len(own.held_out) < len(whole.held_out)
+    assert own.held_out == whole.held_out[: own.own]
+    assert own.trained == whole.trained
+    said = "Whether other workloads than those trained on get worse is not known"
+    assert [said in " ".join(found.notes) for found in (whole, own)] == [False, True]
+
+
 def test_of_shipped_prompts_those_that_fit_are_taken(
     plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +161,7 @@ def test_of_shipped_prompts_those_that_fit_are_taken(
     monkeypatch.setattr(pair.base.config, "max_position_embeddings", 80)
     found = Corpus.of(pair)
     assert found.own == len(found.held_out)
+    assert "other workloads" not in " ".join(found.notes)
     assert found.kinds[0] == Corpus.of(Pair(plan(tmp_path / "tuned").setting)).kinds[0]
 
 
