@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +121,13 @@ def free_on(device: torch.device | None) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return math.inf if device.type == "mps" else free_memory()
+
+
+def give_back() -> None:
+    """Give to the system what of the heap is free, where the C library can; glibc by itself keeps it."""
+    trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_memory() -> int:

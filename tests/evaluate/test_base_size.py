@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from mtp_extract.errors import HubError, MtpExtractError
 from mtp_extract.evaluate import base_size
 from mtp_extract.evaluate.base_model import read_size
-from mtp_extract.evaluate.base_size import check_room, free_memory, free_on
+from mtp_extract.evaluate.base_size import check_room, free_memory, free_on, give_back
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,28 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MtpExtractError, match=r"on cpu: it takes about 5\.1 GB, 5\.0 GB are free") as found:
         check_room(5_100_000_000, torch.device("cpu"), "it takes", ("batch",))
     assert found.value.remedies == ("batch",)
+
+
+@pytest.mark.skipif(
+    sys.platform == "win32" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what is free"
+)
+def test_what_is_free_in_the_heap_is_given_back() -> None:
+    """64 MB in small pieces below one that stays."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = (ctypes.c_void_p,)
+    pieces = [libc.malloc(4000) for _ in range(16_000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 4000)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    before = _resident()
+    give_back()
+    assert before - _resident() > 32_000_000
+    libc.free(pieces[-1])
+
+
+def _resident() -> int:
+    """Bytes of this process that are no pages of files."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
