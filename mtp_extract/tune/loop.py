@@ -37,7 +37,7 @@ from mtp_extract.tune.work import save_whole, writing_to
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-_STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "history")
+_STATE = ("done", "results", "best_step", "best_watched", "watched", "stale", "history")
 """Attributes of a run that are kept on disk; besides, until it is finished, latents and optimizer."""
 
 
@@ -45,7 +45,7 @@ _STATE = ("done", "best", "best_step", "best_watched", "watched", "stale", "hist
 class Trained:
     """A training that ended, or was asked to stop (``interrupted``) after ``done`` steps."""
 
-    values: Mapping[str, Tensor]  # the best latents by the watched texts, by name
+    results: Mapping[str, Tensor]  # the best by the watched texts, as :meth:`Latents.results` has them
     step: int  # after which they were the best
     done: int
     interrupted: bool
@@ -175,7 +175,7 @@ def train(
             run.save()
             interrupted = True
             break
-    return Trained(run.best, run.best_step, run.done, interrupted, tuple(run.history))
+    return Trained(run.results, run.best_step, run.done, interrupted, tuple(run.history))
 
 
 def _any(accelerator: Any, flag: bool) -> bool:
@@ -236,7 +236,7 @@ class _Run:
         self.fingerprint, self.accelerator, self.optimizer = fingerprint, accelerator, optimizer
         self._folder, self._state, self._log = folder, folder / "state.pt", folder / "log.jsonl"
         self.done = self.best_step = self.stale = 0
-        self.best: dict[str, Tensor] = {}
+        self.results: dict[str, Tensor] = {}
         self.best_watched = self.watched = -math.inf
         self.history: list[Mapping[str, Any]] = []
 
@@ -250,7 +250,7 @@ class _Run:
         if self.accelerator.is_main_process:
             with writing_to(self._folder):
                 self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
-        if not self.best:
+        if not self.results:
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -263,7 +263,7 @@ class _Run:
         self.stale += 1
         if balanced > self.best_watched:
             self.best_watched, self.best_step, self.stale = balanced, self.done, 0
-            self.best = {key: value.clone() for key, value in self._values().items()}
+            self.results = self.latents.results()
 
     def note(self, entry: Mapping[str, Any]) -> None:
         self.history.append(entry)
@@ -275,7 +275,8 @@ class _Run:
         """Keep the state, which is there whole or not at all; of what is finished, what came out."""
         if not self.accelerator.is_main_process:
             return
-        going_on = {} if self.finished else {"latents": self._values(), "optimizer": self.optimizer.state_dict()}
+        latents = {key: value.detach().cpu() for key, value in self.latents.values.items()}
+        going_on = {} if self.finished else {"latents": latents, "optimizer": self.optimizer.state_dict()}
         kept = {name: getattr(self, name) for name in _STATE}
         save_whole({"fingerprint": self.fingerprint, **going_on, **kept}, self._state)
 
@@ -297,9 +298,6 @@ class _Run:
                 f"{escape(self._state)}: expected the state of a training, found a file that cannot be read. Remove it "
                 "to begin anew."
             ) from error
-
-    def _values(self) -> dict[str, Tensor]:
-        return {key: value.detach().cpu() for key, value in self.latents.values.items()}
 
 
 def _line(entry: Mapping[str, Any]) -> str:

@@ -247,6 +247,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         states_grad, head_grad = ctx.gradients
+        # Whoever keeps the loss shall not keep these: of the head, one is as large as the head in F32.
+        del ctx.gradients
         by = gradients[0]
         return (
             None if states_grad is None else states_grad.mul_(by.to(states_grad.dtype)),

@@ -97,6 +97,7 @@ class _Sizes:
     all: int
     largest: int  # of the largest matrix
     trained: int
+    results: int  # bytes that are kept of what is trained: codes, and floats of what has none
 
     @classmethod
     def of(cls, config: DrafterConfig | Eagle3Config, mode: Mode | None) -> _Sizes:
@@ -104,7 +105,8 @@ class _Sizes:
         matrices = [count for role, count in counts.items() if role.kind == MATRIX]
         kept = mode is None or mode.matrices == "kept"
         trained = 0 if mode is None else sum(counts.values()) - (sum(matrices) if kept else 0)
-        return cls(sum(counts.values()), max(matrices), trained)
+        codes = sum(matrices) if mode is not None and mode.matrices == "grid" else 0
+        return cls(sum(counts.values()), max(matrices), trained, codes + _F32 * (trained - codes))
 
 
 def estimate(
@@ -121,7 +123,6 @@ def estimate(
     own = {"the base": base.weights or 0, "the drafter": sizes.all * width}
     prompt, longest, trained = _tokens(setting, items)
     latents = sizes.trained * _F32
-    grid = demand.mode is not None and demand.mode.matrices == "grid"
     large = _F32 * sizes.largest if demand.mode is not None and demand.mode.matrices != "kept" else 0
     needs = needs_of(config)
     a_token = token_bytes(needs, size)
@@ -134,7 +135,7 @@ def estimate(
     measuring = pass_over * batch * longest + _SCORED * piece
     kept = {"what is trained": latents} if latents else {}
     # A matrix is floats before it is what the drafter computes in; what is trained is tried once.
-    reading = max(_F32 * sizes.largest, latents + large + (sizes.trained if grid else 0))
+    reading = max(_F32 * sizes.largest, sizes.results + large)
     rounds = batch * (setting.draft_steps + 1) * vocabulary
     phases = [
         Phase("loading", {**own, **kept, "conversions": reading}),
@@ -150,13 +151,13 @@ def estimate(
         ),
     ]
     if demand.mode is not None:
-        # Both moments, the gradient, and the best so far; the weights of a step, rounded and as they are computed with.
-        optimizer = {"gradient and moments": 3 * latents, "the best so far": latents}
-        step = sizes.trained * width + (latents if grid else 0) + large
+        # Both moments, the gradient, and the best so far; the weights of a step as they are computed with.
+        optimizer = {"gradient and moments": 3 * latents, "the best so far": sizes.results}
+        step = sizes.trained * width
         rows = {"logits": _A_LOGIT[demand.objective] * piece + large, "a batch's states": batch * longest * 2 * a_token}
         step_takes = {"the base's states": stored, "a step's weights": step, **rows}
         phases.append(Phase("training", {**own, **kept, **optimizer, **step_takes}))
-        kept |= {"the best so far": latents, "the tuned drafter": sizes.all * width}
+        kept |= {"the best so far": sizes.results, "the tuned drafter": sizes.all * width}
     else:
         head = _F32 * vocabulary * int(config.hidden_size)
         # Each from every anchor, step and convention.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.lazy import ArrayTensor, LazyTensor, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.litertlm.storage import Integers
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,16 @@ class Latents(nn.Module):
         return found
 
     @torch.no_grad()
-    def tuned(self, values: Mapping[str, Tensor] | None = None) -> Checkpoint:
-        """The checkpoint with what was trained in it; ``values`` by name of latent instead of the present ones."""
+    def results(self) -> dict[str, Tensor]:
+        """A copy of what was made, by name of latent: codes, int8 or uint8, where it is on a grid, else the latent."""
+        return {key: self._weights[key].result(value.detach()) for key, value in self.values.items()}
+
+    def tuned(self, results: Mapping[str, Tensor] | None = None) -> Checkpoint:
+        """The checkpoint with the ``results`` in it; by default with the present ones."""
         tensors: dict[str, LazyTensor] = dict(self.checkpoint.tensors)
-        for key, present in self.values.items():
-            value = (present if values is None else values[key]).detach().to(present.device)
+        for key, result in (self.results() if results is None else results).items():
             weight = self._weights[key]
-            made = weight.tensor(value, tensors[weight.roles[0].name])
+            made = weight.tensor(result, tensors[weight.roles[0].name])
             tensors.update({role.name: made for role in weight.roles})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
@@ -144,11 +147,17 @@ class _Weight:
             return _StraightThrough.apply(latent, self.quantizer)  # type: ignore[no-untyped-call,no-any-return]  # untyped in torch
         return latent
 
-    def tensor(self, latent: Tensor, original: LazyTensor) -> LazyTensor:
-        """The same, to be written; ``original`` where nothing changed."""
+    def result(self, latent: Tensor) -> Tensor:
+        """What is kept of ``latent``: its codes on the grid, if it has one, or a copy; on the CPU."""
         if self.quantizer is not None:
-            return self.quantizer.tensor(latent, original)
-        weight = self.of(latent).cpu().numpy()
+            return self.quantizer.codes(latent).to("cpu", self.quantizer.dtype)
+        return latent.to("cpu", copy=True)
+
+    def tensor(self, result: Tensor, original: LazyTensor) -> LazyTensor:
+        """The weight of a :meth:`result`, to be written; ``original`` where floats did not change."""
+        if self.quantizer is not None:
+            return self.quantizer.tensor(result.numpy(), original)
+        weight = self.of(result if self.start is None else result.to(self.start.device)).cpu().numpy()
         return original if np.array_equal(weight, read_floats(original)) else ArrayTensor(weight)
 
 
@@ -185,6 +194,11 @@ class _Quantizer:
         zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)
         return cls(low, high, steps.block, size, zero_point, steps.factor)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of stored codes."""
+        return torch.int8 if self.low < 0 else torch.uint8
+
     def codes(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""
         blocks = values.view(len(values), -1, self.block)
@@ -200,11 +214,10 @@ class _Quantizer:
         found = (blocks - self.zero_point[..., None]).mul_(self.size[..., None]).view(codes.shape)
         return found if self.factor == 1 else (found.double() / self.factor).float()
 
-    def tensor(self, values: Tensor, original: LazyTensor) -> LazyTensor:
+    @staticmethod
+    def tensor(codes: Integers, original: LazyTensor) -> LazyTensor:
         scheme, steps = original.scheme, original.steps
         assert scheme is not None and steps is not None
-        kind: npt.DTypeLike = np.int8 if scheme.signed else np.uint8
-        codes = self.codes(values).cpu().numpy().astype(kind)
         return StoredCodes(
             shape=original.shape,
             bits=scheme.bits,

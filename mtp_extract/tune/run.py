@@ -152,7 +152,7 @@ def run_tuning(
         pair.say(f"measuring the drafter as it is on {len(corpus.held_out)} held-out texts")
         before = corpus.measured(pair, pair.drafter)
         trained = _train(plan, pair, corpus, latents, tell, stop)
-        tuned = latents.tuned(trained.values)
+        tuned = latents.tuned(trained.results)
         pair.say("measuring the tuned drafter on the held-out texts")
         comparisons = Comparisons.of(corpus, before, corpus.measured(pair, pair.drafter_of(tuned)))
     about = {
@@ -196,9 +196,11 @@ def _latents(plan: TuningPlan, pair: Pair) -> Latents:
         latents = Latents(pair.origin.checkpoint, plan.trained_mode, pair.accelerator.device, idle)
     except MtpExtractError as error:
         raise MtpExtractError(f"{escape(pair.origin.directory)}: {error}", remedies=error.remedies) from error
-    changed = latents.tuned({key: value + 1 for key, value in latents.values.items()})
+    changed = latents.results()
+    for value in changed.values():
+        value.add_(1)
     advice = "Train norms or codes, or convert it to the transformers format first."
-    check_writable(pair.origin, changed, f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
+    check_writable(pair.origin, latents.tuned(changed), f"what {plan.mode} makes", advice, ("mode=norms", "mode=qat"))
     return latents
 
 

@@ -27,9 +27,9 @@ from .conftest import Tiny
 def assert_same(one: tuple[Latents, Trained], other: tuple[Latents, Trained]) -> None:
     """Where they ended, what was best, and every number on the way."""
     (latents, trained), (others, again) = one, other
-    assert trained.values.keys() == again.values.keys()
-    for key, value in trained.values.items():
-        assert torch.equal(value, again.values[key]), key
+    assert trained.results.keys() == again.results.keys()
+    for key, value in trained.results.items():
+        assert torch.equal(value, again.results[key]), key
         assert torch.equal(latents.values[key], others.values[key]), key
     assert (trained.step, trained.done, trained.history) == (again.step, again.done, again.history)
 
@@ -46,7 +46,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
         done = 0 if last == 5 else 5
         _, part = tiny.train(tmp_path / "part", mode, lambda: done + next(calls) + 1 == last, **changes)  # noqa: B023
         assert (part.done, part.interrupted) == (last, True)
-        assert part.values
+        assert part.results
     rest = tiny.train(tmp_path / "part", mode, **changes)
     assert not rest[1].interrupted
     assert_same(whole, rest)
@@ -195,10 +195,10 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     assert {weight.dtype for weight in latents.weights(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
-    kept = [*latents.values.values(), *state["latents"].values(), *found.values.values(), *moments]
+    kept = [*latents.values.values(), *state["latents"].values(), *moments]
     assert {value.dtype for value in kept} == {torch.float32}
     # Steps smaller than BF16 can tell apart add up.
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values.values()) or not found.step
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.results.values()) or not found.step
     losses = [float(entry["loss"]) for entry in found.history if "loss" in entry]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
     # The numbers of a step in BF16 are those of F32, as far as BF16 goes.

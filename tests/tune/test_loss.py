@@ -118,6 +118,16 @@ def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
     assert given["head"].grad is None
 
 
+def test_a_loss_that_is_kept_holds_no_gradient() -> None:
+    """A training has its last loss at hand while it makes the next one: of the head, each would be as large as that."""
+    given = made()
+    given["head"].requires_grad_()
+    total = chunked("ce", given, None, 1.0, 200).total
+    total.backward()
+    held = [part for value in vars(total.grad_fn).values() for part in (value if isinstance(value, tuple) else [value])]
+    assert not [part for part in held if isinstance(part, Tensor)]
+
+
 def test_nothing_of_the_rows_size_exists() -> None:
     """No tensor of logits is larger than asked for, however many rows there are."""
     from torch.utils._python_dispatch import TorchDispatchMode

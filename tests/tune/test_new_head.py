@@ -132,7 +132,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
     )  # fmt: skip
     losses = [entry["loss"] for entry in trained.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure(base, network_of(latents.tuned(trained.values)), texts, 3, temperature=0, batch=4)
+    after = measure(base, network_of(latents.tuned(trained.results)), texts, 3, temperature=0, batch=4)
     assert after.mean_accepted_length > watch.mean_accepted_length + 0.2
 
 
