@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,7 +39,7 @@ from mtp_extract.tune.work import save_whole, writing_to
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
-_STATE = ("done", "results", "best_step", "best_watched", "watched", "stale", "history")
+_STATE = ("done", "best_step", "best_watched", "watched", "stale", "history")
 """Attributes of a run that are kept on disk; besides, until it is finished, latents and optimizer."""
 
 
@@ -86,8 +88,11 @@ class _Training(nn.Module):
 
         @torch.no_grad()
         def logits(positions: Tensor) -> Tensor:
-            found = base.logits(hidden[positions].to(base.device)).to(device)
-            return found if tokens is None else found[:, tokens]
+            # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+            parts = torch.split(positions, max(1, recipe.logits_at_once // base.vocab_size))
+            made = (base.logits(hidden[part].to(base.device)).to(device) for part in parts)
+            found = [each if tokens is None else each[:, tokens] for each in made]
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         losses = chunked_loss(
             states[counts],
@@ -175,7 +180,7 @@ def train(
             run.save()
             interrupted = True
             break
-    return Trained(run.results, run.best_step, run.done, interrupted, tuple(run.history))
+    return Trained(run.best(), run.best_step, run.done, interrupted, tuple(run.history))
 
 
 def _any(accelerator: Any, flag: bool) -> bool:
@@ -236,7 +241,6 @@ class _Run:
         self.fingerprint, self.accelerator, self.optimizer = fingerprint, accelerator, optimizer
         self._folder, self._state, self._log = folder, folder / "state.pt", folder / "log.jsonl"
         self.done = self.best_step = self.stale = 0
-        self.results: dict[str, Tensor] = {}
         self.best_watched = self.watched = -math.inf
         self.history: list[Mapping[str, Any]] = []
 
@@ -250,7 +254,7 @@ class _Run:
         if self.accelerator.is_main_process:
             with writing_to(self._folder):
                 self._log.write_text("".join(map(_line, self.history)), encoding="utf-8")
-        if not self.results:
+        if not self.history:
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -263,7 +267,9 @@ class _Run:
         self.stale += 1
         if balanced > self.best_watched:
             self.best_watched, self.best_step, self.stale = balanced, self.done, 0
-            self.results = self.latents.results()
+            # On disk: in memory it would be as much again as what is trained.
+            if self.accelerator.is_main_process:
+                save_whole(self.latents.results(), self._best(self.done))
 
     def note(self, entry: Mapping[str, Any]) -> None:
         self.history.append(entry)
@@ -279,11 +285,31 @@ class _Run:
         going_on = {} if self.finished else {"latents": latents, "optimizer": self.optimizer.state_dict()}
         kept = {name: getattr(self, name) for name in _STATE}
         save_whole({"fingerprint": self.fingerprint, **going_on, **kept}, self._state)
+        # Not before: the state that was there needs the one that was the best then.
+        with writing_to(self._folder):
+            for path in self._folder.glob("best-*.pt"):
+                if path != self._best(self.best_step):
+                    path.unlink()
+
+    def best(self) -> Mapping[str, Tensor]:
+        """The best results by the watched texts.
+
+        Raises:
+            CheckpointError: the file that holds them cannot be read.
+        """
+        self.accelerator.wait_for_everyone()
+        with _reading(self._best(self.best_step)) as path:
+            found: Mapping[str, Tensor] = torch.load(path, weights_only=True)
+        return found
+
+    def _best(self, step: int) -> Path:
+        plan = sha256(self.fingerprint.encode()).hexdigest()[:16]
+        return self._folder / f"best-{plan}-{step}.pt"
 
     def _load(self) -> None:
-        try:
-            state = torch.load(self._state, map_location="cpu", weights_only=True)
-            if state["fingerprint"] != self.fingerprint:
+        with _reading(self._state) as path:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["fingerprint"] != self.fingerprint or not self._best(state["best_step"]).is_file():
                 return
             for name in _STATE:
                 setattr(self, name, state[name])
@@ -292,12 +318,18 @@ class _Run:
                     for key, value in self.latents.values.items():
                         value.copy_(state["latents"][key])
                 self.optimizer.load_state_dict(state["optimizer"])
-        # What a damaged file raises in there is of many classes.
-        except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
-            raise CheckpointError(
-                f"{escape(self._state)}: expected the state of a training, found a file that cannot be read. Remove it "
-                "to begin anew."
-            ) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    # What a damaged file raises in there is of many classes.
+    except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{escape(path)}: expected the state of a training, found a file that cannot be read. Remove it to begin "
+            "anew."
+        ) from error
 
 
 def _line(entry: Mapping[str, Any]) -> str:

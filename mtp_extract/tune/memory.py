@@ -151,13 +151,13 @@ def estimate(
         ),
     ]
     if demand.mode is not None:
-        # Both moments, the gradient, and the best so far; the weights of a step as they are computed with.
-        optimizer = {"gradient and moments": 3 * latents, "the best so far": sizes.results}
+        # Both moments and the gradient; the weights of a step as they are computed with.
+        optimizer = {"gradient and moments": 3 * latents}
         step = sizes.trained * width
         rows = {"logits": _A_LOGIT[demand.objective] * piece + large, "a batch's states": batch * longest * 2 * a_token}
         step_takes = {"the base's states": stored, "a step's weights": step, **rows}
         phases.append(Phase("training", {**own, **kept, **optimizer, **step_takes}))
-        kept |= {"the best so far": sizes.results, "the tuned drafter": sizes.all * width}
+        kept |= {"the best": sizes.results, "the tuned drafter": sizes.all * width}
     else:
         head = _F32 * vocabulary * int(config.hidden_size)
         # Each from every anchor, step and convention.

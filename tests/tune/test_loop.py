@@ -8,7 +8,9 @@ import json
 import math
 import pickle
 import resource
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ import torch
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
+from mtp_extract.tune import loop
 from mtp_extract.tune.loop import Trained
 from mtp_extract.tune.modes import Latents
 from mtp_extract.tune.recipe import Recipe
 from mtp_extract.tune.work import save_whole
 
+from . import conftest
 from .conftest import Tiny
 
 
@@ -56,6 +60,46 @@ def test_it_goes_on_as_if_nothing_had_happened(
     # What is finished is not trained again; and all that is kept of it is what came out.
     assert_same(whole, (whole[0], tiny.train(tmp_path / "part", mode, **changes)[1]))
     assert not {"latents", "optimizer"} & torch.load(tmp_path / "part" / "state.pt", weights_only=True).keys()
+
+
+def test_a_run_that_is_cut_off_between_its_best_and_its_state_goes_on(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that is there goes with the best of its own time, which a later one does not take the place of."""
+    changes = {"learning_rate": 6e-2}
+    first = tiny.drafter.final_norm.weight
+
+    def train(*given: Any, **more: Any) -> Trained:
+        """The further from where it began, the better."""
+        watch = given[7]
+        farther = lambda drafter: (watch(drafter)[0], float((drafter.final_norm.weight - first).abs().sum()))  # noqa: E731
+        return loop.train(*given[:7], farther, *given[8:], **more)
+
+    monkeypatch.setattr(conftest, "train", train)
+    whole = tiny.train(tmp_path / "whole", "norms", **changes)
+    assert whole[1].step > 6
+    saved = 0
+
+    def cut_off(state: Mapping[str, Any], path: Path) -> None:
+        nonlocal saved
+        saved += path.name == "state.pt"
+        if saved == 2:
+            raise KeyboardInterrupt
+        save_whole(state, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "save_whole", cut_off)
+        tiny.train(tmp_path / "cut", "norms", **changes)
+    # Stopped before it measures again.
+    _, stopped = tiny.train(tmp_path / "cut", "norms", lambda: True, **changes)
+    assert (stopped.step, stopped.done) == (3, 4)
+    found = tiny.train(tmp_path / "cut", "norms", **changes)
+    assert_same(whole, found)
+    assert len(list((tmp_path / "cut").glob("best-*"))) == 1
+    # Without what was the best there is nothing to go on from.
+    for path in (tmp_path / "cut").glob("best-*"):
+        path.unlink()
+    assert_same(whole, tiny.train(tmp_path / "cut", "norms", **changes))
 
 
 def test_another_seed_gives_others(tiny: Tiny, tmp_path: Path) -> None:

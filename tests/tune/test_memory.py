@@ -38,12 +38,13 @@ def of(tiny: Tiny, mode: str, setting: Setting = SETTING) -> dict[str, Phase]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_trained(tiny: Tiny, mode: str) -> None:
-    """Latents, gradient, both moments and the best: of as many numbers as are trained."""
+    """Latents, gradient and both moments, and the best of them: of as many numbers as are trained."""
     latents = Latents(tiny.checkpoint, MODES[mode])
     parts = of(tiny, mode)["training"].parts
     assert parts["what is trained"] == 4 * latents.numbers
     assert parts["gradient and moments"] == 3 * 4 * latents.numbers
-    assert parts["the best so far"] == sum(tensor.nbytes for tensor in latents.results().values())
+    best = of(tiny, mode)["measuring"].parts["the best"]
+    assert best == sum(tensor.nbytes for tensor in latents.results().values())
     optimizer = torch.optim.AdamW(latents.groups())
     for value in latents.values.values():
         value.grad = torch.ones_like(value)
