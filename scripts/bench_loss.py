@@ -23,9 +23,8 @@ VOCABULARY, WIDTH, CAP = 262_144, 256, 30.0
 CASES = (
     ("plain", "ce", 128, True),
     ("plain", "ce", 512, True),
-    ("chunked", "ce", 128, True),
     ("chunked", "ce", 512, True),
-    ("chunked", "ce", 2048, True),
+    ("chunked", "mixed", 1024, True),
     ("chunked", "ce", 1024, False),
     ("chunked", "tv", 1024, False),
     ("chunked", "mixed", 1024, False),
