@@ -100,7 +100,7 @@ def watched(base: Base, drafter: Network, texts: Sequence[Text], temperature: fl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
+def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
     from accelerate import Accelerator
 
@@ -123,13 +123,24 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path) -> None:
     chosen = torch.isin(drafted.anchor, torch.tensor([9, 12]))
     assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
 
-    recipe = Recipe(steps=16, batch=3, anchors=8, evaluations=2)
+    # Room for more rows of the head's 32 tokens than of the base's: neither has more at a time.
+    recipe = Recipe(steps=16, batch=3, anchors=8, evaluations=2, logits_at_once=12 * base.vocab_size)
+    logits, most = base.logits, 0
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        found = logits(hidden)
+        most = max(most, found.numel())
+        return found
+
+    monkeypatch.setattr(base, "logits", counted)
     watch = measure(base, head, texts, 3, temperature=0, batch=4)
     latents = Latents(checkpoint, NEW_HEAD)
     trained = train(
         latents, head, base, states, [texts], recipe, Accelerator(cpu=True),
         lambda drafter: watched(base, drafter, texts, 0), tmp_path, "",
     )  # fmt: skip
+    assert 0 < most <= recipe.logits_at_once
     losses = [entry["loss"] for entry in trained.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
     after = measure(base, network_of(latents.tuned(trained.results)), texts, 3, temperature=0, batch=4)
