@@ -119,8 +119,8 @@ def _beside_the_base(place: Place, shape: Shape, device: str) -> Iterator[Comman
     said = "not decided|Refuted"
     yield Command("validate", "validate", (drafter, *beside, *length, *asked), said, (0, 1))
     # What the base writes is kept in one folder, so that it writes once; of other workloads no more than shows a loss.
-    few = ("--prompts", place.texts, "--other-prompts", "5", "--batch", "16", "--steps", "2", "--force")
-    few += ("--work", place.out("tune.work"))
+    texts = ("--prompts", place.texts, "--other-prompts", "5", "--work", place.out("tune.work"))
+    few = (*texts, "--batch", "16", "--steps", "2", "--force")
     for mode in MODES:
         out = place.out(f"tune-{mode}")
         arguments = (drafter, *beside, *length, *few, "--anchors", "2", "--mode", mode, "-o", out)
