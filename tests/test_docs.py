@@ -60,7 +60,6 @@ PROGRAMS = {
     "ollama": "another program",
     "trtllm-serve": "another program, wants a GPU",
     "litert-lm": "another program; scripts/insertion.py runs it",
-    "hf": "another program, publishes",
     "python3": "installs; what runs the tests has done so",
     ".venv/bin/pip": "installs",
     ".venv/bin/pytest": "runs these tests",
