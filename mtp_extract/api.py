@@ -229,6 +229,7 @@ class TuneOptions(TypedDict, total=False):
     batch: int
     states_memory: int
     states_disk: int
+    other_prompts: int
     seed: int
     device: str
     mode: str

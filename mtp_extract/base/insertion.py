@@ -26,10 +26,10 @@ from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.insert.decision import KEPT, REQUANTIZED, Content, Decision, beside, decide, require_ones
 from mtp_extract.insert.placing import Site, new_tensors, pieces_of
 from mtp_extract.insert.plan import InsertionPlan, check_written
+from mtp_extract.io.laid import check_copied, copied
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, counter
 from mtp_extract.io.threads import Job, Turns, on_all_cores
-from mtp_extract.litertlm.writer import check_copied, copied
 
 
 @contextmanager

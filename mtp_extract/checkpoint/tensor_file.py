@@ -22,11 +22,11 @@ from mtp_extract.checkpoint import gguf_file, safetensors_file
 from mtp_extract.checkpoint.planned import Container, OutputFile, PlannedTensor
 from mtp_extract.checkpoint.stored import StoredTensor, pieces
 from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.io.laid import Laid, Piece, made, write_laid
 from mtp_extract.io.output import output_error, read_back_error
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import run_all, workers
-from mtp_extract.litertlm.writer import Laid, Piece, made, write_laid
 
 _CONTAINERS: Mapping[str, Container] = MappingProxyType(
     {".safetensors": safetensors_file.CONTAINER, ".gguf": gguf_file.CONTAINER}

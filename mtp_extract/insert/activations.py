@@ -9,8 +9,8 @@ import numpy as np
 
 from mtp_extract.bundle import Shard
 from mtp_extract.graph.flat import Value
+from mtp_extract.io.laid import Piece, made
 from mtp_extract.litertlm.tflite import Tensor, TensorType
-from mtp_extract.litertlm.writer import Piece, made
 
 _LIMITS = {TensorType.INT8: (-128, 127), TensorType.INT16: (-32768, 32767)}
 # The operators between floats and a quantized matrix product.

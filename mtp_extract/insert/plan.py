@@ -11,10 +11,10 @@ from typing import Any
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import Decision, beside
+from mtp_extract.io.laid import Laid, Piece, write_laid
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
 from mtp_extract.io.threads import on_all_cores
-from mtp_extract.litertlm.writer import Laid, Piece, write_laid
 from mtp_extract.proof.proof import Proof
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.laid import Laid, Piece, made
 from mtp_extract.io.output import aligned
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 from mtp_extract.litertlm.graft import Field, Graft, copied_places
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import TfliteModel
-from mtp_extract.litertlm.writer import Laid, Piece, made
 
 # struct codes of the slots, in the schema's order; "o" is an offset.
 _MODEL = "Ioooooooooo"

@@ -25,7 +25,7 @@ from mtp_extract.cli._run import run_lean
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
 from mtp_extract.insert.decision import FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insert.plan import InsertionResult
-from mtp_extract.litertlm.writer import Laid, write_laid
+from mtp_extract.io.laid import Laid, write_laid
 from mtp_extract.pipeline.extraction import extract
 
 LAYER = f"{PREFIX}layers.0."

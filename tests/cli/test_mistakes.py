@@ -33,8 +33,8 @@ from helpers.make_drafter import plain_model
 from helpers.model_server import KEY, model_server
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint import tensor_file
 from mtp_extract.data import sample_bundle
+from mtp_extract.io import laid
 
 SERVER = "http://localhost:8000"
 HUB = "https://huggingface.co"
@@ -209,12 +209,12 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tensor_file, "reserve", full)
+    monkeypatch.setattr(laid, "reserve", full)
 
 
 @pytest.fixture
 def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(laid, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
 
 
 def _cases() -> Iterator[object]:

@@ -124,7 +124,7 @@ SLOW = (
     # A suite in the background of a shell, or under nohup, has signals ignored, and its children too.
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-    "import time, mtp_extract.litertlm.writer as w; copy = w._copy\n"
+    "import time, mtp_extract.io.laid as w; copy = w._copy\n"
     "def slow(*a):\n    copy(*a); print('written', flush=True); time.sleep(60)\n"
     f"w._copy = slow; {CODE}"
 )

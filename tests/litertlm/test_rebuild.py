@@ -15,6 +15,7 @@ from helpers.make_bundle import Memory, drafter_of, load, pack
 from helpers.make_drafter import plain_model
 
 from mtp_extract.errors import UnsupportedError
+from mtp_extract.io.laid import LaidSource
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.graft import ALIGNMENT, Graft
@@ -22,7 +23,6 @@ from mtp_extract.litertlm.rebuild import NewTensor, readers_of, rebuilt
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import TensorType, TfliteModel
 from mtp_extract.litertlm.tflite_reading import read_model
-from mtp_extract.litertlm.writer import LaidSource
 
 
 def model_of(data: bytes) -> TfliteModel:

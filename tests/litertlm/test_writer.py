@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
+from mtp_extract.io.laid import Laid, LaidSource, Piece, check_copied, made, write_laid
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
-from mtp_extract.litertlm.writer import Added, Laid, LaidSource, Piece, bundle_with, check_copied, made, write_laid
+from mtp_extract.litertlm.writer import Added, bundle_with
 
 CONTENT = st.tuples(st.integers(0, 255), st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1]))
 PARTS = st.lists(
