@@ -50,9 +50,10 @@ def refused(error: mtp_extract.MtpExtractError) -> str:
 def done(made: Mapping[str, Any], seconds: float) -> str:
     """What was written, that it was proven, and what to know of it."""
     total = size(sum(made["files"].values()))
+    before = " before rounding" if made["rounded"] else ""
     said = [
         f"<b>Written</b> in {seconds:.0f} s: the {made['layout']} format ({EVERY[made['layout']].about}), {total}.",
-        f"<b>Proven</b>: {'; '.join(map(html.escape, made['proof']))}.",
+        f"<b>Proven{before}</b>: {'; '.join(map(html.escape, made['proof']))}.",
         *map(html.escape, made["notes"]),
     ]
     return f'<div class="done">{"".join(f"<p>{one}</p>" for one in said)}</div>'

@@ -177,7 +177,7 @@ def test_extract_and_download(page: Page, home: Path) -> None:
     page.write("#source", f"hf://{REPO}/sample.litertlm")
     page.choose("#engine", "llama.cpp")
     page.press("#extract")
-    said = page.says("Proven")
+    said = page.says("Proven before rounding")
     assert "the gguf format" in said
     assert "graph and checkpoint agree" in said
     assert "MTP drafter" in page.says("MTP drafter", "#card")

@@ -91,6 +91,10 @@ def test_a_job_is_done_elsewhere(
     assert verify(Path(made["directory"])).tensors == 49
     assert any(0 < done <= total for done, total in told)
     assert "graph and checkpoint agree" in made["proof"][0]
+    assert made["rounded"]  # the scales, to FP16
+    others = {"folder": str(tmp_path / "exact"), "format": "litert", "engine": None}
+    exact = job.run("extract", asked | others, HANG, lambda done, total: None)
+    assert not exact["rounded"]
     assert {request.authorization for request in hub.requests} == {None}
     monkeypatch.setattr(job, "LARGEST", 1000)
     with pytest.raises(MtpExtractError, match="Expected a drafter of up to 1e-06 GB"):
