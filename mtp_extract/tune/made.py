@@ -15,7 +15,6 @@ from mtp_extract.tune.ordered import Used
 _LOOKS = 12  # at what the dense head chooses, between moves
 _LEAST_LOOKS = 4
 _PRODUCTS = 1 << 37  # multiplications that all looks may take
-_LOGITS_AT_ONCE = 1 << 24
 _GAPS_OF = 256  # states that the usual distance of the best two logits is found from
 _COVARIANCE_OF = 1 << 14
 _LEAST = 1e-9
