@@ -33,8 +33,9 @@ def run_all(
     pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], _T]], stop: Callable[[], None] = lambda: None
 ) -> list[_T]:
     """The results of ``jobs``. An error is raised when ``stop`` has been called and the others have ended."""
-    futures: list[Future[_T]] = [pool.submit(job) for job in jobs]
+    futures: list[Future[_T]] = []
     try:
+        futures.extend(pool.submit(job) for job in jobs)
         wait_for(futures, return_when=FIRST_EXCEPTION)
     finally:
         stop()
