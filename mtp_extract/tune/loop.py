@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from mtp_extract.tune.work import save_whole, writing_to
 _CONVENTIONS = (LITERT, TRANSFORMERS)
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
+_BEST = re.compile(r"best-[0-9a-f]{16}-\d+\.pt")
 _STATE = ("done", "best_step", "best_watched", "watched", "stale", "history")
 """Attributes of a run that are kept on disk; besides, until it is finished, latents and optimizer."""
 
@@ -288,7 +290,8 @@ class _Run:
         # Not before: the state that was there needs the one that was the best then.
         with writing_to(self._folder):
             for path in self._folder.glob("best-*.pt"):
-                if path != self._best(self.best_step):
+                # A folder that a user named may hold others of such a name.
+                if _BEST.fullmatch(path.name) and path != self._best(self.best_step):
                     path.unlink()
 
     def best(self) -> Mapping[str, Tensor]:

@@ -78,7 +78,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         OutputError: another run is at work there, or it cannot be written.
     """
-    lock = FileLock(folder / _LOCK)
+    lock, was_there = FileLock(folder / _LOCK), folder.exists()
     with writing_to(folder):
         try:
             lock.acquire(timeout=0)
@@ -95,5 +95,6 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             if os.listdir(folder) == [_LOCK]:
                 (folder / _LOCK).unlink()
-                folder.rmdir()
+                if not was_there:
+                    folder.rmdir()
         lock.release()

@@ -93,8 +93,12 @@ def test_a_run_that_is_cut_off_between_its_best_and_its_state_goes_on(
     # Stopped before it measures again.
     _, stopped = tiny.train(tmp_path / "cut", "norms", lambda: True, **changes)
     assert (stopped.step, stopped.done) == (3, 4)
+    # Of such a name, but nothing of this.
+    (other := tmp_path / "cut" / "best-epoch.pt").write_bytes(b"somebody's")
     found = tiny.train(tmp_path / "cut", "norms", **changes)
     assert_same(whole, found)
+    assert other.read_bytes() == b"somebody's"
+    other.unlink()
     assert len(list((tmp_path / "cut").glob("best-*"))) == 1
     # Without what was the best there is nothing to go on from.
     for path in (tmp_path / "cut").glob("best-*"):

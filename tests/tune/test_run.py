@@ -304,6 +304,16 @@ def test_one_run_at_a_time_in_a_work_folder(plan: Callable[..., TuningPlan], tmp
         pass
 
 
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    """Where nothing was kept, what was made for it goes, and no more."""
+    for work in (tmp_path / "there", tmp_path / "not"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        with locked(work):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert not any((tmp_path / "there").iterdir())
+
+
 def test_a_held_out_text_counts_once(plan: Callable[..., TuningPlan], prompts: Path, tmp_path: Path) -> None:
     """Of other sources, but the same: it is measured once, and said to be a repeat."""
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
