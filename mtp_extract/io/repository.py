@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import SourceError, escape, few, nearest
-from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, as_address, parse_address
+from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, as_address, parse_address
 from mtp_extract.io.http_library import FaultError, bars, faults, hide_queries
 from mtp_extract.io.watchdog import watched
 
@@ -57,7 +57,8 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
         or_bundle: ``source`` may also mean a bundle, and stays as it is where it does.
 
     Raises:
-        SourceError: the Hub has none of that name, or more than one; or it is too large for a drafter.
+        SourceError: the Hub has none of that name, or more than one; or it is too large for a drafter; or the address
+            is of another site.
     """
     # A Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
@@ -67,7 +68,12 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
     from huggingface_hub import constants
 
     address = parse_address(found, constants.ENDPOINT)
-    if not isinstance(address, HubAddress) or (or_bundle and address.is_file and not text.endswith(_GGUF)):
+    if isinstance(address, WebAddress) and (not or_bundle or text.endswith(_GGUF)):
+        raise SourceError(
+            f"{address.name}: expected a checkpoint's directory or an id of the Hugging Face Hub, found the address of "
+            "another site. Download it first, and give its path."
+        )
+    if isinstance(address, WebAddress) or (or_bundle and address.is_file and not text.endswith(_GGUF)):
         return text
     hide_queries()
     try:

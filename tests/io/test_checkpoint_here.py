@@ -113,6 +113,16 @@ def test_what_is_neither(published: HubServer) -> None:
     assert len(published.requests) == asked
 
 
+@pytest.mark.parametrize(("name", "or_bundle"), [("x", False), ("x.gguf", True)])
+def test_another_site_has_none(name: str, or_bundle: bool) -> None:
+    """What is to be secret in its address is not shown."""
+    text = f"https://me:secret@example.org/{name}"
+    for given in (text, Path(text)):
+        with pytest.raises(SourceError, match=rf"^https://example\.org/{name}: expected a checkpoint's directory"):
+            checkpoint_here(given, or_bundle=or_bundle)
+    assert checkpoint_here("https://example.org/a.litertlm", or_bundle=True) == "https://example.org/a.litertlm"
+
+
 def test_offline_the_cache_answers(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     place = checkpoint_here(REPO)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
