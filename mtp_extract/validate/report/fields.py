@@ -225,7 +225,7 @@ class Divergence(Record):
     token: Count  #: index among the generated
     #: logit of the base's token less that of the other; null where one text only ends earlier
     margin: float | None
-    tie: bool  #: whether the margin is within what the dtype can tell apart
+    tie: bool  #: whether the margin is within what rounding in the base, through all of its layers, moves a logit by
 
 
 class Arithmetic(Record):
