@@ -78,6 +78,12 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False) 
     hide_queries()
     try:
         sizes = _sizes(address, None)
+        if address.is_file and address.path not in sizes:
+            # A folder, named without its slash; not whatever begins alike.
+            address = replace(address, path=f"{address.path}/")
+            sizes = {path: size for path, size in sizes.items() if path.startswith(address.path)}
+        elif address.is_file:
+            sizes = {address.path: sizes[address.path]}
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         files = _checkpoint_in(address, sizes)

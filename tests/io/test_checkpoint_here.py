@@ -88,6 +88,13 @@ def test_a_folder_of_a_repository(published: HubServer, extracted: Path) -> None
     place = Path(checkpoint_here("org/several/bf16/"))
     assert verify(place).tensors
     assert name_of(place) == "bf16"
+    assert checkpoint_here("org/several/bf16") == str(place)
+
+
+def test_what_begins_alike_is_another(published: HubServer) -> None:
+    published.add("org/several", "mtp-m-Q8_0.gguf", b"GGUF")
+    with pytest.raises(SourceError, match=r"mtp-m-Q8/?: expected a config\.json or one mtp-\*\.gguf, found no files"):
+        checkpoint_here("org/several/mtp-m-Q8")
 
 
 def test_a_base_is_not_fetched(published: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
