@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.bounds import HANG
-from helpers.first_pair import first_bundle
+from helpers.first_pair import first_base, first_bundle
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
@@ -22,6 +22,7 @@ from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 from helpers.raw_server import Say, raw_server
 
 import mtp_extract
+from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.errors import CheckpointError, NoDrafterError, SourceError
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
@@ -253,3 +254,14 @@ def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path
     assert hub.sent["storage"] < DRAFTER + MIB
     assert int(peak) * 1024 < 250_000_000
     assert TOKEN not in done.stdout + done.stderr
+
+
+def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_path: Path) -> None:
+    """Into a bundle of the Hub, of which nothing but the drafter was read before."""
+    hub.add(REPO, FILE, sample.read_bytes())
+    made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
+    mtp_extract.insert(made.directory, URL, tmp_path / "drafter.litertlm")
+    assert (tmp_path / "drafter.litertlm").read_bytes() == sample.read_bytes()
+    with planned_base_insertion(first_base(), URL) as plan:
+        plan.write(tmp_path / "base.litertlm")
+    assert (tmp_path / "base.litertlm").read_bytes() == sample.read_bytes()
