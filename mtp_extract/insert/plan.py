@@ -11,7 +11,7 @@ from typing import Any
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import Decision, beside
-from mtp_extract.io.laid import Laid, Piece, write_laid
+from mtp_extract.io.laid import Laid, Piece, check_copied, write_laid
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
 from mtp_extract.io.threads import on_all_cores
@@ -48,7 +48,8 @@ class InsertionPlan:
     _source: Source = field(repr=False)
     _inputs: tuple[PathLike | None, ...] = field(repr=False)
     _verify: Callable[[Path], Proof | None] = field(repr=False)
-    """Compare the new file with what was put in; raises OutputError where it reads back differently."""
+    """Compare the new file with what was put in; raises OutputError where it reads back differently. What was copied is
+    compared before."""
     of_base: bool = False
     """Whether it is a base that is put in, and no drafter."""
     added: bool = False
@@ -84,6 +85,7 @@ class InsertionPlan:
         laid = Laid(self.size, (*self.layout.pieces, *self.pieces))
         with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
             write_laid(stage, laid, counter(progress, self.size))
+            check_copied(stage, laid)
             proof = self._verify(stage)
             freshen(stage, target, self._source)
         return InsertionResult(target, self.size, (*self.notes, *stale_caches(target)), proof)

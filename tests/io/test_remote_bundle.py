@@ -23,7 +23,7 @@ from helpers.raw_server import Say, raw_server
 
 import mtp_extract
 from mtp_extract.base.insertion import planned_base_insertion
-from mtp_extract.errors import CheckpointError, NoDrafterError, SourceError
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, SourceError
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
@@ -265,3 +265,18 @@ def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_pa
     with planned_base_insertion(first_base(), URL) as plan:
         plan.write(tmp_path / "base.litertlm")
     assert (tmp_path / "base.litertlm").read_bytes() == sample.read_bytes()
+
+
+def test_what_is_copied_wrongly_is_not_kept(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is compared, and not only the drafter."""
+    made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
+    real = LocalSource.copy
+
+    def copy(source: LocalSource, offset: int, length: int, fd: int, at: int) -> None:
+        real(source, offset, length, fd, at)
+        os.pwrite(fd, b"?", at + length - 1)
+
+    monkeypatch.setattr(LocalSource, "copy", copy)
+    with pytest.raises(OutputError, match=r"new\.litertlm: what was written reads back differently"):
+        mtp_extract.insert(made.directory, sample, tmp_path / "new.litertlm")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
