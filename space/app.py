@@ -124,8 +124,10 @@ def publish(name: str, private: bool, token: gr.OAuthToken | None, request: gr.R
             raise mtp_extract.MtpExtractError("Expected you to be signed in, and you are not. Sign in at the top.")
         if folder is None:
             raise mtp_extract.MtpExtractError(f"The files are gone: {job.LIMITS} Extract again.")
-        (directory,) = folder.iterdir()
-        sent = mtp_extract.upload(directory, name.strip(), private=private, token=token.token, progress=False)
+        made = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        if len(made) != 1:
+            raise mtp_extract.MtpExtractError("Expected one result, found none yet. Wait until the extraction ends.")
+        sent = mtp_extract.upload(made[0], name.strip(), private=private, token=token.token, progress=False)
     except mtp_extract.MtpExtractError as error:
         return refused(error)
     url = html.escape(sent.url)

@@ -165,7 +165,7 @@ def _show_plan(plan: InsertionPlan) -> None:
     say("Each weight, what becomes of it, and how far what is stored is from the checkpoint (relative RMS error):")
     table(rows, ["role", "stored", "what", "error"])
     if plan.of_base:
-        where = f"{size(plan.changed)} of {size(plan.size)} change, in {plan.written} places"
+        where = f"{size(plan.changed)} of {size(plan.size)} are written anew, in {plan.written} places"
         say(f"The base of {escape(plan.name)}: {where}")
     else:
         where = f"rebuilt, with {plan.rebuilt} roles in a new place" if plan.rebuilt else "in place"

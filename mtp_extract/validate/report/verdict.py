@@ -86,7 +86,7 @@ def _text(found: Validation) -> str:
         )
     return (
         f"the loop's greedy text is the base's own for all but {differing} of {worst.prompts} prompts with "
-        f"{_drafts(worst)} a round{whose}{dtype}, and these leave it only where two tokens of the base tie"
+        f"{_drafts(worst)} a round{whose}{dtype}, and these leave it only where two tokens of the base nearly tie"
     )
 
 

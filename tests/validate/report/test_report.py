@@ -246,7 +246,7 @@ def test_what_follows_the_interpreter_proves_nothing(validation: Validation) -> 
 
 
 @pytest.mark.parametrize(
-    ("tie", "word"), [(True, "two tokens of the base tie"), (False, "Refuted: the loop's greedy text")]
+    ("tie", "word"), [(True, "two tokens of the base nearly tie"), (False, "Refuted: the loop's greedy text")]
 )
 def test_verdict_on_other_text(validation: Validation, tie: bool, word: str) -> None:
     (drafter,) = validation.drafters
