@@ -132,7 +132,9 @@ def test_text_that_a_tree_spoils_is_refuted(plan: ValidationPlan, monkeypatch: p
     assert any("4x4x2" in line for line in report["findings"])
 
 
-@pytest.mark.parametrize(("tie", "word"), [(True, "two tokens of the base nearly tie"), (False, "Refuted: the loop's greedy")])
+@pytest.mark.parametrize(
+    ("tie", "word"), [(True, "two tokens of the base nearly tie"), (False, "Refuted: the loop's greedy")]
+)
 def test_text_counts_whoever_drafts_it(found: Validation, tie: bool, word: str) -> None:
     """A tree of the drafter beside, after others whose text is the base's."""
     first, second = found.drafters
