@@ -13,8 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -23,6 +22,7 @@ from mtp_extract.cli import terminal
 from mtp_extract.cli._help import Command, epilog_of, settings
 from mtp_extract.cli._planned import planned
 from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
@@ -42,15 +42,6 @@ def new_app(command: Callable[..., None], examples: Mapping[str, str], more: str
     return app
 
 
-class _Stopped(BaseException):
-    """A signal asked the program to stop. Typer lets it pass; it would turn KeyboardInterrupt into a bare exit."""
-
-
-def _stopped(number: int, frame: FrameType | None) -> NoReturn:
-    # Leave through the finally blocks that remove half-written output.
-    raise _Stopped(number)
-
-
 def run(
     app: typer.Typer,
     kept: str = "nothing was kept",
@@ -65,13 +56,13 @@ def run(
         called: what the user called it by, and
         arguments: what followed that; both of this process by default.
     """
-    signal.signal(signal.SIGTERM, _stopped)
+    signal.signal(signal.SIGTERM, interrupt)
     # A terminal that closes; not where `nohup` has it ignored.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _stopped)
+        signal.signal(signal.SIGHUP, interrupt)
     # A shell that starts a job in the background has it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stopped)
+        signal.signal(signal.SIGINT, interrupt)
     _open_streams()
     try:
         try:
@@ -82,7 +73,7 @@ def run(
         sys.stdout.flush()
     except MtpExtractError as error:
         status = _failed(_with_options(error, app))
-    except _Stopped as stop:
+    except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
     except _PrintError as error:
         _give_up_stdout()
@@ -94,6 +85,7 @@ def run(
         status = _failed(_unforeseen(error))
     else:
         status = 0
+    forget_interruptions()
     sys.exit(status)
 
 

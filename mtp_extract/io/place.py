@@ -28,6 +28,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mtp_extract.errors import OutputError, escape, few
+from mtp_extract.io.threads import check_interrupted
 
 PathLike = str | os.PathLike[str]
 
@@ -125,6 +126,7 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
                 new.mkdir()
             yield new
             _check(target, overwrite, inputs, listed)
+            check_interrupted()
             _put_in_place(new, target, stage / _OLD)
     except OSError as error:
         raise _cannot(target, "be written", error) from error

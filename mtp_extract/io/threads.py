@@ -10,9 +10,44 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 _T = TypeVar("_T")
+_signals: list[int] = []
+
+
+class Interrupted(BaseException):
+    """A signal asked the program to stop; its number is the argument.
+
+    Not KeyboardInterrupt, which typer turns into a bare exit.
+    """
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal: leave through the ``finally`` blocks that remove half-written output."""
+    _signals.append(number)
+    raise Interrupted(number)
+
+
+def forget_interruptions() -> None:
+    """Begin anew: no signal has come."""
+    _signals.clear()
+
+
+def check_interrupted() -> None:
+    """Raise an interruption that has come and was lost.
+
+    Python runs a signal's handler wherever the main thread is. In a finalizer or a callback of a weak reference, what
+    it raises is printed and dropped.
+
+    Raises:
+        Interrupted: a signal came.
+    """
+    if _signals:
+        raise Interrupted(_signals[0])
+
+
 Turns = Generator[None, None, _T]
 """Work that stops now and then, and has its result at the end."""
 Job = tuple[Turns[_T], int, object]
@@ -32,7 +67,11 @@ def workers() -> int:
 def run_all(
     pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], _T]], stop: Callable[[], None] = lambda: None
 ) -> list[_T]:
-    """The results of ``jobs``. An error is raised when ``stop`` has been called and the others have ended."""
+    """The results of ``jobs``. An error is raised when ``stop`` has been called and the others have ended.
+
+    Raises:
+        Interrupted: a signal came, at any time since the program began: what ``jobs`` made is not to be used.
+    """
     futures: list[Future[_T]] = []
     try:
         futures.extend(pool.submit(job) for job in jobs)
@@ -42,6 +81,7 @@ def run_all(
         for future in futures:
             future.cancel()
         wait_for(futures)
+    check_interrupted()
     for future in futures:
         if not future.cancelled() and (error := future.exception()):
             raise error

@@ -213,8 +213,12 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A shell that started the tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(laid, "write_all", lambda *where: os.kill(os.getpid(), signal.SIGINT))
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _cases() -> Iterator[object]:
