@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,14 +16,12 @@ from mtp_extract.io.place import Inputs, listing, staged
 from mtp_extract.io.typed import fill
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, number, percent, share
 from mtp_extract.report.columns import named as by_name
-from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, plain_json, within
+from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, pages_of, plain_json, within
 from mtp_extract.report.tables import words
 from mtp_extract.report.web import write_pages
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
-_BENCH = "bench.json"
-_FILES = frozenset({_BENCH, "bench.md", "bench.html", *(f"{n}.{end}" for n in PICTURES for end in ("png", "svg"))})
-BENCH_LISTED = listing(_BENCH, _FILES)
+BENCH_LISTED = listing("bench.json", pages_of("bench", PICTURES))
 """Everything that a report of a benchmark consists of, and that may be replaced."""
 _VERSION = 2
 _SETTING = "What was asked, and what a second run needs."
@@ -40,9 +37,7 @@ def write_bench(found: Benchmark, target: Path, *, overwrite: bool = False, inpu
     """
     report = as_json(found)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=BENCH_LISTED) as stage:
-        (stage / _BENCH).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        write_pages(page_of(report), stage, "bench")
-        return sorted(path.name for path in stage.iterdir())
+        return write_pages(page_of(report), stage, "bench")
 
 
 def page_of(report: Mapping[str, Any]) -> Page:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +15,11 @@ from mtp_extract.io.typed import fill
 from mtp_extract.report.colours import light
 from mtp_extract.report.columns import DASH, Cell, Column, Row, Table, decimal, item, named, number, percent
 from mtp_extract.report.drawing import Draw, Line, by_step
-from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, plain_json, within
+from mtp_extract.report.page import TOKENS_A_ROUND, Headline, Page, measured, pages_of, plain_json, within
 from mtp_extract.report.web import write_pages
 
-_DOCTOR = "doctor.json"
 PICTURES: Mapping[str, str] = {"acceptance_by_step": "Accepted drafts by step, of those accepted a step before"}
-_FILES = frozenset({_DOCTOR, "doctor.md", "doctor.html", *(f"{n}.{end}" for n in PICTURES for end in ("png", "svg"))})
-DOCTOR_LISTED = listing(_DOCTOR, _FILES)
+DOCTOR_LISTED = listing("doctor.json", pages_of("doctor", PICTURES))
 """Everything that a report of a diagnosis consists of, and that may be replaced."""
 _VERSION = 1
 _PASSED = {True: "yes", False: "NO", None: "?"}
@@ -52,9 +49,7 @@ def write_doctor(found: Diagnosis, target: Path, *, overwrite: bool = False, inp
     """
     report = as_json(found)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=DOCTOR_LISTED) as stage:
-        (stage / _DOCTOR).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        write_pages(page_of(report), stage, "doctor")
-        return sorted(path.name for path in stage.iterdir())
+        return write_pages(page_of(report), stage, "doctor")
 
 
 def page_of(report: Mapping[str, Any]) -> Page:

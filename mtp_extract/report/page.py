@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +53,12 @@ def measured(name: str, value: float | str | None, form: str, of: str, why_not: 
 def within(interval: Sequence[float] | None, form: str = ".2f") -> str:
     """A 95 % interval in words, or that there is none."""
     return f"95 %: {interval[0]:{form}}–{interval[1]:{form}}" if interval else "no interval"
+
+
+def pages_of(name: str, pictures: Iterable[str]) -> frozenset[str]:
+    """Names of all files that a report ``name`` may have, of whose ``pictures`` some may not be drawn."""
+    drawn = (f"{picture}.{ending}" for picture in pictures for ending in ("png", "svg"))
+    return frozenset({f"{name}.json", f"{name}.md", f"{name}.html", *drawn})
 
 
 @dataclass(frozen=True)

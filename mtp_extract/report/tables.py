@@ -11,11 +11,10 @@ from typing import Any
 
 from mtp_extract.io.place import listing
 from mtp_extract.report.columns import Cell, Column, Row, Table, change, decimal, item, named, number, percent, share
+from mtp_extract.report.page import pages_of
 from mtp_extract.speculate.texts import LEAST_TEXTS
 
 REPORT = "report.json"
-PAGE = "report.md"
-WEB_PAGE = "report.html"
 PAIR = "pair.json"
 FIGURES: Mapping[str, str] = {
     "drafters_and_methods": "Tokens a round, with 95 % intervals, and the measured speedup",
@@ -28,9 +27,7 @@ FIGURES: Mapping[str, str] = {
 }
 """Names of the figures, without an ending, and what they show."""
 
-REPORT_FILES = frozenset(
-    {REPORT, PAGE, WEB_PAGE, PAIR, *(f"{name}.{ending}" for name in FIGURES for ending in ("png", "svg"))}
-)
+REPORT_FILES = pages_of("report", FIGURES) | {PAIR}
 """Everything that a report may consist of."""
 
 REPORT_LISTED = listing(REPORT, REPORT_FILES)

@@ -6,6 +6,7 @@ comes from files, servers and users, so every word is escaped, and the page forb
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,8 +32,13 @@ _WITH_INTERVAL = re.compile(rf"({_NUMBER.pattern}) (\(.*\)[×%]?)")
 _UNDRAWN = "Nothing is drawn: matplotlib is missing, which the extra validate brings."
 
 
-def write_pages(page: Page, folder: Path, name: str) -> None:
-    """Write ``name.md``, ``name.html`` and its pictures into ``folder``; no pictures where matplotlib is missing."""
+def write_pages(page: Page, folder: Path, name: str) -> list[str]:
+    """Write ``name.json``, its pages and pictures into ``folder``; no pictures where matplotlib is missing.
+
+    Returns:
+        the names of all files in ``folder``: of these no others than :func:`~mtp_extract.report.page.pages_of` says.
+    """
+    (folder / f"{name}.json").write_text(json.dumps(page.report, indent=2) + "\n", encoding="utf-8")
     drawn: list[str] = []
     if find_spec("matplotlib") is not None:
         drawn = draw(page.drawings, page.report, folder)
@@ -41,6 +47,7 @@ def write_pages(page: Page, folder: Path, name: str) -> None:
     (folder / f"{name}.md").write_text(page.markdown(drawn), encoding="utf-8")
     svg = {n: inline((folder / f"{n}.svg").read_text(encoding="utf-8"), n, page.captions[n]) for n in drawn}
     (folder / f"{name}.html").write_text(web_page(page, svg), encoding="utf-8")
+    return sorted(path.name for path in folder.iterdir())
 
 
 def web_page(page: Page, drawn: Mapping[str, str] = {}) -> str:

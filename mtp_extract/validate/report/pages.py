@@ -11,7 +11,7 @@ from mtp_extract.io.place import Inputs, staged
 from mtp_extract.report.columns import Column, Table, decimal, item
 from mtp_extract.report.figures import DRAWINGS
 from mtp_extract.report.page import Page
-from mtp_extract.report.tables import FIGURES, PAIR, REPORT, REPORT_LISTED, measurements, method, words
+from mtp_extract.report.tables import FIGURES, PAIR, REPORT_LISTED, measurements, method, words
 from mtp_extract.report.web import write_pages
 from mtp_extract.validate.report.document import as_json
 from mtp_extract.validate.report.head import headlines
@@ -27,11 +27,9 @@ def write_report(validation: Validation, target: Path, *, overwrite: bool = Fals
     """
     report, pair = as_json(validation), pair_as_json(validation)
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
-        for name, document in ((REPORT, report), (PAIR, pair)):
-            if document is not None:
-                (stage / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        write_pages(page_of(report, pair), stage, "report")
-        return sorted(path.name for path in stage.iterdir())
+        if pair is not None:
+            (stage / PAIR).write_text(json.dumps(pair, indent=2) + "\n", encoding="utf-8")
+        return write_pages(page_of(report, pair), stage, "report")
 
 
 def page_of(report: Mapping[str, Any], pair: Mapping[str, Any] | None = None) -> Page:
