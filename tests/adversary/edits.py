@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Case:
         shows: further inputs: those where a mutation that hides elsewhere is another function.
         rounding: what rounding alone may move of the outputs' range; a rewrite moves no more, a mutation does.
         exact: QUANTIZE and DEQUANTIZE of activations are executed, not taken away.
+        slots: of the caches, before the change is made.
     """
 
     family: str
@@ -64,6 +65,7 @@ class Case:
     shows: tuple[Sample, ...] = ()
     rounding: float = 0.0
     exact: bool = False
+    slots: int = 256
 
     @property
     def label(self) -> str:
@@ -71,8 +73,33 @@ class Case:
 
     def apply(self, style: str) -> Graph | None:
         """The changed drafter of ``style``; None where the change does not apply to it."""
-        graph = sound(style, self.layers)
+        graph = sized(style, self.layers, self.slots)
         return None if self.change(graph) is False else graph
+
+
+def sized(style: str, layers: tuple[int, ...], slots: int) -> Graph:
+    """The sound drafter of ``style``, its caches of ``slots``."""
+    graph = sound(style, layers)
+    if slots == 256:
+        return graph
+    graph.open_all()
+    # The full layer's four heads of 64 are 256 numbers, too.
+    widths, longer = ([1, 256], [1, 1, 256]), [1, 1, 1, slots]
+    for index, tensor in enumerate(graph.main.tensors):
+        shape = graph.shape(index)
+        if not graph.is_constant(index) and shape not in widths:
+            tensor.shape = [slots if size == 256 else size for size in shape]
+        elif shape == [256]:
+            first, tensor.shape = graph.value(index)[0], [slots]
+            graph.set_value(index, first + np.arange(slots))
+        elif shape == [4] and graph.dtype(index) == np.int32 and graph.value(index).tolist() == [1, 1, 1, 256]:
+            graph.set_value(index, longer)
+    return graph
+
+
+def cases(family: str, changes: Mapping[str, Change], *shows: Sample, **others: Any) -> tuple[Case, ...]:
+    """A case for each of ``changes``, all told apart by the same inputs."""
+    return tuple(Case(family, name, change, shows=shows, **others) for name, change in changes.items())
 
 
 def at(g: Graph, place: str) -> int:

@@ -19,9 +19,9 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import pack
-from helpers.surgery import Graph, sound
+from helpers.surgery import Graph
 
-from adversary.edits import Case, Sample
+from adversary.edits import Case, Sample, sized
 from mtp_extract import extract
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.load import load_drafter
@@ -208,10 +208,10 @@ class Verdict:
 
 @cache
 def original(
-    style: str, layers: tuple[int, ...] = (0, 3), shows: tuple[Sample, ...] = ()
+    style: str, layers: tuple[int, ...] = (0, 3), shows: tuple[Sample, ...] = (), slots: int = 256
 ) -> tuple[tuple[Arrays, ...], Outputs]:
     """Inputs of the sound drafter of ``style``, and what LiteRT computes of them."""
-    graph = sound(style, layers)
+    graph = sized(style, layers, slots)
     inputs = inputs_of(graph, shows)
     return inputs, computed(graph, inputs)
 
@@ -222,7 +222,7 @@ def changed(case: Case, style: str, graph: Graph) -> float:
     Raises:
         RuntimeError, ValueError: the interpreter cannot run the model.
     """
-    inputs, outputs = original(style, case.layers, case.shows)
+    inputs, outputs = original(style, case.layers, case.shows, case.slots)
     return apart(outputs, computed(graph, inputs, case.exact))
 
 
@@ -231,7 +231,7 @@ def try_case(case: Case, style: str) -> Verdict | None:
     graph = case.apply(style)
     if graph is None:
         return None
-    inputs, _ = original(style, case.layers, case.shows)
+    inputs, _ = original(style, case.layers, case.shows, case.slots)
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "drafter.tflite", Path(folder) / "out"
         file.write_bytes(graph.data())

@@ -31,6 +31,11 @@ from adversary.mutations.second import SECOND
 from adversary.mutations.smooth import SMOOTH
 from adversary.mutations.subtle import SUBTLE
 from adversary.mutations.tables import TABLES
+from adversary.mutations.third_files import THIRD_FILES
+from adversary.mutations.third_numbers import THIRD_NUMBERS
+from adversary.mutations.third_readers import THIRD_READERS
+from adversary.mutations.third_slots import THIRD_SLOTS
+from adversary.mutations.third_weights import THIRD_WEIGHTS
 from adversary.mutations.weights import NOT_SEEN, WEIGHTS
 
 __all__ = ["MUTATIONS"]
@@ -71,4 +76,9 @@ MUTATIONS: tuple[Case, ...] = (
     *INTERFACES,
     *SMOOTH,
     *SECOND,
+    *THIRD_WEIGHTS,
+    *THIRD_SLOTS,
+    *THIRD_NUMBERS,
+    *THIRD_FILES,
+    *THIRD_READERS,
 )

@@ -17,6 +17,7 @@ from adversary.rewrites.norms import NORMS
 from adversary.rewrites.scores import SCORES
 from adversary.rewrites.second import SECOND
 from adversary.rewrites.spelled import SPELLED
+from adversary.rewrites.third import THIRD
 from adversary.rewrites.weights import WEIGHTS, layer_twice
 
 __all__ = ["REWRITES"]
@@ -43,4 +44,5 @@ REWRITES: tuple[Case, ...] = (
     Case("same: weights", "layer_twice", layer_twice, layers=(0, 1, 3), rounds=True),
     *SPELLED,
     *SECOND,
+    *THIRD,
 )

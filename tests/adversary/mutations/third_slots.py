@@ -1,0 +1,263 @@
+"""What differs at a few slots, dimensions or positions alone, or by less than a tolerance that grows with scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from helpers.surgery import Graph
+
+from adversary.edits import Case, Change, Edit, Sample, add, cases, each, edge, mul
+from adversary.mutations.heads import cache_edit
+from adversary.mutations.kinds import hidden_scores
+from adversary.mutations.masks import both, hidden_sum, summed, visible
+from adversary.mutations.positions import between, hides, is_at, number, rest_is, when
+from adversary.mutations.rope import angle
+from adversary.mutations.second import EVERY, by_row, next_mask, of_row
+from adversary.mutations.tables import rows, tabled
+from adversary.rewrites.second import caches
+
+Array = np.ndarray
+KNOWN_ROWS = 16.0
+"""How large a row of K is taken to be at most, as a root mean square, where a cache is of floats."""
+
+
+def at_slot(slot: int, edit: Edit) -> Edit:
+    """``edit`` of one slot of a cache, [1, heads, 1, width]."""
+    return lambda g, x: g.join(
+        [g.part(x, 0, slot, 2), edit(g, g.part(x, slot, 1, 2)), g.part(x, slot + 1, 255 - slot, 2)], 2
+    )
+
+
+def dimensions(*exchanged: int) -> Edit:
+    """Two dimensions exchanged."""
+
+    def edit(g: Graph, x: int) -> int:
+        order = np.arange(g.shape(x)[-1])
+        order[list(exchanged)] = order[list(exchanged)[::-1]]
+        return g.gather(x, [int(i) for i in order], -1)
+
+    return edit
+
+
+def at_dimensions(numbers: dict[int, float], rest: float) -> Callable[[Graph, int], int]:
+    def build(g: Graph, x: int) -> int:
+        made = np.full(g.shape(x)[-1], rest)
+        made[list(numbers)] = list(numbers.values())
+        return g.constant(made)
+
+    return build
+
+
+def with_dimensions(name: str, numbers: dict[int, float], rest: float) -> Edit:
+    return lambda g, x: g.call(name, x, at_dimensions(numbers, rest)(g, x))
+
+
+def turned(g: Graph, x: int) -> int:
+    """By an orthogonal matrix."""
+    size = g.shape(x)[-1]
+    matrix, _ = np.linalg.qr(np.random.default_rng(5).standard_normal([size, size]))
+    return g.product(x, g.constant(matrix))
+
+
+def by_position(at_row: int, axis: int, a: int = 3, b: int = 40) -> Edit:
+    """Elements along ``axis`` in the order that the position's row of a table says: in one row two are exchanged."""
+
+    def edit(g: Graph, x: int) -> int:
+        size = g.shape(x)[axis]
+        orders = np.tile(np.arange(size), (256, 1))
+        orders[at_row, [a, b]] = b, a
+        order = g.call("GATHER", g.constant(orders, np.int32), g.input("input_pos"), shape=[1, size], axis=0)
+        return g.call("GATHER", x, g.reshape(order, [size]), shape=g.shape(x), axis=axis % len(g.shape(x)))
+
+    return edit
+
+
+def through_other_group(edit: Callable[[list[int]], Edit]) -> Change:
+    """Query heads in another order, and what they mix brought back: two of them read the other KV head."""
+    return each(edge("0.rotated", edit([0, 2, 1, 3])), edge("0.merged", heads_back(edit([0, 2, 1, 3]))))
+
+
+def heads_back(edit: Edit) -> Edit:
+    return lambda g, x: g.reshape(edit(g, g.reshape(x, [1, 1, 4, 32])), g.shape(x))
+
+
+def heads_in(order: list[int]) -> Edit:
+    return lambda g, x: g.gather(x, order, 2)
+
+
+def by_masked_slots(factor: float) -> Edit:
+    """What sums to nothing over the dimensions is added where the next slot is shown."""
+
+    def edit(g: Graph, x: int) -> int:
+        mask = g.reshape(g.call("MUL", next_mask(g), np.float32(factor)), [1, 1, 256, 1])
+        return g.call("ADD", x, g.call("MUL", mask, at_dimensions({3: 1.0, 5: -1.0}, 0.0)(g, x)))
+
+    return edit
+
+
+SLOTS: dict[str, Change] = {
+    f"{which}_{name}": cache_edit(which, edit, 1)
+    for which in ("key", "value")
+    for name, edit in {
+        "dimensions_exchanged_at_250": at_slot(250, dimensions(3, 40)),
+        "dimension_halved_at_250": at_slot(250, with_dimensions("MUL", {7: 0.5}, 1.0)),
+        "plus_what_sums_to_0_at_250": at_slot(250, with_dimensions("ADD", {3: 0.5, 5: -0.5}, 0.0)),
+        "turned_at_250": at_slot(250, turned),
+        "plus_a_little_at_250": at_slot(250, add(1e-2)),
+        "dimensions_exchanged_at_position_37": by_position(37, -1),
+        "plus_what_sums_to_0_by_the_next_mask": by_masked_slots(0.1),
+        "times_numbers_near_1_by_slot": mul(1 + 1e-3 * np.sin(EVERY).reshape(1, 1, 256, 1)),
+    }.items()
+}
+DIMENSIONS: dict[str, Change] = {
+    "attended_by_position_37": edge("1.attended", by_position(37, -1)),
+    "attended_turned_at_37": edge("1.attended", when(is_at(37), turned)),
+    "attended_dimension_halved_at_37": edge("1.attended", when(is_at(37), with_dimensions("MUL", {7: 0.5}, 1.0))),
+    "query_by_position_37": edge("1.rotated", by_position(37, -1)),
+    "query_plus_what_sums_to_0_at_37": edge(
+        "1.query_normed", when(is_at(37), with_dimensions("ADD", {3: 0.5, 5: -0.5}, 0.0))
+    ),
+    "cos_dimensions_exchanged_at_37": edge("0.cos", when(is_at(37), dimensions(1, 2))),
+    "angle_dimensions_exchanged_at_37": angle(when(is_at(37), dimensions(1, 2))),
+    "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
+    "heads_1_and_2_read_the_other_group": through_other_group(heads_in),
+    "heads_1_and_2_read_the_other_group_at_37": through_other_group(lambda order: when(is_at(37), heads_in(order))),
+    "heads_1_and_2_by_a_table_of_orders": through_other_group(lambda order: by_position(37, 2, 1, 2)),
+    "kv_heads_of_keys_exchanged_at_37": cache_edit("key", by_position(37, 1, 0, 1)),
+    "kv_heads_of_values_exchanged_at_37": cache_edit("value", by_position(37, 1, 0, 1)),
+    "slots_of_keys_exchanged_at_37": cache_edit("key", by_position(37, 2, 20, 36), 1),
+    "slots_of_values_exchanged_at_37": cache_edit("value", by_position(37, 2, 20, 36), 1),
+    "slots_of_both_exchanged_at_37": each(
+        *(cache_edit(which, by_position(37, 2, 20, 60), 1) for which in ("key", "value"))
+    ),
+    "every_13th_position_turned": edge("1.attended", when(rest_is(13, 11), turned)),
+}
+
+
+def sloped(slopes: Sequence[float] | Array) -> Change:
+    """Every score times a number of the position's."""
+    return edge("1.scores", of_row("MUL", np.asarray(slopes, float).reshape(256, 1)))
+
+
+SLOPES: dict[str, Change] = {
+    "0_at_37": sloped(np.where(EVERY == 37, 0.0, 1.0)),
+    "0_from_200": sloped(np.where(EVERY >= 200, 0.0, 1.0)),
+    "1.02_and_0.98_in_halves": sloped(np.where(EVERY < 128, 1.02, 0.98)),
+    "of_pieces_of_32": sloped(1 + 0.02 * (EVERY // 32)),
+    "1.001_from_200": sloped(np.where(EVERY >= 200, 1.001, 1.0)),
+    "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.call("MUL", x, heads_by(g, x)))),
+    "negative_at_37": sloped(np.where(EVERY == 37, -1.0, 1.0)),
+    "of_masked_scores_at_37": edge("1.masked", of_row("MUL", np.where(EVERY == 37, 1e-6, 1.0)[:, None])),
+}
+
+
+def heads_by(g: Graph, x: int) -> int:
+    shape = g.shape(x)
+    return g.constant(np.linspace(0.9, 1.1, shape[2]).reshape(1, 1, shape[2], 1))
+
+
+def largest_score(g: Graph, layer: int, row: float = KNOWN_ROWS) -> float:
+    """|q| · |K| at most, for rows of K of that root mean square."""
+    weight = np.abs(g.value(g.roles[f"layers.{layer}.q_norm"])).max()
+    return float(weight * g.shape(g.input(f"kv_cache_k_{layer + 2}"))[-1] * row)
+
+
+def lowered_by(share: float, row: float = KNOWN_ROWS, layers: tuple[int, ...] = (0, 1)) -> Change:
+    """A hidden score is lowered by a share of the largest that there can be."""
+
+    def change(g: Graph) -> None:
+        for index in layers:
+            number = np.float32(-share * largest_score(g, index, row))
+            hidden_scores(lambda g, p, n=number: g.call("ADD", p.scores, n), (index,))(g)
+
+    return change
+
+
+ALTERNATE = np.where(EVERY % 2, 1.0, -1.0)
+TOLERANCES: dict[str, Change] = {
+    "slots_plus_8e-4": edge("1.masked", add(8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
+    "slots_plus_8e-4_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 8e-4, 0) * ALTERNATE)),
+    "slots_plus_5e-3_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 5e-3, 0) * ALTERNATE)),
+    "weights_times_8e-4_more": edge("1.probabilities", mul(1 + 8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
+    "row_added_of_1e6": summed(
+        lambda g, m: g.call("ADD", hidden_sum(g, m), by_row(np.where(EVERY[:, None] == 137, 1e6, 0.0))(g)), (1,)
+    ),
+    "hidden_lowered_by_half_of_the_largest": lowered_by(0.5),
+    "hidden_lowered_by_nine_tenths_of_the_largest": lowered_by(0.9, layers=(1,)),
+}
+OF_CODES: dict[str, Change] = {
+    "hidden_lowered_by_a_quarter_of_what_int8_keys_reach": each(caches(np.int8, 0.02, 0, "k"), lowered_by(0.25, 2.54)),
+    "hidden_lowered_by_a_quarter_of_what_int16_keys_reach": each(
+        caches(np.int16, 2.54 / 32767, 0, "k"), lowered_by(0.25, 2.54)
+    ),
+}
+
+
+def keys_of_largest_codes(arrays: dict[str, Any]) -> None:
+    for name in ("kv_cache_k_2", "kv_cache_k_3"):
+        arrays[name] = np.where(arrays[name] < 0, -2.5, 2.5).astype(np.float32)
+
+
+FAR: dict[str, Change] = {
+    "angles_off_by_0.01_from_240": tabled(angle=rows(240, 255, lambda t: t + 0.01)),
+    "angles_off_by_0.01_at_254": tabled(angle=rows(254, 254, lambda t: t + 0.01), layers=(1,)),
+    "angles_off_by_3e-3_at_250": tabled(angle=rows(250, 250, lambda t: t - 3e-3), layers=(0,)),
+    "angles_off_by_0.01_in_one_dimension": tabled(
+        angle=rows(240, 255, lambda t: t + 0.01 * (np.arange(t.shape[1]) == 1)), how="EMBEDDING_LOOKUP"
+    ),
+    "angles_grow_by_5e-5": tabled(angle=rows(200, 255, lambda t: t * (1 + 5e-5))),
+    "angles_off_by_1e-3_of_fp16": tabled(angle=rows(240, 255, lambda t: t + 2e-3), kind="fp16"),
+}
+
+LONG = 4096
+
+
+def at_far_slot(slot: int, number: float, rest: float) -> Array:
+    return np.where(np.arange(LONG) == slot, number, rest)
+
+
+def late_slots(g: Graph, x: int) -> int:
+    """Slots from 4090 count as 4096, by a sum of floats: they are shown from position 4093 on."""
+    large = np.float32(2.0**35)
+    moved = (np.arange(LONG).reshape(1, 1, 1, LONG) - 2041.5).astype(np.float32)
+    rounded = g.call("SUB", g.call("ADD", g.constant(moved), large), large)
+    there = g.call("ADD", number(g), np.float32(3))
+    return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, rounded), g.shape(x)))
+
+
+FAR_SLOTS: dict[str, Change] = {
+    "score_of_3000_plus_1": edge("1.scores", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
+    "masked_score_of_3000_plus_1": edge("1.masked", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
+    "weight_of_3000_halved": edge("1.probabilities", mul(at_far_slot(3000, 0.5, 1.0).reshape(1, 1, 1, LONG))),
+    "value_of_3000_doubled": cache_edit("value", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
+    "key_of_3000_doubled": cache_edit("key", mul(at_far_slot(3000, 2.0, 1.0).reshape(1, 1, LONG, 1)), 1),
+    "slot_3000_hidden": visible(1, hides(3000)),
+    "slot_5_hidden_at_3000": visible(1, when(is_at(3000), hides(5))),
+    "scores_by_1.05_at_3000": edge("1.scores", when(is_at(3000), mul(1.05))),
+    "angle_off_by_0.01_from_2990": angle(when(between(2990, 3010), add(0.01))),
+    "slots_from_4090_late": visible(1, late_slots),
+    "slots_from_4090_late_in_sliding": visible(0, late_slots),
+}
+
+_AT = (*(Sample(p, mask="past") for p in (37, 137, 250, 252, 254, 255)), Sample(50), Sample(255), Sample(240))
+_LOUD = tuple(Sample(40, keys=loud) for loud in (40.0, 130.0, 400.0)) + tuple(
+    Sample(p, keys=loud, mask="one") for p in (40, 41, 42, 43) for loud in (130.0, 400.0)
+)
+_CODES = tuple(Sample(p, mask="one", change=keys_of_largest_codes) for p in (40, 41, 42, 43))
+
+THIRD_SLOTS: tuple[Case, ...] = (
+    *cases("third: slots", SLOTS, *_AT),
+    *cases("third: dimensions", DIMENSIONS, *_AT),
+    *cases("third: slopes", SLOPES, *_AT),
+    *cases("third: tolerances", TOLERANCES, *_AT, *_LOUD),
+    *cases("third: tolerances", OF_CODES, *_CODES, rounding=0.05),
+    *cases(
+        "third: long caches",
+        FAR_SLOTS,
+        *(Sample(p, mask="past", keys=0.3) for p in (3000, 3005, 4090, 4091)),
+        slots=LONG,
+    ),
+    *cases("third: far rows", FAR, *_AT),
+)
