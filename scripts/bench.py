@@ -113,7 +113,9 @@ def entry(name: str) -> str:
 
 WITHOUT_PROOF = (
     "import types, mtp_extract.pipeline.extraction as e; "
-    "said = {'positions': [], 'differences_below': {'logits': 0.0}, 'rounding': None}; "
+    "said = {'positions': 1, 'position_values': 0, 'mask_rows': {'computed': 1, 'of': 1, 'alike': True}, "
+    "'largest_scores': [], 'cache_axes': {}, 'activations_held_in': {}, 'fewest_codes': None, "
+    "'largest_share_cut_off': 0, 'coarse_tables': [], 'rounded_by': None}; "
     "e.prove_written = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """Code before a command that leaves the proof out, to see what the rest of extraction takes."""
@@ -131,7 +133,7 @@ def proving(source: Path) -> list[tuple[str, str]]:
             start = time.process_time()
             proof = prove_checkpoint(drafter, checkpoint)
             taken.append(time.process_time() - start)
-    what = f"the proof alone: {len(proof.positions)} inputs, caches of {proof.slots} slots, CPU time"
+    what = f"the proof alone, caches of {proof.positions} slots, CPU time"
     return [(what, f"{min(taken):.2f} s")]
 
 
@@ -190,8 +192,11 @@ def formats_against_floats(source: Path, work: Path, repeats: int) -> list[tuple
 
 
 UNPROVEN_INSERTION = (
-    "import types, mtp_extract.insert.drafter as i; said = {'differences_below': {'logits': 0.0}}; "
-    "i.prove_checkpoint = lambda *_: types.SimpleNamespace(as_json=lambda: said, positions=()); "
+    "import types, mtp_extract.insert.drafter as i; "
+    "said = {'positions': 1, 'position_values': 0, 'mask_rows': {'computed': 1, 'of': 1, 'alike': True}, "
+    "'largest_scores': [], 'cache_axes': {}, 'activations_held_in': {}, 'fewest_codes': None, "
+    "'largest_share_cut_off': 0, 'coarse_tables': [], 'rounded_by': None}; "
+    "i.prove_checkpoint = lambda *_: types.SimpleNamespace(as_json=lambda: said); "
 )
 """The same for insertion."""
 

@@ -14,9 +14,9 @@ from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.checkpoint.stored import StoredColumns, StoredWeight
 from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.base import BaseWalk, walk_base, walk_table
+from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import flatten
-from mtp_extract.graph.ledger import FoundRole
+from mtp_extract.graph.roles import FoundRole
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
@@ -106,8 +106,11 @@ def find_base(opened: Opened) -> BundledBase:
             continue
         section = sections[kind]
         model = opened.model(section, budget)
+        first = read_first(model) if kind == _DECODER else None
+        known = None if first is None else _walk(section, model, first, kind)
         for signature in model.signatures:
-            walked = _walk(section, model, signature, kind)
+            walked = known if signature is first else None
+            walked = walked or _walk(section, model, signature, kind, known)
             walks.append(walked)
             for place in _placed(section, signature.key, model, walked, kind):
                 places[place.found.role].append(place)
@@ -130,10 +133,15 @@ def read_again(places: Iterable[Place], opened: Opened) -> Iterator[Place]:
         yield replace(place, model=model, found=replace(place.found, tensor=again))
 
 
-def _walk(section: Section, model: TfliteModel, signature: Signature, kind: str) -> BaseWalk:
+def _walk(
+    section: Section, model: TfliteModel, signature: Signature, kind: str, known: BaseWalk | None = None
+) -> BaseWalk:
+    """The roles of one signature; ``known`` are those of the decoder's signature that says most."""
     try:
         graph = flatten(model, signature, _MOST_NODES)
-        return walk_base(graph) if kind == _DECODER else walk_table(graph, _TABLES[kind])
+        if kind != _DECODER:
+            return walk_table(graph, _TABLES[kind])
+        return walk_base(graph) if known is None else match_base(graph, known)
     except (RoleError, UnsupportedError) as error:
         # Which of many signatures: the walk itself does not know.
         where = f"{model.region.source.name}: {section.label}, signature {escape(signature.key)!r}"

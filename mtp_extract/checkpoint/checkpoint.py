@@ -14,7 +14,7 @@ from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
 from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.ledger import Activation
+from mtp_extract.graph.roles import Activation
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""

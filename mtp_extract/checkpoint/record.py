@@ -30,7 +30,7 @@ from mtp_extract.checkpoint.record_fields import (
     Tensor,
 )
 from mtp_extract.errors import FormatError
-from mtp_extract.graph.ledger import Activation, FoundRole
+from mtp_extract.graph.roles import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.io.typed import fill
 from mtp_extract.litertlm.quantized import QuantizedTensor

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from mtp_extract.io.typed import Bounds, Count, NotNegative, Positive, Record, Sha256, Share, Tool, Xxh3, read
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of ``extraction.json``. 2: sums are XXH3-128 where version 1 had CRC-32. 3: what a proof held, by what decides it.
 4: of a tuning who wrote the texts, the rounds, what training has not seen, and single texts."""
 
@@ -21,7 +21,7 @@ def _one_of(*kinds: str) -> Meta:
 
 
 class Extraction(Record, kw_only=True):
-    format_version: Literal[4]  #: version of this file: 4
+    format_version: Literal[5]  #: version of this file: 5
     tool: Tool  #: what wrote it
     source: Source  #: the file the drafter was taken from
     #: the directories it has been since, the last one last; empty for an extraction
@@ -239,73 +239,38 @@ class Cache(Record):
 
 
 class Proof(Record):
-    seed: Count  #: of all that was drawn; the bytes of the file's section and the release give it
-    positions: list[Count]  #: of the query, one a sample
-    cache_slots: Count  #: of the caches that were filled
+    positions: Positive  #: at which rotations were held: all that the caches have
+    position_values: Count  #: values of the graph that rotate queries
+    mask_rows: MaskRows  #: what masks decide
+    #: by layer, how large a product of query and key was taken to be: a hidden slot's score is that far below any other
+    largest_scores: list[NotNegative]
     #: by cache input: which of its axes are KV heads, slots and width of a head
     cache_axes: dict[str, Annotated[list[Count], Meta(min_length=3, max_length=3)]]
-    sliding_layers_read_mask: bool  #: whether sliding layers see the mask input beside their window
-    #: powers of ten that no difference found exceeds, as shares of the range of each output
-    differences_below: DifferencesBelow
-    tolerance: float  #: largest that is accepted
-    #: what rounding the scales of codes did; null where codes were not kept with rounded scales
-    rounding: Rounding | None
-    position_tables: PositionTables  #: what the position alone decides
-    mask_rows: MaskRows  #: what masks decide
-    choosing: Choosing  #: operators that choose, by what they choose by
-    idioms: list[str]  #: operators that could cut off activations, and the reason why they do not
     #: how many activations the file's kernels hold in each type of few bits; empty where none are
     activations_held_in: dict[str, Positive]
-    largest_share_cut_off: Share  #: of ordinary inputs, the largest share of numbers beyond the grid of one of these
+    #: of the grids among these, the fewest codes within one standard deviation of ordinary numbers; null without grids
+    fewest_codes: NotNegative | None
+    largest_share_cut_off: Share  #: of ordinary numbers, the largest share beyond the grid of one of these
     coarse_tables: list[CoarseTable]  #: RoPE tables of the file that are coarser than the config's
+    #: the largest share by which a number that was rounded differs from the file's; null where codes were not kept with
+    #: rounded scales
+    rounded_by: NotNegative | None
     #: whether it is the one of the extraction, over the same codes, or the same numbers before rounding; false where it
-    #: was run for what lies here
+    #: was made for what lies here
     inherited: bool
 
 
-class DifferencesBelow(Record):
-    logits: NotNegative  #: over all samples; 0 where they are equal
-    projected_activations: NotNegative  #: the same of the projected state
-
-
-class Rounding(Record):
-    #: a power of ten that no difference between what was written and the numbers before rounding exceeds, as a share of
-    #: the range
-    difference_below: float
-    #: largest that is accepted, as a power of ten: eight times what random rounding of the same size does
-    tolerance: float
-
-
-class PositionTables(Record):
-    values: Count  #: of the graph, each of which was held against cosines and sines
-    positions: Positive  #: at which they were: all that the caches have
-
-
 class MaskRows(Record):
-    tried: Positive  #: rows that were held against the config, each with two masks
-    #: rows of which also weights and results were, in layers where the position meets the caches
-    with_results: Positive
+    computed: Positive  #: rows that were held against the config, with every content of the mask inputs
     of: Positive  #: rows that there are
-    #: whether all rows are the same up to a shift: then the first and the last, which are always tried, show all
+    #: whether all rows are the same up to a shift: then the first and the last, which are computed, show all
     alike: bool
-    #: by layer, how large a product of query and key was taken to be: a hidden slot's score is that far below any other
-    largest_scores: list[NotNegative]
-
-
-class Choosing(Record):
-    position: dict[str, Positive]  #: by name of the operator, how many choose by the position alone
-    mask: dict[str, Positive]  #: the same, by a mask
 
 
 class CoarseTable(Record):
     layer: Count  #: whose table it is
-    held_in: str  #: the type that it is stored in
+    held_in: str  #: the types that it is stored in
     differs_by: NotNegative  #: the largest difference of a cosine or sine from the config's
-    at: Count  #: the position of that
-    #: the largest difference of the outputs, run with the file's own table, as a share of their range; at some fifty
-    #: positions
-    outputs_move_by: NotNegative
-    outputs_at: Count  #: the position of that
 
 
 class Tuning(Record):

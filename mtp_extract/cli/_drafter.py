@@ -38,7 +38,7 @@ def say_geometry(geometry: Mapping[str, Any], parameters: int) -> None:
 
 
 def say_proof(claim: str, proof: Mapping[str, Any]) -> None:
-    """What was executed side by side, and how far apart it was; ``proof`` as in ``extraction.json``."""
+    """What was held against the bundle; ``proof`` as in ``extraction.json``."""
     first, *others = in_words(proof)
     say(f"{claim}: {first}")
     for line in others:

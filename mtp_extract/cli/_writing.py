@@ -70,8 +70,8 @@ def _say_proof(record: Mapping[str, Any]) -> None:
     rounded = any(map(is_rounded, tensors_of(record)))
     by, before = " by the extraction" if proof["inherited"] else "", " before rounding" if rounded else ""
     say_proof(f"Proven{by}{before}", proof)
-    if proof["rounding"] is not None and not proof["inherited"]:
-        say(f"  as written they agree to {proof['rounding']['difference_below']:g}, which is what the rounding does")
+    if proof["rounded_by"] is not None and not proof["inherited"]:
+        say(f"  rounded scales move no number by more than {proof['rounded_by']:g} of itself")
 
 
 def is_rounded(entry: Mapping[str, Any]) -> bool:

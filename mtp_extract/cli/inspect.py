@@ -254,13 +254,9 @@ def _show_drafter(drafter: Mapping[str, Any]) -> None:
             for name, c in drafter["kv_inputs"].items()
         ]
         table(rows, ["input", "type", "shape", "scale", "read by"])
-        proof = drafter["proof"]
-        say_proof("Proof", proof)
-        positions = ", ".join(map(str, proof["positions"]))
-        say(f"  positions {positions}; {proof['tolerance']:g} allowed; seed {proof['seed']}")
-        chosen = [[by, kind, count] for by, kinds in proof["choosing"].items() for kind, count in kinds.items()]
-        idioms = [["nothing: it never binds", idiom, 1] for idiom in proof["idioms"]]
-        table([*chosen, *idioms], ["chooses by", "operator", "count"])
+        say_proof("Proof", drafter["proof"])
+        scores = ", ".join(f"{score:g}" for score in drafter["proof"]["largest_scores"])
+        say(f"  |q · K| of each layer is at most {scores}; hidden slots lie further below than that")
         say("Set aside")
         aside = drafter["set_aside"]
         rows = [[f"{a['subgraph']}/{a['tensor']}", a["dtype"], a["shape"], a["reason"], a["op"]] for a in aside]

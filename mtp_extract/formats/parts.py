@@ -18,7 +18,7 @@ from mtp_extract.checkpoint.packing import pack, unpack
 from mtp_extract.checkpoint.planned import DTYPE_SIZES, PlannedTensor, plan_array
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, read_array, read_rows
 from mtp_extract.errors import CheckpointError, escape
-from mtp_extract.graph.ledger import Activation
+from mtp_extract.graph.roles import Activation
 
 INPUT, OUTPUT = "input_activation", "output_activation"
 """Kinds of parts: the static scale of what goes in and of what comes out; 0 where there is none."""

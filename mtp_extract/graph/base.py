@@ -1,4 +1,4 @@
-"""Which constant of a base's graphs plays which role: decoder and embedders, backwards from their results.
+"""Which constant of a base's graphs plays which role: decoder and embedders, taken apart from their results.
 
 ::
 
@@ -10,31 +10,28 @@
     projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width), the root folded or not
     caches       ← k_norm(k_proj(x)) with RoPE, v_proj(x) normed;  x is the normed stream of the layer that owns them
 
-A prefill gives caches and no logits: it ends with the K and V of the last layer that owns any, so that layer has no
-more roles there. Norms, gates and the order of layers are read; what an attention computes between its projections
-(RoPE, window, mask) is not looked at: weights are found here, not proven to be used alike.
+The signature that computes logits of the fewest tokens is read so. What an attention computes between its projections
+(RoPE, window, mask) is not looked at: weights are found here, not proven to be used alike. Other signatures read the
+same constants; there a weight is known by the bytes that it shares.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.attention import EXPONENTIALS, read_writing_attention, writes_cache
-from mtp_extract.graph.blocks import Blocks, count_layers, in_order, is_matrix
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.ledger import FoundRole, SetAside, activation_of, described, not_found
-from mtp_extract.graph.patterns import (
-    Aside,
-    RmsNorm,
-    constant_under,
-    match_rms_norm,
-    split_scalar,
-    strip,
-    walk_to_norms,
-    without_factors,
-)
+from mtp_extract.graph.blocks import Blocks, close
+from mtp_extract.graph.call import computing
+from mtp_extract.graph.expressions import Expr, Term
+from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.roles import FoundRole, SetAside, activation_of, in_order, set_aside
+from mtp_extract.litertlm.storage import NUMBER_TYPES
+from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
 EMBEDDINGS = "embeddings"
 PER_LAYER = "per_layer_embeddings"
@@ -42,11 +39,11 @@ LOGITS = "logits"
 ACTIVATIONS = "activations"
 _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 
-_SLICES = frozenset({"SLICE", "STRIDED_SLICE"})
-# Factors such as √width are rounded to the type that the exporter computes them in, bfloat16 at the coarsest.
 _RELATIVE = 4e-3
+"""How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
 _MOST_TABLES = 1024
-_NOT_LOOKED_AT = "a number between the roles, which is not looked at"
+_LARGEST_NUMBER = 1 << 11
+"""Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
 
 
 @dataclass(frozen=True)
@@ -55,208 +52,237 @@ class BaseWalk:
 
     roles: tuple[FoundRole, ...]
     aside: tuple[SetAside, ...]
-    layers: int  # it computes, the one that only fills its caches included
+    layers: int
     width: int  # of the residual stream
     soft_cap: float | None  # of the logits; None without one, or without logits
     rms_norm_eps: float | None  # of every norm; None in an embedder
 
 
+def read_first(model: TfliteModel) -> Signature:
+    """The signature of a decoder that says most: it computes logits, of the fewest tokens.
+
+    Raises:
+        RoleError: none computes logits of embeddings.
+    """
+    whole = [s for s in model.signatures if LOGITS in s.outputs and EMBEDDINGS in s.inputs]
+    if not whole:
+        raise RoleError(f"No signature computes {LOGITS!r} of {EMBEDDINGS!r}: this is no decoder of a base.")
+    return min(whole, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
+
+
+@computing("The graph")
 def walk_base(graph: FlatGraph) -> BaseWalk:
-    """Find every role in the graph of a decoder's signature: decode, verify or a prefill.
+    """Find every role in the graph of a decoder's signature that computes logits.
 
     Raises:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something that Gemma 4 does not.
     """
-    return _Walker(graph).run()
+    return _Base(graph).walk()
 
 
-class _Walker(Blocks):
-    def run(self) -> BaseWalk:
+class _Base(Blocks):
+    folded = _RELATIVE
+
+    def __init__(self, graph: FlatGraph) -> None:
+        outputs = [name for name in (LOGITS, ACTIVATIONS) if name in graph.outputs]
+        super().__init__(Reading(graph, (*outputs, *_caches(graph)), whole=False))
+        self.readers: dict[str, list[int]] = {}
+        self.normed: dict[Expr, int] = {}
+
+    def walk(self) -> BaseWalk:
         graph = self.graph
-        if EMBEDDINGS not in graph.inputs:
-            names = ", ".join(map(escape, graph.inputs)) or "none"
-            raise RoleError(
-                f"The signature has no input {EMBEDDINGS!r} (it has: {names}): this is no decoder of a base."
-            )
-        self.refuse_rotation()
-        cap: float | None = None
-        normed: dict[int, int] = {}
-        writers: dict[int, tuple[Node, Node]] = {}
-        readers: dict[int, set[int]] = {}
-        if LOGITS in graph.outputs:
-            cap, head = self.lm_head(graph.outputs[LOGITS])
-            stream = self.norm("final_norm", head, "which feeds the head").x
-            if ACTIVATIONS in graph.outputs:
-                self.require_same("activations", graph.outputs[ACTIVATIONS], head)
-            self.count = count_layers(graph)
-        else:
-            top = self._unread_caches()
-            self.count = count_layers(graph)
-            name = f"layers.{self.count}"
-            fed = self._matrix_input(self._key(top[0], name)[0].x, f"{name}.k_proj")
-            stream = self.norm(f"{name}.pre_attention_norm", fed, "which feeds the K projection").x
-            normed[id(strip(fed))] = self.count
-            writers[id(top[0])] = top
-            readers[id(top[0])] = {self.count}
-        sources: list[tuple[int, Value]] = []
-        for index in reversed(range(self.count)):
-            name = f"layers.{index}"
-            out = self.layer_scalar(name, stream)
-            if PER_LAYER in graph.inputs:
-                out = self._per_layer(name, out, sources, index)
-            attention, stream, own = self.layer(name, out, read_writing_attention)
-            normed[id(own)] = index
-            # Layers that share a K share its V.
-            if writers.setdefault(id(attention.key), (attention.key, attention.value))[1] is not attention.value:
-                raise RoleError(f"{name}: it reads the K of one layer and the V of another.")
-            readers.setdefault(id(attention.key), set()).add(index)
+        soft_cap, head = self.lm_head(*self.output(LOGITS))
+        stream, factor = self.norm("final_norm", head)
+        if ACTIVATIONS in graph.outputs and self.output(ACTIVATIONS)[0] is not head:
+            raise RoleError(f"The output {ACTIVATIONS!r} is not what lm_head reads.")
+        sources: list[Expr] = []
+        count = self.count_layers(stream, sums=3 if PER_LAYER in graph.inputs else 2)
+        for index in reversed(range(count)):
+            stream, factor = self._layer(index, stream, factor, sources)
         self.require_input("layers.0", stream, EMBEDDINGS)
         if sources:
-            self._per_layer_inputs(sources)
-        for key, value in writers.values():
-            self._owner(key, value, normed, readers[id(key)])
-        self.account(_NOT_LOOKED_AT)
-        return BaseWalk(
-            tuple(in_order(self.roles)),
-            tuple(self.aside_list()),
-            self.count + (LOGITS not in graph.outputs),
-            graph.inputs[EMBEDDINGS].tensor.shape[-1],
-            cap,
-            self.one_epsilon(),
-        )
+            self._per_layer_inputs(sources[::-1])
+        for key, readers in self.readers.items():
+            self._owner(key, min(readers))
+        roles = in_order(self.roles)
+        width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
+        return BaseWalk(roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon())
 
-    def _per_layer(self, name: str, out: Value, sources: list[tuple[int, Value]], index: int) -> Value:
-        """The branch that adds the layer's own embedding of the token; returns the stream before it."""
-        role = f"{name}.post_per_layer_norm"
-        norm, middle = self.residual(role, out, "on the branch of the layer's own embedding")
-        product = self.linear(f"{name}.per_layer_projection", norm.x, f"which feeds {role}")
-        gate, own = self.gated(
-            f"{name}.per_layer_gate",
-            f"{name}'s own embedding",
-            product,
-            f"{name}.per_layer_projection",
-            lambda value, node: is_matrix(node) or node.kind in _SLICES,
-        )
-        gate_in = self.linear(f"{name}.per_layer_gate", gate, "whose output goes through GELU")
-        self.require_same(f"{name}.per_layer_gate", gate_in, middle)
-        sources.append((index, own))
-        return strip(middle)
-
-    def _per_layer_inputs(self, sources: list[tuple[int, Value]]) -> None:
-        """What the layers' slices are of: the projection of the embeddings plus the per-layer embeddings."""
-        taken: dict[int, Value] = {}
-        for index, own in sources:
-            node = own.producer
-            source = strip(node.operand(0)) if node is not None and node.kind in _SLICES else None
-            if node is None or source is None:
-                raise not_found(f"layers.{index}", "a slice of the per-layer embeddings", own)
-            self._require_slice(node, index)
-            taken[id(source)] = source
-        if len(taken) != 1:
-            raise RoleError(f"The layers take their own embeddings from {len(taken)} values; expected one.")
-        root = next(iter(taken.values()))
-        inner = self._scaled(root, 2**-0.5, "the per-layer embeddings")
-        why = "whose result meets per_layer_embeddings"
-        norm, other = self.residual("per_layer_projection_norm", inner, why, "an addition after it")
-        if strip(other).input_name != PER_LAYER:
-            raise not_found("per_layer_projection_norm", f"its result to be added to the input {PER_LAYER!r}", other)
-        factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
-        matrix = strip(norm.x).producer
-        if matrix is not None and is_matrix(matrix):
-            # The exporter has multiplied the weight, or its scales, by the factor.
-            source = self.linear(role, norm.x, "whose output, the factor in it, is normed per layer", factor)
-        else:
-            projected = self._scaled(norm.x, factor, role)
-            source = self.linear(role, projected, "whose output is normed per layer")
-        self.require_input(role, source, EMBEDDINGS)
-
-    def _require_slice(self, node: Node, index: int) -> None:
-        """Whether ``node`` takes the part of layer ``index``: the parts lie one after the other."""
-        shape, part = node.operand(0).tensor.shape, node.outputs[0].tensor.shape
-        starts = constant_under(node.operand(1))
-        begin = self.graph.integers(starts).tolist() if starts is not None else []
-        if len(begin) != len(shape) or len(shape) < 2 or not part or any(begin[:-2]):
-            raise RoleError(f"layers.{index}: {node.op.label} is no slice of the per-layer embeddings.")
-        at, own = begin[-2] * shape[-1] + begin[-1], part[-1]
-        if at != index * own:
-            raise RoleError(
-                f"layers.{index}: expected the part of the per-layer embeddings at {index * own}, "
-                f"{node.op.label} takes that at {at}."
-            )
-
-    def _scaled(self, value: Value, factor: float, what: str) -> Value:
-        """``value`` before a factor that must be there."""
-        node = strip(value).producer
-        scaled = split_scalar(self.graph, node) if node is not None else None
-        if scaled is None or not math.isclose(scaled[2], factor, rel_tol=_RELATIVE):
-            found = f"{scaled[2]:g}" if scaled is not None else described(strip(value))
-            raise RoleError(f"{what}: expected the factor {factor:g} after it, found {found}.")
-        return scaled[0]
-
-    def _unread_caches(self) -> tuple[Node, Node]:
-        """In a prefill: the ops that write the K and V which no attention of the graph reads."""
-        below: set[int] = set()
-        for node in self.graph.nodes:
-            if node.kind in EXPONENTIALS:
-                below.update(id(value) for value in ancestors(node.outputs[0]))
-        found = []
-        for name, output in self.graph.outputs.items():
-            writer = strip(output).producer
-            if name.startswith(_KEYS) and writer is not None and id(strip(output)) not in below:
-                found.append((name, writer))
-        names = ", ".join(escape(name) for name, _ in found) or "none"
-        if len(found) != 1 or not writes_cache(found[0][1]):
-            raise RoleError(
-                f"The signature gives no logits; expected one K cache that DYNAMIC_UPDATE_SLICE writes and no layer "
-                f"reads, that of the last layer that owns one; found {names}."
-            )
-        name, key = found[0]
-        partner = self.graph.outputs.get(_VALUES + name.removeprefix(_KEYS))
-        value = strip(partner).producer if partner is not None else None
-        if value is None or not writes_cache(value):
-            raise RoleError(f"{escape(name)}: expected a V cache of the same number that DYNAMIC_UPDATE_SLICE writes.")
-        return key, value
-
-    def _key(self, writer: Node, name: str) -> tuple[RmsNorm, Value]:
-        """The norm before the RoPE of the K that ``writer`` writes, and its result."""
-        norms, _, _ = walk_to_norms(self.graph, [writer.operand(1)], is_matrix)
-        if len(norms) != 1:
-            raise RoleError(f"{name}.k_norm: expected one RMSNorm before {writer.op.label}, found {len(norms)}.")
-        return norms[0]
-
-    def _matrix_input(self, value: Value, role: str) -> Value:
-        """What the matrix behind ``value`` reads."""
-        node = strip(value).producer
-        if node is None or not is_matrix(node):
-            raise not_found(role, "a FULLY_CONNECTED op", value)
-        return node.operand(0)
-
-    def _owner(self, key: Node, value: Node, normed: dict[int, int], readers: set[int]) -> None:
-        """The roles of the layer that owns the caches which ``key`` and ``value`` write, and ``readers`` read."""
-        cache = escape(strip(key.operand(0)).input_name)
-        norm, result = self._key(key, cache)
-        index = normed.get(id(strip(self._matrix_input(norm.x, f"k_proj of {cache}"))))
-        if index is None:
-            raise RoleError(f"{cache}: its K is computed from the normed stream of no layer.")
+    def _layer(self, index: int, out: Expr, factor: float, sources: list[Expr]) -> tuple[Expr, float]:
+        """Take the roles of the layer whose result is ``factor × out``; the stream below it, and its factor."""
         name = f"layers.{index}"
-        if index != min(readers):
-            raise RoleError(f"{name}: its K goes to {cache}, whose first reader is layers.{min(readers)}.")
-        self.take_norm(f"{name}.k_norm", norm, "between the K projection and RoPE", result)
-        k_in = self.linear(f"{name}.k_proj", norm.x, f"which feeds {name}.k_norm")
-        v_norm = match_rms_norm(self.graph, value.operand(1))
-        if v_norm is None:
-            raise not_found(f"{name}.v_proj", "an RMSNorm after it", value.operand(1))
-        self.eps.add(float(f"{v_norm.eps:.6g}"))
-        self.set_aside(v_norm.aside)
-        if v_norm.weight is not None:
-            if any(self.graph.floats(v_norm.weight) + v_norm.offset != 1):
-                raise UnsupportedError(f"{name}: its V norm has a weight, {v_norm.weight.label}; Gemma 4's has none.")
-            self.set_aside((Aside(v_norm.weight, "ones of the V norm, which has no weight"),))
-        if strip(v_norm.x) is strip(norm.x):
-            raise UnsupportedError(f"{name}: K and V come from one projection, which this release cannot read.")
-        v_in = self.linear(f"{name}.v_proj", v_norm.x, f"whose normed output goes to {escape(_VALUES)}…")
-        self.require_same(f"{name}.v_proj", v_in, k_in)
+        self.layer_scalar(name, out, factor)
+        if PER_LAYER in self.graph.inputs:
+            out = self._per_layer(name, out, sources)
+        middle = self.feed_forward(name, out)
+        branch, stream, below = self.residual(name, middle)
+        o_out, own = self.norm(f"{name}.post_attention_norm", branch)
+        query, keys = self._attention(name, self.linear(f"{name}.o_proj", o_out, own))
+        for key in keys:
+            self.readers.setdefault(key, []).append(index)
+        q_out, own = self.norm(f"{name}.q_norm", query)
+        fed = self.linear(f"{name}.q_proj", q_out, own)
+        self.require_normed(f"{name}.pre_attention_norm", fed, stream, below)
+        self.normed[fed] = index
+        return stream, below
+
+    # The embedding that each layer has of its own.
+
+    def _per_layer(self, name: str, out: Expr, sources: list[Expr]) -> Expr:
+        """The branch that adds the layer's own embedding of the token; returns the stream before it."""
+        branch, middle, factor = self.residual(name, out)
+        product, own = self.norm(f"{name}.post_per_layer_norm", branch)
+        if product.kind != "matrix" or factor != 1:
+            raise RoleError(
+                f"{name}.per_layer_projection: expected a product with a matrix, found {self.shown(product)}."
+            )
+        gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[2])
+        root = up.parts[0] if up.kind == "part" else up
+        common = next((factor for e, factor in root.terms.items() if e.kind == "input"), 1.0)
+        if not math.isclose(abs(own * share * common), 2**-0.5, rel_tol=_RELATIVE):
+            found = f"{own * share * common:g}"
+            raise RoleError(f"the per-layer embeddings: expected the factor {2**-0.5:g} after it, found {found}.")
+        self.linear(f"{name}.per_layer_projection", product, own, meant=own)
+        if self.linear(f"{name}.per_layer_gate", gate, scale) is not middle:
+            raise RoleError(f"{name}.per_layer_gate: it does not read the residual stream.")
+        sources.append(up)
+        return middle
+
+    def _per_layer_inputs(self, sources: list[Expr]) -> None:
+        """What the layers' slices are of: the projection of the embeddings plus the per-layer embeddings."""
+        roots = {up.parts[0] if up.kind == "part" else up for up in sources}
+        root = roots.pop()
+        if roots or root.kind != "sum" or len(root.terms) != 2:
+            raise RoleError("The layers take their own embeddings from different values; expected one sum.")
+        for index, up in enumerate(sources):
+            at = int(up.chosen[0]) if up.kind == "part" else 0
+            if at != index * up.size or (up.kind == "part" and not np.array_equal(up.chosen, at + np.arange(up.size))):
+                raise RoleError(
+                    f"layers.{index}: expected the part of the per-layer embeddings at {index * up.size}, found {at}."
+                )
+        other = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
+        normed = next(e for e in root.terms if e is not other)
+        if other is None or not close(root.terms[normed], root.terms[other] * self.scale_of(normed)):
+            raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
+        projected, own = self.norm("per_layer_projection_norm", normed)
+        factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
+        read = self.linear(role, projected, own, meant=factor)
+        stored = self.roles[-1].factor
+        # The exporter may have multiplied the weight, or its scales, by the factor.
+        if not any(math.isclose(stored, known, rel_tol=_RELATIVE) for known in (1.0, factor)):
+            raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
+        self.require_input(role, read, EMBEDDINGS)
+
+    # Attentions, and the caches that they read.
+
+    def _attention(self, name: str, mixed: Expr) -> tuple[Expr, list[str]]:
+        """The normed query of the attention that ``mixed`` is of, and the K caches that it reads."""
+        if mixed.kind != "unread":
+            raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.shown(mixed)}.")
+        queries, writers = self._sources(mixed.parts[0])
+        if len(queries) != 1:
+            raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
+        written = _written(self.graph)
+        keys = [written[id(node)] for node in writers if written.get(id(node), "").startswith(_KEYS)]
+        values = [written[id(node)] for node in writers if written.get(id(node), "").startswith(_VALUES)]
+        if len(keys) != 1 or [_VALUES + key.removeprefix(_KEYS) for key in keys] != values:
+            found = ", ".join(map(escape, (*keys, *values))) or "none"
+            raise RoleError(
+                f"{name}: expected it to read one K and one V cache that DYNAMIC_UPDATE_SLICE writes, found {found}."
+            )
+        return queries.pop(), keys
+
+    def _sources(self, start: Value) -> tuple[set[Expr], list[Node]]:
+        """What ``start`` is computed from: the nearest norms, and the ops that write caches."""
+        norms, writers, seen, queue = set[Expr](), list[Node](), {id(start)}, [start]
+        while queue:
+            value = queue.pop()
+            term, node = self.reading.forms.get(id(value)), value.producer
+            expr = self.expressions.origin(term.expr, term.ids)[0] if isinstance(term, Term) else None
+            if expr is not None and self.match(expr) is not None:
+                norms.add(expr)
+            elif node is not None and node.kind == "DYNAMIC_UPDATE_SLICE":
+                writers.append(node)
+            elif node is not None:
+                new = [v for v in node.inputs if v is not None and id(v) not in seen]
+                seen.update(map(id, new))
+                queue.extend(new)
+        return norms, writers
+
+    def _normed(self, cache: str, node: Node) -> Expr:
+        """The norm whose result ``node`` writes into ``cache``."""
+        norms, _ = self._sources(node.operand(1))
+        if len(norms) != 1:
+            raise RoleError(f"{escape(cache)}: expected one RMSNorm before it is written, found {len(norms)}.")
+        return norms.pop()
+
+    def _owner(self, cache: str, first: int) -> None:
+        """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
+        nodes = {name: node for node in self.graph.nodes if (name := _written(self.graph).get(id(node))) is not None}
+        value = _VALUES + cache.removeprefix(_KEYS)
+        k_norm, v_norm = (self._normed(name, nodes[name]) for name in (cache, value))
+        key, found = self.match(k_norm), self.match(v_norm)
+        fed = key.of.parts[2] if key is not None and key.of.kind == "matrix" else None
+        if fed not in self.normed:
+            raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
+        index = self.normed[fed]
+        name = f"layers.{index}"
+        if index != first:
+            raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
+        self.linear(f"{name}.k_proj", *self.norm(f"{name}.k_norm", k_norm))
+        if v_norm is k_norm or found is None or not self._is_ones(found.weight):
+            raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
+        self.eps.add(float(f"{found.eps:.6g}"))
+        if self.linear(f"{name}.v_proj", found.of, found.factor) is not fed:
+            raise RoleError(f"{name}.v_proj does not read what k_proj reads.")
+
+    def _is_ones(self, weight: Expr | None) -> bool:
+        if weight is None:
+            return True
+        vector = weight.parts[0] if weight.kind == "tiled" else weight
+        return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
+
+
+def _caches(graph: FlatGraph) -> list[str]:
+    return [name for name in graph.outputs if name.startswith((_KEYS, _VALUES))]
+
+
+def _written(graph: FlatGraph) -> dict[int, str]:
+    """By ``id`` of the op that writes it, the name of a cache."""
+    found: dict[int, str] = {}
+    for name in _caches(graph):
+        value = graph.outputs[name]
+        while value.producer is not None and value.producer.kind in ("QUANTIZE", "DEQUANTIZE", "CAST", "RESHAPE"):
+            value = value.producer.operand(0)
+        if value.producer is not None and value.producer.kind == "DYNAMIC_UPDATE_SLICE":
+            found[id(value.producer)] = name
+    return found
+
+
+def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
+    """The roles of ``known`` in the graph of another signature, by the bytes that their constants share.
+
+    Raises:
+        UnsupportedError: the graph has weights of its own.
+    """
+    roles = {_stored(graph, role.tensor): role for role in known.roles if role.tensor is not None}
+    found = []
+    for value in graph.constants.values():
+        role = roles.get(_stored(graph, value.tensor))
+        if role is not None and value.tensor.type in NUMBER_TYPES:
+            found.append(replace(role, tensor=value.tensor, result=None))
+        elif value.tensor.type in NUMBER_TYPES and value.tensor.elements > _LARGEST_NUMBER:
+            raise UnsupportedError(f"{value.label} is a weight that no other signature has.")
+    kept = in_order(found)
+    return BaseWalk(kept, set_aside(graph, kept), 0, known.width, None, None)
+
+
+def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return graph.model.locate(tensor).file_offset, tuple(tensor.shape)
+
+
+# Embedders.
 
 
 def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
@@ -267,48 +293,46 @@ def walk_table(graph: FlatGraph, role: str) -> BaseWalk:
     Raises:
         RoleError: the result is no lookup times the root of its width.
     """
-    return _Table(graph).run(role)
+    if len(graph.outputs) != 1:
+        raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
+    name, output = next(iter(graph.outputs.items()))
+    tables = list(_tables(Reading(graph, (name,), whole=False), output, 1.0, role))
+    tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
+    if len(tables) > 1 and tokens != 1:
+        raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
+    roles = []
+    for index, (node, factor) in enumerate(tables):
+        if not math.isclose(factor, width**0.5, rel_tol=_RELATIVE):
+            raise RoleError(
+                f"{role}: expected the factor {width**0.5:g}, the root of the width of {escape(name)}, after "
+                f"{node.op.label}, found {factor:g}."
+            )
+        roles.append(_table_role(graph, f"{role}.{index}" if len(tables) > 1 else role, node))
+    return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 
-class _Table(Blocks):
-    def run(self, role: str) -> BaseWalk:
-        if len(self.graph.outputs) != 1:
-            raise RoleError(f"{role}: expected one output, found {len(self.graph.outputs)}.")
-        name, output = next(iter(self.graph.outputs.items()))
-        tables: list[tuple[Node, float]] = []
-        self._collect(output, 1.0, tables, role)
-        tokens = tables[0][0].operand(0).tensor.elements
-        if len(tables) > 1 and tokens != 1:
-            raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
-        shape = output.tensor.shape
-        width = shape[-1]
-        for index, (node, factor) in enumerate(tables):
-            if not math.isclose(factor, width**0.5, rel_tol=_RELATIVE):
-                raise RoleError(
-                    f"{role}: expected the factor {width**0.5:g}, the root of the width of {escape(name)}, after "
-                    f"{node.op.label}, found {factor:g}."
-                )
-            self._lookup(f"{role}.{index}" if len(tables) > 1 else role, node)
-        self.account(_NOT_LOOKED_AT)
-        return BaseWalk(tuple(self.roles), tuple(self.aside_list()), 0, width, None, None)
+def _tables(reading: Reading, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
+    """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
+    term = reading.forms.get(id(value))
+    source = term.expr.parts[0] if isinstance(term, Term) and term.expr.kind == "unread" else None
+    node = source.producer if isinstance(source, Value) else None
+    if node is None or not isinstance(term, Term):
+        raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP behind {value.label}.")
+    if node.kind in ("CONCATENATION", "PACK") and len(node.inputs) < _MOST_TABLES:
+        for position in range(len(node.inputs)):
+            yield from _tables(reading, node.operand(position), factor * term.factor, role)
+    elif node.kind == "EMBEDDING_LOOKUP" and node.binary:
+        yield node, factor * term.factor
+    else:
+        raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP, found {node.op.label}.")
 
-    def _collect(self, value: Value, factor: float, tables: list[tuple[Node, float]], role: str) -> None:
-        """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
-        root, number, _ = without_factors(self.graph, value)
-        node, factor = root.producer, factor * number
-        if node is not None and node.kind in ("CONCATENATION", "PACK") and len(tables) < _MOST_TABLES:
-            for position in range(len(node.inputs)):
-                self._collect(node.operand(position), factor, tables, role)
-        elif node is not None and node.kind == "EMBEDDING_LOOKUP" and node.binary:
-            tables.append((node, factor))
-        else:
-            raise not_found(role, "an EMBEDDING_LOOKUP", root)
 
-    def _lookup(self, role: str, node: Node) -> None:
-        table = constant_under(node.operand(1))
-        if table is None or len(table.tensor.shape) != 2:
-            raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-        result = node.outputs[0]
-        quantized = activation_of(node.operand(0)), activation_of(result)
-        why = f"the table of {node.op.label}"
-        self.found(FoundRole(role, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, result=result))
+def _table_role(graph: FlatGraph, role: str, node: Node) -> FoundRole:
+    table = node.operand(1)
+    while table.producer is not None and table.producer.kind in ("DEQUANTIZE", "RESHAPE"):
+        table = table.producer.operand(0)
+    if not table.constant or len(table.tensor.shape) != 2:
+        raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
+    quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+    why = f"the table of {node.op.label}"
+    return FoundRole(role, table.tensor, table.tensor.shape, 1.0, why, (), *quantized, result=node.outputs[0])

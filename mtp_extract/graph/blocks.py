@@ -1,372 +1,353 @@
-"""The blocks that drafter and base are built of, read backwards from their results.
+"""The blocks that drafter and base are built of, matched as whole expressions: matrix, norm, residual, gated product.
 
-A :class:`Blocks` takes the graph apart: a linear layer, an RMSNorm, a gated product, a residual, one layer. Each gives
-its constants a role or sets them aside (:mod:`mtp_extract.graph.ledger`). Names play no part in this.
+Each match takes the constants of its block as weights of a role. ``factor × expression`` is what a role's product is
+meant to be; what differs from the stored weight by a number is noted as the role's factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+from numpy.polynomial import Polynomial
 
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.graph.attention import EXPONENTIALS, AnyAttention
-from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, walk_back
-from mtp_extract.graph.identities import mark_identities, taken_from
-from mtp_extract.graph.kernels import refuse_wide_filter
-from mtp_extract.graph.ledger import FoundRole, Ledger, activation_of, described, names_of, not_found, plain_reason
-from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.graph.patterns import (
-    MATRICES,
-    PASSES,
-    WEIGHT_PASSES,
-    Aside,
-    RmsNorm,
-    constant_under,
-    match_rms_norm,
-    match_soft_cap,
-    split_scalar,
-    strip,
-)
-from mtp_extract.graph.probe import measure_gate
-from mtp_extract.litertlm.quantized import stored_floats
-from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.graph.expressions import Expr, Term
+from mtp_extract.graph.flat import Value
+from mtp_extract.graph.matrices import LARGEST
+from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.roles import FoundRole, activation_of
+from mtp_extract.litertlm.storage import NUMBER_TYPES
 
-_LARGEST_ROTATION = 1 << 20
-_LARGEST_WIDTH = 1 << 24
-_WEIGHTS_FORMAT_SLOT = 1
-_ADJOINT_Y_SLOT = 1
-_NO_FACTOR = 1e-6
+_CLOSE = 1e-5
+_HIGHEST = 9
+_GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+"""GELU(x) ≈ x/2 · (1 + tanh(slope · (x + cube · x³)))."""
 
 
-SomeAttention = TypeVar("SomeAttention", bound=AnyAttention)
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)
 
 
-class Blocks(Ledger):
-    """A graph that is being taken apart."""
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm: ``factor × of``, over every ``width`` elements, times ``weight``.
 
-    def __init__(self, graph: FlatGraph) -> None:
-        super().__init__(graph)
+    Attributes:
+        weight: the expression of its weight; None where it has none, or a single number.
+        factor: of what is normalized; it matters beside ``eps``.
+    """
+
+    of: Expr
+    weight: Expr | None
+    width: int
+    factor: float
+    eps: float
+
+
+class Blocks:
+    """The expressions of a graph, being taken apart.
+
+    Attributes:
+        folded: how near 1 a factor on a weight is taken for 1.
+    """
+
+    folded = 1e-6
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading, self.graph, self.expressions = reading, reading.graph, reading.expressions
+        self.roles: list[FoundRole] = []
         self.eps: set[float] = set()
-        self.hidden_activations: set[str] = set()
-        self.set_aside(tuple(mark_identities(graph)))
+        self.activations: set[str] = set()
 
-    def layer_scalar(self, name: str, out: Value) -> Value:
-        """What a layer's result is before its factor, if it has one."""
-        out = strip(out)
-        scaled = split_scalar(self.graph, out.producer) if out.producer else None
-        if scaled is None:
-            return out
-        inner, constant, factor = scaled
-        if out.producer is not None and out.producer.kind == "DIV":
-            raise UnsupportedError(f"{name}.layer_scalar: {out.producer.op.label} divides by its scalar.")
-        why = f"the factor {factor:g} on the layer's output"
-        role = FoundRole(f"{name}.layer_scalar", constant.tensor, (1,), 1.0, why, names_of(out), result=out)
-        self.found(role)
-        return strip(inner)
+    def output(self, name: str) -> tuple[Expr, float]:
+        """The expression and factor of an output."""
+        found = self.reading.forms.get(id(self.graph.outputs[name]))
+        if not isinstance(found, Term) or not found.whole:
+            raise RoleError(f"The output {name!r} is not computed of the activations, or in another order.")
+        return found.expr, found.factor
 
-    def lm_head(self, logits: Value) -> tuple[float | None, Value]:
-        """The soft cap of ``logits``, None without one, and what the head reads."""
-        soft_cap = match_soft_cap(self.graph, logits)
-        self.set_aside(soft_cap.aside)
-        factor = 1.0 if soft_cap.cap is None else 1.0 / (soft_cap.scale * soft_cap.cap)
-        return soft_cap.cap, self.linear("lm_head", soft_cap.x, "whose output becomes the logits", factor)
+    @staticmethod
+    def shown(expr: Expr) -> str:
+        """What messages call an expression."""
+        if expr.kind != "unread":
+            return f"a {expr.kind}"
+        value, why = expr.parts
+        return f"{value.producer.op.label}, which {why}" if value.producer is not None else f"the input {value.label}"
 
-    def layer(
-        self, name: str, out: Value, read: Callable[[FlatGraph, Value, str], SomeAttention]
-    ) -> tuple[SomeAttention, Value, Value]:
-        """Attention and feed-forward of a layer whose residual sum is ``out``.
+    # Matrices.
+
+    def linear(self, role: str, expr: Expr, factor: float, meant: float | None = None) -> Expr:
+        """Take the matrix of which ``factor × expr`` is the product.
+
+        Args:
+            meant: what the expression it reads is multiplied by in a drafter; found by itself if None.
 
         Returns:
-            the attention, as ``read`` sees it; the residual stream below; the normed stream the q projection reads.
+            what it reads.
         """
-        after = f"the residual addition after it (perhaps times {name}.layer_scalar)"
-        ffw_norm, middle = self.residual(f"{name}.post_ffw_norm", out, "on the second residual branch", after)
-        down_in = self.linear(f"{name}.down_proj", ffw_norm.x, f"which feeds {name}.post_ffw_norm")
-        normed = self._gated_pair(name, down_in)
-        pre_ffw = self.norm(f"{name}.pre_ffw_norm", normed, "which feeds gate and up")
-        self.require_same(f"{name}.pre_ffw_norm", pre_ffw.x, middle)
-        attention_norm, stream = self.residual(f"{name}.post_attention_norm", middle, "on the first residual branch")
-        o_in = self.linear(f"{name}.o_proj", attention_norm.x, f"which feeds {name}.post_attention_norm")
-        attention = read(self.graph, strip(o_in), name)
-        self.set_aside(attention.aside)
-        self.take_norm(f"{name}.q_norm", attention.q_norm, "between the q projection and RoPE", attention.query)
-        q_in = self.linear(f"{name}.q_proj", attention.q_norm.x, f"which feeds {name}.q_norm")
-        pre_attention = self.norm(f"{name}.pre_attention_norm", q_in, "which feeds the q projection")
-        self.require_same(f"{name}.pre_attention_norm", pre_attention.x, stream)
-        return attention, strip(stream), strip(q_in)
-
-    def gated(
-        self, gate: str, up: str, result: Value, reader: str, stops: Callable[[Value, Node], bool]
-    ) -> tuple[Value, Value]:
-        """activation(gate) · up, which ``reader`` reads; the walk back ends at two values.
-
-        Returns:
-            the values of gate and up.
-        """
-        branches: dict[int, Value] = {}
-
-        def at_branch(value: Value, node: Node) -> bool:
-            if stops(value, node):
-                branches[id(value)] = value
-                return True
-            return False
-
-        edges, leaves = walk_back([result], at_branch)
-        others = [value for value in leaves if not value.constant]
-        if len(branches) != 2 or others:
-            found = ", ".join(described(value) for value in (*branches.values(), *others)) or "nothing"
-            raise RoleError(
-                f"{gate}, {up}: expected a product of GELU(gate) and up before {reader}, computed from two matrices; "
-                f"found {found}."
-            )
-        pair = list(branches.values())
-        position, activation = measure_gate(self.graph, result, pair, f"{gate}, {up}", reader)
-        self.hidden_activations.add(activation)
-        self.set_aside(tuple(Aside(v, plain_reason(node, at, v)) for node, at, v in edges if v.constant))
-        return pair[position], pair[1 - position]
-
-    def _gated_pair(self, name: str, down_in: Value) -> Value:
-        """Gate and up of a feed-forward block; returns what both read."""
-        gate, up = self.gated(
-            f"{name}.gate_proj",
-            f"{name}.up_proj",
-            down_in,
-            f"{name}.down_proj",
-            lambda value, node: is_matrix(node) or self._rows(value) is not None,
-        )
-        gate_in = self.linear(f"{name}.gate_proj", gate, "whose output goes through GELU")
-        up_in = self.linear(f"{name}.up_proj", up, "whose output is multiplied with GELU(gate)")
-        if strip(gate_in) is not strip(up_in):
-            raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values; they must read the same.")
-        return gate_in
-
-    def residual(
-        self, role: str, value: Value, why: str, expected: str = "the residual addition after it"
-    ) -> tuple[RmsNorm, Value]:
-        """The operand of the addition ``value`` that is an RMSNorm, taken for ``role``, and the other one."""
-        add = strip(value).producer
-        if add is None or add.kind != "ADD" or not add.binary or add.op.activation:
-            raise not_found(role, expected, value)
-        operands = [add.operand(i) for i in (0, 1)]
-        matches = [match_rms_norm(self.graph, v) for v in operands]
-        found = [(m, i) for i, m in enumerate(matches) if m is not None]
-        if len(found) != 1:
-            what = " and ".join(described(strip(v)) for v in operands)
-            raise RoleError(f"{role}: expected an RMSNorm on one side of {add.op.label}, found {what}.")
-        norm, position = found[0]
-        self.take_norm(role, norm, why, operands[position])
-        return norm, operands[1 - position]
-
-    def norm(self, role: str, value: Value, why: str) -> RmsNorm:
-        norm = match_rms_norm(self.graph, value)
-        if norm is None:
-            raise not_found(role, f"an RMSNorm with a weight, {why}", value)
-        self.take_norm(role, norm, why, value)
-        return norm
-
-    def take_norm(self, role: str, norm: RmsNorm, why: str, result: Value) -> None:
-        self.eps.add(float(f"{norm.eps:.6g}"))
-        self.set_aside(norm.aside)
-        tensor = None if norm.weight is None else norm.weight.tensor
-        if tensor is None:
-            why = f"the RMSNorm {why} multiplies by no weight: its weight was 1 and was folded away"
-        else:
-            stored = f", stored less {norm.offset:g}" if norm.offset else ""
-            why = f"weight of the RMSNorm {why}{stored}"
-        names = names_of(result)
-        self.found(FoundRole(role, tensor, (norm.size,), 1.0, why, names, result=result, offset=norm.offset))
-
-    def linear(self, role: str, value: Value, why: str, factor: float = 1.0) -> Value:
-        """The matrix that ``value`` is a product with; takes it as the weight of ``role`` and returns its input."""
-        result = root = strip(value)
-        part = self._rows(root)
-        if part is not None:
-            root = part[0]
-        node = root.producer
-        if node is None or node.kind not in MATRICES:
-            raise not_found(role, f"a FULLY_CONNECTED op {why}", root)
-        if node.kind == "CONV_2D":
-            refuse_wide_filter(node)
-        if node.op.activation:
-            raise UnsupportedError(
-                f"{role}: {node.op.label} has a fused activation, which no drafter is known to have."
-            )
-        if node.kind == "FULLY_CONNECTED" and node.op.options and node.op.options.integer(_WEIGHTS_FORMAT_SLOT, "b"):
-            raise UnsupportedError(
-                f"{role}: {node.op.label} stores its weight shuffled, which this release cannot read."
-            )
-        if node.input(0) is None or node.input(1) is None:
-            raise RoleError(f"{role}: {node.op.label} lacks its input or its weight: the graph is damaged.")
-        if (bias := node.input(2)) is not None:
-            self._bias(role, node, bias)
-        weight, transposed, scale = self._matrix(node)
-        if not weight.constant:
-            raise RoleError(f"{role}: the weight of {node.op.label} is not a constant but {described(weight)}.")
-        shape = tuple(size for size in weight.tensor.shape if size != 1 or len(weight.tensor.shape) == 2)
-        if len(shape) != 2 or not all(0 < size <= _LARGEST_WIDTH for size in shape):
-            raise RoleError(f"{role}: expected a weight [out, in], found {weight.label}.")
-        factor /= scale
-        shape = shape[::-1] if transposed else shape
-        first, rows = (part[1], part[2]) if part is not None else (0, shape[0])
-        whole = (first, rows) == (0, shape[0])
-        if transposed and not whole:
-            raise UnsupportedError(
-                f"{role}: {weight.label} holds it beside another role and is stored [in, out], which this release "
-                "cannot take apart."
-            )
-        rows_of = "" if whole else f"rows {first} to {first + rows} of the "
-        self.found(
+        product, first = expr, None
+        if expr.kind == "part":
+            product, ids = expr.parts[0], expr.chosen
+            first = int(ids[0])
+            if not np.array_equal(ids, first + np.arange(ids.size)):
+                raise RoleError(f"{role}: its rows are in another order.")
+        if product.kind != "matrix":
+            raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(product)}.")
+        weight, transposed = product.parts[:2]
+        read: Expr = product.parts[2]
+        node = self.reading.products[product]
+        if weight.tensor.type not in NUMBER_TYPES or (transposed and first is not None):
+            raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
+        columns = self._columns(weight, transposed)
+        tokens = read.size // columns
+        rows = "" if first is None else f"rows {first} to {first + expr.size} of the "
+        stored = (self.scale_of(read) if meant is None else meant) / factor
+        if not 1 / LARGEST < abs(stored) < LARGEST:
+            raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
+        self.roles.append(
             FoundRole(
                 role,
                 weight.tensor,
-                (rows, shape[1]),
-                1.0 if abs(factor - 1.0) < _NO_FACTOR else factor,
-                f"{rows_of}weight of {node.op.label}, {why}",
-                known_as=(),
-                input=activation_of(node.operand(0)),
-                output=activation_of(node.outputs[0]),
-                result=result,
+                (expr.size // tokens, columns),
+                1.0 if abs(stored - 1) < self.folded else stored,
+                f"{rows}weight of {node.op.label}",
+                (),
+                activation_of(node.operand(0)),
+                activation_of(node.outputs[0]),
+                result=self.reading.first[expr][0],
                 transposed=transposed,
-                first=None if whole else first,
+                first=first,
             )
         )
-        return node.operand(0)
+        return read
 
-    def _rows(self, value: Value) -> tuple[Value, int, int] | None:
-        """For neighbouring columns of a product with a matrix: the product, the first of them, and how many."""
-        if value.producer is None or value.producer.kind not in LAYOUT:
+    @staticmethod
+    def _columns(weight: Value, transposed: bool) -> int:
+        sizes = [size for size in weight.tensor.shape if size != 1 or len(weight.tensor.shape) == 2]
+        return sizes[0 if transposed else -1]
+
+    def require_input(self, role: str, read: Expr, name: str) -> None:
+        if read.kind != "input" or read.parts[0] != name:
+            raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.shown(read)}.")
+
+    def lm_head(self, logits: Expr, factor: float) -> tuple[float | None, Expr]:
+        """The soft cap of ``factor × logits``, None without one, and what the head reads."""
+        if logits.kind != "function" or logits.parts[0] != "TANH":
+            return None, self.linear("lm_head", logits, factor)
+        _, inner, product = logits.parts
+        if factor < 0:
+            raise UnsupportedError(f"lm_head: its soft cap is {factor:g}; no drafter has a negative one.")
+        return factor, self.linear("lm_head", product, inner * factor)
+
+    # Norms.
+
+    def match(self, expr: Expr) -> Norm | None:
+        """``expr`` as an RMSNorm: x · (Σ x² · number + ε)^−½ · weight."""
+        powers = expr.powers
+        roots = [e for e, power in powers.items() if power == -0.5]
+        if len(roots) != 1:
             return None
-        taken = taken_from(self.graph, value)
-        if taken is None or taken[0].producer is None or not is_matrix(taken[0].producer):
+        root = roots[0].parts[0] if roots[0].kind == "each" else roots[0]
+        squares = [e for e in root.terms if e.kind == "groups"]
+        eps = root.terms.get(self.expressions.one, 0.0)
+        weights = [e for e, power in powers.items() if power == 1 and _is_weight(e)]
+        if len(root.terms) != 2 or len(squares) != 1 or eps <= 0 or len(weights) > 1:
             return None
-        product, elements = taken
-        width = product.tensor.shape[-1]
-        count, odd = divmod(elements.size * width, product.tensor.elements)
-        if odd or not count:
+        squared, width = squares[0].parts
+        rest = {e: power for e, power in powers.items() if e not in (*roots, *weights)}
+        if {e: 2 * power for e, power in rest.items()} != squared.powers:
             return None
-        columns = elements.reshape(-1, count)
-        expected = np.arange(len(columns))[:, None] * width + columns[0, 0] + np.arange(count)
-        return (product, int(columns[0, 0]), count) if np.array_equal(columns, expected) else None
+        factor = math.sqrt(root.terms[squares[0]] * width)
+        of = self.expressions.product(rest, expr.size)
+        return Norm(of, weights[0] if weights else None, width, 1.0 if close(factor, 1) else factor, eps)
 
-    def _matrix(self, node: Node) -> tuple[Value, bool, float]:
-        """The weight of ``node``, whether it is stored ``[in, out]``, and the number it is multiplied by before use."""
-        transposed = node.kind == "BATCH_MATMUL" and not _option(node, _ADJOINT_Y_SLOT)
-        value, scale = strip(node.operand(1), WEIGHT_PASSES), 1.0
-        while (maker := value.producer) is not None:
-            scaled = split_scalar(self.graph, maker)
-            if scaled is not None:
-                self.set_aside((Aside(scaled[1], "a factor on a weight"),))
-                value, scale = strip(scaled[0], WEIGHT_PASSES), scale * scaled[2]
-            elif maker.kind == "TRANSPOSE" and len(value.tensor.shape) == 2 and maker.binary:
-                axes = constant_under(maker.operand(1))
-                if axes is None or self.graph.integers(axes).tolist() != [1, 0]:
-                    break
-                value, transposed = strip(maker.operand(0), WEIGHT_PASSES), not transposed
-            else:
-                break
-        return value, transposed, scale
+    def norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
+        """Take a norm; what it is of, and the factor of that."""
+        found = self.match(expr)
+        if found is None:
+            raise RoleError(f"{role}: expected an RMSNorm, found {self.shown(expr)}.")
+        self.eps.add(float(f"{found.eps:.6g}"))
+        result, own, number = self.result_of(expr)
+        if number is None and not close(abs(own), found.factor):
+            raise UnsupportedError(f"{role}: it is {own / found.factor:g} times a norm.")
+        tensor, offset = None if number is None else number.tensor, 0.0
+        if found.weight is not None:
+            weight = found.weight.parts[0] if found.weight.kind == "tiled" else found.weight
+            if weight.kind == "sum":
+                offset, weight = 1.0, next(e for e in weight.terms if e.kind == "weight")
+            tensor = weight.parts[0].tensor
+            if tensor.elements != found.width or tensor.shape[-1] != found.width:
+                raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {found.width}.")
+        why = "its weight was 1 and was folded away" if tensor is None else "weight of an RMSNorm"
+        names = tuple(t.name for t in result.tensors)
+        self.roles.append(FoundRole(role, tensor, (found.width,), 1.0, why, names, result=result, offset=offset))
+        return found.of, math.copysign(found.factor, 1.0 if number is not None else own)
 
-    def _bias(self, role: str, node: Node, bias: Value) -> None:
-        constant = strip(bias, WEIGHT_PASSES)
-        if not constant.constant:
-            raise UnsupportedError(f"{role}: the bias of {node.op.label} is computed.")
-        if constant.tensor.elements > _LARGEST_WIDTH or self._bytes_of(constant).any():
-            raise UnsupportedError(
-                f"{role}: {node.op.label} has a bias, which the drafter's checkpoint has no place for."
-            )
-        self.set_aside((Aside(constant, "a bias of zeros"),))
+    def require_normed(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
+        """Take a norm of ``factor × stream``."""
+        of, own = self.norm(role, normed)
+        if of is not stream or not close(own, factor):
+            raise RoleError(f"{role} does not read the residual stream.")
 
-    def _bytes_of(self, constant: Value) -> npt.NDArray[np.generic]:
-        """Numbers or bytes that are all 0 where those of ``constant`` are; a float's 0 may have a sign."""
-        stored = self.graph.model.locate(constant.tensor).read()
-        floats = constant.tensor.type in FLOAT_TYPES
-        return stored_floats(stored, constant.tensor) if floats else np.frombuffer(stored, np.uint8)
+    def result_of(self, expr: Expr) -> tuple[Value, float, Value | None]:
+        """Where a norm's result is found, its factor there, and the one number that all its weights are."""
+        found = self.match(expr)
+        if found is not None and found.weight is None:
+            for term, value in self.reading.scaled.get(expr, ()):
+                number = term.numbers[-1]
+                if number.constant and close(term.factor, found.factor * float(self.graph.floats(number)[0])):
+                    return value, term.factor, number
+        return *self.reading.first[expr], None
 
-    def require_input(self, role: str, value: Value, name: str) -> None:
-        """Check that ``role`` reads the input ``name`` of the signature."""
-        if strip(value).input_name != name:
-            raise not_found(role, f"to read the input {name!r}", value)
+    def scale_of(self, expr: Expr) -> float:
+        """What the result of a norm is times ``expr``; 1 for anything else."""
+        return self.result_of(expr)[1] if self.match(expr) is not None else 1.0
 
     def one_epsilon(self) -> float:
         """The epsilon of every norm."""
-        if len(self.eps) > 1:
+        if len(self.eps) != 1:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
-        return self.eps.pop()
-
-    def require_same(self, role: str, found: Value, expected: Value) -> None:
-        if strip(found) is not strip(expected):
-            raise RoleError(
-                f"{role}: expected to read the residual stream {strip(expected).label}, it reads {strip(found).label}."
-            )
-
-    def refuse_rotation(self) -> None:
-        for node in self.graph.nodes:
-            if "hadamard" in node.kind.lower() or self._multiplies_by_hadamard(node):
+        (eps,) = self.eps
+        for label, declared in self.graph.epsilons.items():
+            if not close(declared, eps):
                 raise UnsupportedError(
-                    f"{node.op.label} is a Hadamard rotation: the weights behind it ({_rotated(node)}) are stored "
-                    "rotated. They are not the weights of the model, and this release does not rotate them back."
+                    f"{label} says that its epsilon is {declared:g}, and computes with {eps:g}: which of the two a "
+                    "runtime uses depends on its hardware."
                 )
+        return eps
 
-    def _multiplies_by_hadamard(self, node: Node) -> bool:
-        """Whether ``node`` multiplies by a constant matrix whose entries are all ±1/sqrt(n): a Hadamard rotation."""
-        right = node.input(1) if node.kind in ("FULLY_CONNECTED", "BATCH_MATMUL") else None
-        weight = constant_under(right) if right is not None else None
-        if weight is None or len(weight.tensor.shape) < 2 or weight.tensor.type not in NUMBER_TYPES:
-            return False
-        size = weight.tensor.shape[-1]
-        if weight.tensor.shape[-2] != size or size < 2 or weight.tensor.elements > _LARGEST_ROTATION:
-            return False
-        return bool(np.allclose(np.abs(self.graph.floats(weight)), size**-0.5, rtol=1e-2))
+    # Layers.
 
+    def count_layers(self, stream: Expr, *, sums: int) -> int:
+        """How many layers ``stream`` has gone through, each of so many sums of the stream and a norm."""
+        count = 0
+        while stream.kind == "sum":
+            below = [e for e in stream.terms if self.match(e) is None]
+            if len(below) != 1:
+                break
+            stream, count = below[0], count + 1
+        return -(-count // sums) + (stream.kind == "sum")
 
-def in_order(roles: Sequence[FoundRole]) -> list[FoundRole]:
-    """``roles`` by layer, those of the whole network first."""
+    def layer_scalar(self, name: str, out: Expr, factor: float) -> None:
+        """Take the number that a layer's result is multiplied by, if there is one."""
+        for term, value in self.reading.scaled.get(out, ()):
+            if close(term.factor, factor):
+                number, *others = term.numbers
+                if others or not number.constant or not close(float(self.graph.floats(number)[0]), factor):
+                    raise UnsupportedError(f"{name}.layer_scalar: it is made of several numbers.")
+                role, names = f"{name}.layer_scalar", tuple(t.name for t in value.tensors)
+                why = f"the factor {factor:g} on the layer's output"
+                self.roles.append(FoundRole(role, number.tensor, (1,), 1.0, why, names, result=value))
+                return
+        if factor != 1:
+            raise UnsupportedError(f"{name}.layer_scalar: its factor {factor:g} is no constant of its own.")
 
-    def order(role: FoundRole) -> tuple[int, str]:
-        parts = role.role.split(".")
-        return (int(parts[1]) if len(parts) == 3 else -1, role.role)
+    def residual(self, name: str, total: Expr) -> tuple[Expr, Expr, float]:
+        """The norm that is added to a stream, the stream, and its factor."""
+        norms = [e for e in total.terms if self.match(e) is not None]
+        if len(total.terms) != 2 or len(norms) != 1 or not close(total.terms[norms[0]], self.scale_of(norms[0])):
+            raise RoleError(f"{name}: expected the sum of the residual stream and a norm, found {self.shown(total)}.")
+        (stream,) = (e for e in total.terms if e is not norms[0])
+        return norms[0], stream, total.terms[stream]
 
-    return sorted(roles, key=order)
+    def feed_forward(self, name: str, out: Expr) -> Expr:
+        """Take the feed-forward block whose residual sum is ``out``; returns the stream below it."""
+        branch, middle, factor = self.residual(name, out)
+        if factor != 1:
+            raise RoleError(f"{name}: its residual stream is scaled within the layer.")
+        product, own = self.norm(f"{name}.post_ffw_norm", branch)
+        read, meant = self._down_input(name, product)
+        self.linear(f"{name}.down_proj", product, own, meant=meant)
+        self.require_normed(f"{name}.pre_ffw_norm", read, middle, 1.0)
+        return middle
 
+    def _down_input(self, name: str, product: Expr) -> tuple[Expr, float]:
+        """What gate and up read, and what the product before ``down_proj`` is meant to be multiplied by."""
+        if product.kind != "matrix":
+            raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.shown(product)}.")
+        gate, scale, up, share = self.gated(f"{name}.gate_proj, {name}.up_proj", product.parts[2])
+        read = self.linear(f"{name}.gate_proj", gate, scale)
+        if self.linear(f"{name}.up_proj", up, 1.0) is not read:
+            raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values.")
+        return read, 1 / share
 
-def _rotated(node: Node) -> str:
-    """The weight that a rotation's result is multiplied with, for the message."""
-    queue = list(node.outputs)
-    while queue:
-        for reader, position in queue.pop(0).consumers:
-            if position:
+    # Gated products.
+
+    def gated(self, names: str, product: Expr) -> tuple[Expr, float, Expr, float]:
+        """``share · GELU(scale · gate) · up``: gate, scale, up, share."""
+        for up, power in product.powers.items():
+            others = {e: p for e, p in product.powers.items() if e is not up}
+            if power != 1 or up.kind not in ("matrix", "part", "input"):
                 continue
-            weight = constant_under(reader.operand(1)) if reader.kind == "FULLY_CONNECTED" else None
-            if weight is not None:
-                return weight.label
-            if reader.kind in PASSES:
-                queue.extend(reader.outputs)
-    return "unnamed"
+            for gate, activation, scale, share in self._gates(others):
+                if gate is not up:
+                    self.activations.add(activation)
+                    return gate, scale, up, 1.0 if close(share, 1) else share
+        raise RoleError(f"{names}: expected a product of GELU(gate) and up; the graph computes another function.")
+
+    def one_activation(self) -> str:
+        """transformers' name of the function of every gate."""
+        if len(self.activations) > 1:
+            raise UnsupportedError(f"The gates use different functions: {sorted(self.activations)}.")
+        return self.activations.pop() if self.activations else "gelu_pytorch_tanh"
+
+    def _gates(self, powers: dict[Expr, float]) -> Iterator[tuple[Expr, str, float, float]]:
+        """A product as GELU: what it is of, its name, the factor on that, and the factor of the product."""
+        if list(powers.values()) == [1]:
+            (function,) = powers
+            if function.kind == "function" and function.parts[0] in ("GELU", "GELU_TANH"):
+                name, scale, gate = function.parts
+                yield gate, "gelu" if name == "GELU" else "gelu_pytorch_tanh", scale, 1.0
+        for gate, power in powers.items():
+            halves = [e for e in powers if e is not gate]
+            if power == 1 and len(halves) == 1 and powers[halves[0]] == 1:
+                found = self._half_of_gelu(halves[0], gate)
+                if found is not None:
+                    scale, share = found
+                    yield gate, "gelu_pytorch_tanh", scale, share / scale
+
+    def _half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
+        """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share.
+
+        The hyperbolic tangent may be spelled as a logistic function: (1 + tanh z) / 2 = logistic(2z).
+        """
+        one = half.terms.get(self.expressions.one, 0.0)
+        function = next((e for e in half.terms if e.kind == "function"), None)
+        if function is None or len(half.terms) != (2 if one else 1):
+            return None
+        name, factor, inner = function.parts
+        found = self._polynomial(inner, gate, {})
+        if found is None or found.degree() != 3 or found.coef[0] or found.coef[2]:
+            return None
+        linear, cube = (float(found.coef[power]) * factor * (0.5 if name == "LOGISTIC" else 1.0) for power in (1, 3))
+        scale, share = linear / _GELU_SLOPE, 2 * one or 1.0
+        spelled = name == ("TANH" if one else "LOGISTIC") and close(half.terms[function], one or 1.0)
+        return (scale, share) if spelled and close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
+
+    def _polynomial(self, expr: Expr, of: Expr, known: dict[Expr, Polynomial | None]) -> Polynomial | None:
+        """``expr`` as a polynomial of ``of``, of the third degree at most; None where it is none."""
+        if expr is of:
+            return Polynomial([0, 1])
+        if expr not in known:
+            parts = expr.terms if expr.kind == "sum" else expr.powers if expr.kind == "product" else {}
+            inner = [self._polynomial(part, of, known) for part in parts]
+            made: Polynomial | None = Polynomial([0.0 if expr.kind == "sum" else 1.0])
+            for polynomial, number in zip(inner, parts.values(), strict=True):
+                if polynomial is None or made is None or made.degree() + polynomial.degree() > _HIGHEST:
+                    made = None
+                elif expr.kind == "sum":
+                    made = made + number * polynomial
+                else:
+                    made = made * polynomial ** int(number) if number in (1, 2, 3) else None
+            known[expr] = made if parts or expr is self.expressions.one else None
+        return known[expr]
 
 
-def count_layers(graph: FlatGraph) -> int:
-    """One softmax a layer, or, where exporters spell it out, one exponential: of what a cache was multiplied into.
-
-    What norms, activations and a softmax of the logits raise is computed from products with matrices alone.
-    """
-    return sum(node.kind in EXPONENTIALS and _reads_cache(node.operand(0)) for node in graph.nodes)
-
-
-def _reads_cache(value: Value) -> bool:
-    """Whether an input of activations or a cache leads to ``value``, past every product with a matrix."""
-    _, leaves = walk_back([value], lambda _, node: is_matrix(node))
-    return any(leaf.input_name is not None and leaf.depends & Depends.DATA for leaf in leaves)
-
-
-def is_matrix(node: Node) -> bool:
-    """Whether ``node`` multiplies by a constant of two axes."""
-    weight = node.input(1) if node.kind in MATRICES else None
-    return weight is not None and all(v.producer is not None or v.constant for v in ancestors(weight))
-
-
-def _option(node: Node, slot: int) -> bool:
-    return bool(node.op.options.scalar(slot, "?", False)) if node.op.options is not None else False
+def _is_weight(expr: Expr) -> bool:
+    """A stored vector, or one that 1 is added to; the same for every group."""
+    inner = expr.parts[0] if expr.kind == "tiled" else expr
+    kinds = sorted((e.kind, factor) for e, factor in inner.terms.items())
+    return inner.kind == "weight" or (inner.kind == "sum" and kinds == [("product", 1.0), ("weight", 1.0)])

@@ -1,43 +1,39 @@
-"""An operator at hand, as the functions that compute it see it."""
+"""An operator at hand: its options, its tensors' types, and the errors it ends in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.arrays import Array, Numbers, array_of
-from mtp_extract.graph.flat import Depends, FlatGraph, Node
+from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.graph.flat import FlatGraph, Node
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
+Array = npt.NDArray[Any]
+Kernel = Callable[..., Any]
+"""``(call, *operands)`` → the result, or a tuple of results."""
+
+LARGEST = 1 << 25  # elements of an array that is computed
+
+_EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
 DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
-    {
-        TensorType.FLOAT32: np.float32,
-        TensorType.FLOAT16: np.float32,
-        TensorType.BFLOAT16: np.float32,
-        TensorType.BOOL: np.bool_,
-        TensorType.INT8: np.int8,
-        TensorType.UINT8: np.uint8,
-        TensorType.INT16: np.int16,
-        TensorType.UINT16: np.uint16,
-        TensorType.INT32: np.int32,
-        TensorType.UINT32: np.uint32,
-        TensorType.INT64: np.int64,
-    }
+    {**dict.fromkeys(FLOAT_TYPES, np.float32), **{TensorType[np.dtype(kind).name.upper()]: kind for kind in _EXACT}}
 )
-"""NumPy types of plain tensors; half precision is computed in float32."""
+"""NumPy types of tensors without a scale; half precision is computed in float32."""
 
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
 
-Kernel = Callable[..., Any]
-
 
 def grid_of(tensor: Tensor) -> tuple[float, int] | None:
-    """Scale and zero point of an activation stored as integers; None where its numbers are what they are.
+    """Scale and zero point of a tensor of codes; None where its numbers are what they are.
 
     Raises:
         UnsupportedError: more than one scale.
@@ -50,52 +46,71 @@ def grid_of(tensor: Tensor) -> tuple[float, int] | None:
     return float(quantization.scale[0]), int(quantization.zero_point[0]) if quantization.zero_point.size else 0
 
 
-def rounded(values: Array, tensor: Tensor) -> Array:
-    """Real numbers as ``tensor`` holds them: FLOAT16 and BFLOAT16 round to nearest, a grid to its steps.
-
-    Raises:
-        UnsupportedError: a grid does not reach as far as the numbers.
-    """
-    if values.dtype.kind != "f":
-        return values
-    if tensor.type is TensorType.FLOAT16:
-        return values.astype(np.float16).astype(np.float32)
-    if tensor.type is TensorType.BFLOAT16:
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-        return np.where(np.isfinite(values), nearest.astype(np.uint32).view(np.float32), values)
-    grid = grid_of(tensor)
-    if grid is None or tensor.type is None:
-        return values
-    scale, zero_point = grid
-    lowest, highest = code_range(tensor.type)
-    codes = np.rint(values / np.float32(scale)) + zero_point
-    if codes.size and not (codes.min() >= lowest and codes.max() <= highest):
-        raise UnsupportedError(
-            f"{tensor.label} holds {(lowest - zero_point) * scale:.4g} to {(highest - zero_point) * scale:.4g}, and "
-            f"numbers from {values.min():.4g} to {values.max():.4g} go into it: they are cut off, which no checkpoint "
-            "does."
-        )
-    return np.asarray((codes - zero_point) * np.float32(scale), np.float32)
-
-
 def code_range(kind: TensorType) -> tuple[int, int]:
     """The smallest and the largest code of a type of integers."""
     bits = ELEMENT_BITS[kind]
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
+def rounded(values: Array, tensor: Tensor) -> Array:
+    """Floats as ``tensor`` holds them, float32: half precision, or the nearest code. Integers and bools as they are.
+
+    Raises:
+        UnsupportedError: a grid does not reach as far as the numbers.
+    """
+    grid = grid_of(tensor) if values.dtype.kind == "f" else None
+    if grid is not None and tensor.type is not None:
+        return _on_grid(values, tensor.label, code_range(tensor.type), *grid)
+    if values.dtype.kind == "f" and tensor.type is TensorType.FLOAT16:
+        return values.astype(np.float16).astype(np.float32)
+    if values.dtype.kind == "f" and tensor.type is TensorType.BFLOAT16:
+        bits = values.astype(np.float32).view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+        return np.where(np.isnan(values), values, nearest.view(np.float32))
+    return values
+
+
+def _on_grid(values: Array, label: str, codes: tuple[int, int], scale: float, zero_point: int) -> Array:
+    steps = (values / np.float32(scale)).astype(np.float64)
+    # Halves go away from zero, as C's round has them.
+    nearest = np.copysign(np.floor(np.abs(steps) + 0.5), steps)
+    lowest, highest = (code - zero_point for code in codes)
+    if values.size and not (nearest.min() >= lowest and nearest.max() <= highest):
+        raise UnsupportedError(
+            f"{label} holds {lowest * scale:.4g} to {highest * scale:.4g}, and numbers from {values.min():.4g} to "
+            f"{values.max():.4g} go into it: they are cut off, which no checkpoint does."
+        )
+    return np.asarray(nearest.astype(np.float32) * np.float32(scale))
+
+
+@contextmanager
+def computing(label: str) -> Iterator[None]:
+    """Errors of Python and NumPy about operands that do not fit become one of ours that begins with ``label``.
+
+    Raises:
+        UnsupportedError: what is computed is nested too deeply.
+        FormatError: operands do not fit.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    except RecursionError:
+        raise UnsupportedError(f"{label} is nested more deeply than any drafter's.") from None
+    except (ValueError, IndexError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise FormatError(f"{label} cannot be computed: {error}. The graph is damaged.") from error
+
+
 @dataclass(frozen=True)
 class Call:
-    """The operator at hand: its options, and what its operands' tensors say."""
+    """One operator, as its kernel sees it. ``largest`` is how many elements a result may have."""
 
     graph: FlatGraph
     node: Node
+    largest: int = LARGEST
 
     def option(self, slot: int, code: str, default: int | float | bool = 0) -> Any:
-        """The option in ``slot``; the schema's default when it is not stored."""
-        options = self.node.op.options
-        return default if options is None else options.scalar(slot, code, default)
+        """The option in ``slot``; the schema's default where it is not stored."""
+        return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
     def numbers(self, slot: int) -> tuple[int, ...]:
         """The option in ``slot``, a vector of int32."""
@@ -105,42 +120,21 @@ class Call:
         """The tensor that the operator itself names as input ``position``."""
         return self.graph.model.tensor(self.node.op.subgraph, self.node.op.inputs[position])
 
-    @property
-    def exact(self) -> bool:
-        """Whether the result is computed from constants, the position and masks alone: such numbers are rounded as the
-        file's types say. Activations are taken as the real numbers that they stand for.
-        """
-        return not self.node.outputs[0].depends & Depends.DATA
-
-    @property
-    def index_type(self) -> type[np.generic]:
-        """The type of integers that the option in the first slot asks for."""
-        return np.int64 if self.option(0, "b") == TensorType.INT64 else np.int32
-
-    @property
-    def result(self) -> Tensor:
-        """The tensor of the first result."""
-        return self.node.outputs[0].tensor
-
     def refuse(self, why: str) -> UnsupportedError:
-        """What to raise when the operator does something the evaluator does not."""
+        """What to raise when the operator does something that its kernel does not."""
         return UnsupportedError(f"{self.node.op.label} {why}; what the graph computes cannot be checked.")
 
-    def activate(self, values: Array) -> Array:
-        """``values`` after the fused activation function."""
-        bounds = {0: None, 1: (0, None), 2: (-1, 1), 3: (0, 6)}
-        kind = self.node.op.activation
-        if kind not in bounds:
-            raise self.refuse(f"has the fused activation {kind}")
-        bound = bounds[kind]
-        return values if bound is None else np.clip(values, *bound).astype(values.dtype)
+    def check_size(self, *sizes: int) -> None:
+        """Ask before a result of ``sizes`` is allocated; UnsupportedError if no drafter has one so large."""
+        if math.prod(sizes) > self.largest:
+            raise self.refuse(f"makes {math.prod(sizes)} numbers, more than any drafter's")
 
 
-def one(numbers: Numbers) -> int:
+def one(array: Array) -> int:
     """The integer that an operand of one element holds."""
-    return int(array_of(numbers).reshape(-1)[0])
+    return int(array.reshape(-1)[0])
 
 
-def ints(numbers: Numbers) -> list[int]:
+def ints(array: Array) -> list[int]:
     """The integers of an operand that says shapes, axes or offsets."""
-    return [int(n) for n in array_of(numbers).reshape(-1)]
+    return [int(n) for n in array.reshape(-1)]

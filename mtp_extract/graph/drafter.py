@@ -1,7 +1,6 @@
-"""Which constant of the graph plays which role: the walk from the two heads back to the input.
+"""Which constant plays which role: the drafter's own expression, taken apart from its outputs to its input.
 
-Everything is read backwards from the signature's outputs, because a value has one producer and many readers. The
-residual stream is taken apart layer by layer::
+::
 
     logits     ← soft cap ← lm_head         ┐
     projected  ← post_projection            ┴ final_norm ← stream
@@ -9,25 +8,32 @@ residual stream is taken apart layer by layer::
     h          ← stream + post_attention_norm(o(attention(q(pre_attention_norm(stream)))))
     stream of the first layer ← pre_projection ← activations
 
-What is not where it must be is an error that names the role; what is left over is an error that names the constant
-and its reader. Names play no part in this.
+Equal functions are one expression, so "reads the same" is ``is``. What is not where it must be is an error that names
+the role; what is left over is an error that names the constant and its reader. Names play no part in this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.attention import Attention, read_attention
-from mtp_extract.graph.blocks import Blocks, count_layers, in_order
-from mtp_extract.graph.flat import FlatGraph, Value
-from mtp_extract.graph.ledger import FoundRole, SetAside
-from mtp_extract.graph.patterns import strip
-from mtp_extract.graph.probe import cache_slots, measure_windows
-from mtp_extract.litertlm.tflite import Tensor, TensorType
+from mtp_extract.errors import NoDrafterError, RoleError, escape
+from mtp_extract.graph.blocks import Blocks
+from mtp_extract.graph.call import computing
+from mtp_extract.graph.expressions import Expr
+from mtp_extract.graph.fill import is_mask
+from mtp_extract.graph.flat import FlatGraph, Value, ancestors
+from mtp_extract.graph.forms import Attention, leaves_of
+from mtp_extract.graph.masks import Masks
+from mtp_extract.graph.positions import caches_of
+from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
+from mtp_extract.graph.rope import rounding_of
+from mtp_extract.graph.rotation import Rotation, rotation_of
+from mtp_extract.litertlm.tflite import Tensor
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -44,11 +50,14 @@ class Layer:
     head_dim: int
     heads: int
     window: int | None
-    masks: tuple[str, ...]
+    masks: tuple[str, ...]  # the mask inputs that decide what it sees
     inverse_frequencies: np.ndarray
     frequency_rounding: np.ndarray
     query: Value = field(repr=False)  # normalized; the attention lies between it and ``mixed``
     mixed: Value = field(repr=False)  # what the o projection reads
+    attention: Attention = field(repr=False, compare=False)
+    rotation: Rotation = field(repr=False, compare=False)
+    query_factor: float  # what a query is times the result of its norm
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,13 @@ class Walk:
     soft_cap: float | None
     rms_norm_eps: float
     hidden_activation: str
-    caches: MappingProxyType[str, Tensor]
+    caches: Mapping[str, Tensor]
+    cache_scales: Mapping[str, float]  # of integers without a scale of their own, what the graph multiplies them by
+    coarse: tuple[Value, ...]  # activations on a grid or in half precision
+    reading: Reading = field(repr=False, compare=False)
 
 
+@computing("The graph")
 def walk(graph: FlatGraph) -> Walk:
     """Find every role in ``graph``.
 
@@ -72,100 +85,84 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
-    return _Walker(graph).run()
+    for kind, name, names in (
+        ("output", LOGITS, graph.outputs),
+        ("output", PROJECTED, graph.outputs),
+        ("input", ACTIVATIONS, graph.inputs),
+    ):
+        if name not in names:
+            found = ", ".join(map(escape, names)) or "none"
+            raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
+    return _Drafter(graph).walk()
 
 
-class _Walker(Blocks):
-    def run(self) -> Walk:
-        graph = self.graph
-        wanted = (("output", LOGITS, graph.outputs), ("output", PROJECTED, graph.outputs))
-        for kind, name, names in (*wanted, ("input", ACTIVATIONS, graph.inputs)):
-            if name not in names:
-                found = ", ".join(map(escape, names)) or "none"
-                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
-        self.refuse_rotation()
-        cap, head = self.lm_head(graph.outputs[LOGITS])
-        post = self.linear("post_projection", graph.outputs[PROJECTED], "whose output is projected_activations")
-        norm = self.norm("final_norm", head, "which feeds both heads")
-        if strip(post) is not strip(head):
-            raise RoleError(
-                "final_norm: lm_head and post_projection do not read the same normalized state, as a drafter's do."
-            )
-        self.count = count = count_layers(graph)
+class _Drafter(Blocks):
+    def __init__(self, graph: FlatGraph) -> None:
+        super().__init__(Reading(graph, (LOGITS, PROJECTED)))
+
+    def walk(self) -> Walk:
+        reading, graph = self.reading, self.graph
+        soft_cap, head = self.lm_head(*self.output(LOGITS))
+        if self.linear("post_projection", *self.output(PROJECTED)) is not head:
+            raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
+        stream, factor = self.norm("final_norm", head)
         attentions: list[Attention] = []
-        stream = norm.x
-        for index in reversed(range(count)):
-            name = f"layers.{index}"
-            attention, stream, _ = self.layer(name, self.layer_scalar(name, stream), read_attention)
-            attentions.append(attention)
-        source = self.linear("pre_projection", stream, "which is fed by activations")
-        self.require_input("pre_projection", source, ACTIVATIONS)
-        attentions.reverse()
-        self.account()
-        windows = measure_windows(
-            graph,
-            [a.mixed for a in attentions],
-            [a.query for a in attentions],
-            [str(a.value.input_name) for a in attentions],
-        )
-        slots = cache_slots(graph)
-        layers = [
-            self._layer_facts(f"layers.{index}", attention, window, slots)
-            for index, (attention, window) in enumerate(zip(attentions, windows, strict=True))
-        ]
-        eps = self.one_epsilon()
-        if len(self.hidden_activations) > 1:
-            raise UnsupportedError(f"The layers use different activations: {sorted(self.hidden_activations)}.")
+        for index in reversed(range(self.count_layers(stream, sums=2))):
+            attention, stream, factor = self._layer(f"layers.{index}", stream, factor)
+            attentions.insert(0, attention)
+        self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
+        roles = in_order(self.roles)
+        masks = Masks(graph, reading.inside.positions)
         return Walk(
-            tuple(in_order(self.roles)),
-            tuple(layers),
-            tuple(self.aside_list()),
-            cap,
-            eps,
-            self.hidden_activations.pop() if self.hidden_activations else "gelu_pytorch_tanh",
-            self._caches(),
+            roles,
+            tuple(self._facts(f"layers.{i}", attention, masks) for i, attention in enumerate(attentions)),
+            set_aside(graph, roles),
+            soft_cap,
+            self.one_epsilon(),
+            self.one_activation(),
+            MappingProxyType({name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}),
+            MappingProxyType(reading.inside.scales),
+            tuple(reading.coarse),
+            reading,
         )
 
-    def _layer_facts(self, name: str, attention: Attention, window: int | None, slots: int) -> Layer:
-        head_dim = attention.q_norm.size
-        width = next(r.shape[0] for r in self.roles if r.role == f"{name}.q_proj")
-        key, value = attention.key.tensor, attention.value.tensor
-        kv_heads = key.elements // max(head_dim * slots, 1)
-        fits = sorted((1, kv_heads, slots, head_dim))
-        if not head_dim or width % head_dim or sorted(key.shape) != fits or sorted(value.shape) != fits:
-            raise RoleError(
-                f"{name}: q projection of width {width}, q norm of {head_dim}, key cache {list(key.shape)} and value "
-                f"cache {list(value.shape)} of {slots} slots do not fit together."
-            )
-        if not kv_heads or (width // head_dim) % kv_heads:
-            raise RoleError(f"{name}: {width // head_dim} query heads do not share {kv_heads} KV heads.")
-        assert attention.key.input_name is not None and attention.value.input_name is not None
+    def _layer(self, name: str, out: Expr, factor: float) -> tuple[Attention, Expr, float]:
+        """Take the roles of the layer whose result is ``factor × out``; its attention, the stream below, its factor."""
+        self.layer_scalar(name, out, factor)
+        middle = self.feed_forward(name, out)
+        branch, stream, below = self.residual(name, middle)
+        o_out, own = self.norm(f"{name}.post_attention_norm", branch)
+        attention = self.reading.attentions.get(self.linear(f"{name}.o_proj", o_out, own))
+        if attention is None:
+            raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
+        q_out, own = self.norm(f"{name}.q_norm", attention.scores.rotated.query)
+        self.require_normed(f"{name}.pre_attention_norm", self.linear(f"{name}.q_proj", q_out, own), stream, below)
+        return attention, stream, below
+
+    def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
+        scores, graph, positions = attention.scores, self.graph, self.reading.inside.positions
+        query, found = scores.rotated.query, self.match(scores.rotated.query)
+        shape = graph.inputs[scores.key].tensor.shape
+        if found is None or shape[scores.axes[2]] != found.width or query.size % found.width:
+            raise RoleError(f"{name}: its query and its caches do not fit together.")
+        heads, kv_heads = query.size // found.width, 1 if scores.axes[0] is None else shape[scores.axes[0]]
+        rotation = rotation_of(name, scores, heads, positions)
+        frequencies, doubt = rotation.frequencies()
+        inputs = {v.input_name for leaf in leaves_of(scores.tree) for v in ancestors(leaf) if v.input_name}
+        mixed = next(expr for expr, one in self.reading.attentions.items() if one is attention)
         return Layer(
-            attention.key.input_name,
-            attention.value.input_name,
+            scores.key,
+            attention.value,
             kv_heads,
-            head_dim,
-            width // head_dim,
-            window,
-            attention.masks,
-            attention.inverse_frequencies,
-            attention.frequency_rounding,
-            attention.query,
-            self.operand(f"{name}.o_proj"),
-        )
-
-    def operand(self, role: str) -> Value:
-        """What the matrix of ``role`` is multiplied with."""
-        result = next(r.result for r in self.roles if r.role == role)
-        assert result is not None and result.producer is not None
-        return result.producer.operand(0)
-
-    def _caches(self) -> MappingProxyType[str, Tensor]:
-        return MappingProxyType(
-            {
-                name: value.tensors[-1]
-                for name, value in sorted(self.graph.inputs.items())
-                if len(value.tensor.shape) == 4
-                and value.tensor.type not in (TensorType.BOOL, TensorType.INT32, TensorType.INT64)
-            }
+            found.width,
+            heads,
+            masks.window(attention),
+            tuple(sorted(filter(is_mask, inputs))),
+            frequencies,
+            np.maximum(rounding_of(frequencies, doubt, graph), doubt),
+            self.result_of(query)[0],
+            self.reading.first[mixed][0],
+            attention,
+            rotation,
+            self.scale_of(query),
         )

@@ -1,21 +1,22 @@
-"""The inputs of a drafter's signature that are no caches, filled as LiteRT's runtime fills them, by their names."""
+"""The inputs of a drafter's signature that are no caches, filled as LiteRT's runtime fills them, by their names.
+
+One query a step; several steps side by side: every array begins with an axis of samples.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.arrays import Numbers
-from mtp_extract.graph.call import DTYPES
+from mtp_extract.graph.call import DTYPES, Array
 from mtp_extract.graph.flat import MASK, MASK_LOCAL
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 # What LiteRT's runtime writes where a float mask hides a slot.
 _HIDDEN = {TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max), TensorType.FLOAT16: -45824.0}
+_PARAM_NUMBERS = 3
 
 
 def is_mask(name: str) -> bool:
@@ -23,46 +24,44 @@ def is_mask(name: str) -> bool:
     return name in (MASK, MASK_LOCAL)
 
 
-def fill_position(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
-    """The positions of the queries, or of the first where the input holds one number.
+def fill_position(tensor: Tensor, positions: npt.NDArray[np.int64]) -> Array:
+    """The position of the query, ``[samples, *shape]``.
 
     Raises:
-        UnsupportedError: it holds another number of elements.
+        UnsupportedError: the input holds another number of elements than one.
     """
     kind = DTYPES.get(tensor.type)
-    if kind is None or tensor.elements not in (1, positions.size):
-        raise UnsupportedError(f"The input {tensor.label} cannot hold the positions of {positions.size} queries.")
-    filled: Numbers = positions[: tensor.elements].reshape(tensor.shape).astype(kind)
-    return filled
+    if kind is None or tensor.elements != 1:
+        raise UnsupportedError(f"The input {tensor.label} does not hold the position of one query.")
+    return positions.reshape(-1, *tensor.shape).astype(kind)
 
 
-def fill_param(tensor: Tensor, positions: npt.NDArray[Any]) -> Numbers:
-    """The slots that are written and read: [start, end, end], then zeros.
+def fill_param(tensor: Tensor, positions: npt.NDArray[np.int64]) -> Array:
+    """The slots that are written and read, ``[start, end, end]`` and zeros: ``[samples, *shape]``.
 
     Raises:
-        UnsupportedError: it has no room for them.
+        UnsupportedError: the input has no room for them.
     """
     kind = DTYPES.get(tensor.type)
-    if kind is None or tensor.elements < 3:
+    if kind is None or tensor.elements < _PARAM_NUMBERS:
         raise UnsupportedError(f"The input {tensor.label} is none that this release knows how to fill.")
-    values = np.zeros(tensor.elements, kind)
-    values[:3] = positions[0], positions[-1] + 1, positions[-1] + 1
-    return values.reshape(tensor.shape)
+    values = np.zeros((positions.size, tensor.elements), kind)
+    values[:, :_PARAM_NUMBERS] = positions[:, None] + np.array([0, 1, 1])
+    return values.reshape(-1, *tensor.shape)
 
 
-def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], additive: bool = True) -> Numbers:
-    """Masks that show the slots ``shown``, bool ``[…, queries, slots]``: ``[…, *shape]``.
+def fill_mask(tensor: Tensor, shown: npt.NDArray[np.bool_], *, additive: bool) -> Array:
+    """Masks that show the slots ``shown``, bool ``[samples, slots]``: ``[samples, *shape]``.
 
     Of floats, they are 0 and a large negative number if ``additive``, else 1 and 0.
 
     Raises:
-        UnsupportedError: it does not cover the slots.
+        UnsupportedError: the input does not hold a mask of one query.
     """
     kind = DTYPES.get(tensor.type)
-    *several, queries, slots = shown.shape
-    if kind is None or tensor.elements not in (queries * slots, slots):
+    if kind is None or tensor.elements != shown.shape[-1]:
         raise UnsupportedError(f"The mask {tensor.label} does not cover the {shown.shape[-1]} slots of the caches.")
-    rows = (shown if tensor.elements == queries * slots else shown[..., :1, :]).reshape(*several, *tensor.shape)
+    rows = shown.reshape(-1, *tensor.shape)
     if tensor.type in FLOAT_TYPES and additive:
         hidden = np.float32(_HIDDEN.get(tensor.type, _HIDDEN[TensorType.FLOAT32]))
         return np.asarray(np.where(rows, np.float32(0), hidden))

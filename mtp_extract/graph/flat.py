@@ -7,13 +7,14 @@ whose body does something else than its name says is not taken at its word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntFlag
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
+from flatbuffers import flexbuffers
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
@@ -21,6 +22,7 @@ from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
 _DEEPEST_COMPOSITE = 8
+_LARGEST_ATTRIBUTES = 1 << 12
 _MOST_NODES = 10_000
 _EDGES_PER_NODE = 10
 _MOST_SMALL_ELEMENTS = 1 << 20
@@ -70,7 +72,6 @@ class Value:
     input_name: str | None = None  # among the signature's inputs; None for anything else
     consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)  # the readers, with the operand's place
     depends: Depends = Depends.CONSTANT  # what it is computed from
-    same: Value | None = field(default=None, repr=False)  # the value it was shown to be again, element by element
 
     @property
     def tensor(self) -> Tensor:
@@ -87,11 +88,6 @@ class Value:
         """Whether it has elements, and nothing gives them: no operator, no constant, no input."""
         given = self.producer is not None or self.constant or self.input_name is not None
         return not given and self.tensor.elements > 0
-
-    @property
-    def decided(self) -> bool:
-        """Whether the position or a mask decides it, and no activation and no cache."""
-        return bool(self.depends) and not self.depends & Depends.DATA
 
 
 @dataclass(eq=False)
@@ -111,11 +107,6 @@ class Node:
     def binary(self) -> bool:
         """Whether it has two operands, both there."""
         return len(self.inputs) == 2 and None not in self.inputs
-
-    @property
-    def unary(self) -> bool:
-        """Whether it has one operand."""
-        return len(self.inputs) == 1 and self.inputs[0] is not None
 
     def input(self, position: int) -> Value | None:
         """Input ``position``; None where it is left out."""
@@ -143,6 +134,8 @@ class FlatGraph:
     inputs: dict[str, Value]
     outputs: dict[str, Value]
     constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
+    # By composite, the epsilon that it says to have. Accelerators compute with it, and not with the body's.
+    epsilons: dict[str, float] = field(repr=False)
     # How many elements of constants all readers of the graph together may still ask for.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
 
@@ -179,6 +172,7 @@ class _Builder:
         self.constants: dict[tuple[int, int], Value] = {}
         self.opened: list[int] = []
         self.edges = 0
+        self.epsilons: dict[str, float] = {}
         self.inputs: dict[int, frozenset[int]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
@@ -229,6 +223,8 @@ class _Builder:
         arguments = {
             inner: outer for inner, outer in zip(body.inputs, inputs, strict=True) if outer is not None and inner >= 0
         }
+        if (epsilon := _epsilon(op)) is not None:
+            self.epsilons[op.label] = epsilon
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
@@ -276,6 +272,9 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
     """
     builder = _Builder(model, most_nodes)
     graph = model.subgraphs[signature.subgraph]
+    stored = [graph.tensors[i] for i in graph.inputs if i >= 0 and model.has_data(graph.tensors[i])]
+    if stored:
+        raise RoleError(f"{stored[0].label} is an input, and numbers are stored for it: the file is damaged.")
     by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
     if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
         raise RoleError(
@@ -297,7 +296,24 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
             )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
-    return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants)
+    return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants, builder.epsilons)
+
+
+def _epsilon(op: Operator) -> float | None:
+    """The attribute ``epsilon`` of a composite.
+
+    Raises:
+        UnsupportedError: its attributes cannot be read.
+    """
+    if not op.attributes:
+        return None
+    try:
+        attributes = flexbuffers.Loads(op.attributes) if len(op.attributes) <= _LARGEST_ATTRIBUTES else None
+    except Exception as error:
+        # The library trusts its input.
+        raise UnsupportedError(f"{op.label} has attributes that cannot be read.") from error
+    found = attributes.get("epsilon") if isinstance(attributes, dict) else None
+    return float(found) if isinstance(found, float | int) else None
 
 
 def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
@@ -310,31 +326,3 @@ def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Val
             if source is not None and id(source) not in seen:
                 seen.add(id(source))
                 queue.append(source)
-
-
-Edge = tuple[Node, int, Value]
-"""A node, the position of an operand, and the operand."""
-
-
-def walk_back(starts: list[Value], stops: Callable[[Value, Node], bool]) -> tuple[list[Edge], list[Value]]:
-    """Edges walked backwards from ``starts``, and leaves: inputs, constants, values nothing computes.
-
-    The walk goes no further where ``stops`` says so of a value and the node that computes it.
-    """
-    edges: list[Edge] = []
-    leaves: list[Value] = []
-    seen, queue = {id(start) for start in starts}, list(starts)
-    while queue:
-        value = queue.pop()
-        node = value.producer
-        if node is None:
-            leaves.append(value)
-        elif not stops(value, node):
-            for position, source in enumerate(node.inputs):
-                if source is None:
-                    continue
-                edges.append((node, position, source))
-                if id(source) not in seen:
-                    seen.add(id(source))
-                    queue.append(source)
-    return edges, leaves

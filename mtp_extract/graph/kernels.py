@@ -1,215 +1,134 @@
-"""The operators that the evaluator knows: one function a kind, each with LiteRT's own semantics.
+"""The operators that the evaluator knows: a kernel a kind, each with LiteRT's own semantics.
 
-The table is an allow-list. A function takes a :class:`Call` and the operands, and returns the results. Option slots are
-those of the TFLite schema, in the order in which it declares them.
+The table is an allow-list. A number of a quantized tensor is the real number that its code stands for. Kernels of
+:data:`ELEMENTWISE` take ``[*shape, samples]`` and broadcast, the others one sample, ``[*shape]``. Integers are exact or
+refused: none wraps around.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.arithmetic import ARITHMETIC, STRICT
-from mtp_extract.graph.arrays import Array, Coded, Numbers, Weight, array_of, matmul
-from mtp_extract.graph.call import DTYPES, Call, Kernel, grid_of, ints, one
-from mtp_extract.graph.flat import Node
-from mtp_extract.graph.moving import MOVING
+from mtp_extract.errors import FormatError
+from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, grid_of, one
+from mtp_extract.graph.moving import LAYOUT, MOVING, taken
 from mtp_extract.litertlm.tflite import TensorType
 
+_SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
 
-def _cast(call: Call, x: Numbers) -> Numbers:
-    source, target = call.tensor(0), call.result
-    kind = DTYPES.get(target.type)
-    if kind is None:
-        raise call.refuse(f"casts to {target.type_name}")
-    grid, made = grid_of(source), grid_of(target)
-    if isinstance(x, Weight):
-        if x.source.packing is not None:
-            return x.source.codes().reshape(x.shape).astype(kind)
-        if target.type is TensorType.FLOAT32:
-            return x
-        x = x.floats()
-    if isinstance(x, Coded):
-        if grid is None:
-            # A cache of floats, which integers with a scale stand for.
-            return x
-        # The codes themselves, as integers: a cache may be scaled by a MUL instead of a DEQUANTIZE.
-        return Coded(x.codes, 1.0) if kind is np.float32 else _converted(x.codes, kind)
-    values = array_of(x)
+
+def _within(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
+    """Integers as ``kind``; refused where it does not hold them."""
+    limits = np.iinfo(kind)
+    if values.size and not (values.min() >= limits.min and values.max() <= limits.max):
+        raise call.refuse(f"makes integers that {kind.name} does not hold")
+    return values.astype(kind)
+
+
+def _whole(call: Call, function: Callable[..., Any], *operands: Array) -> Array:
+    """What ``function`` makes of integers, in their own type; what divides by zero is refused with what wraps."""
+    if not (np.abs(function(*(x.astype(np.float64) for x in operands))) < _SURE).all():
+        raise call.refuse("makes integers that int64 does not hold")
+    return _within(call, function(*(x.astype(np.int64) for x in operands)), operands[0].dtype)
+
+
+def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = False) -> Kernel:
+    """An operator of ``count`` operands of one type; ``whole`` where it makes integers of integers."""
+
+    def kernel(call: Call, *operands: Array) -> Array:
+        if len(operands) != count:
+            raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
+        names = {call.tensor(i).type_name for i in range(count)}
+        if len(names) > 1:
+            raise call.refuse(f"mixes {' and '.join(sorted(names))}")
+        if whole and operands[0].dtype.kind != "f":
+            return _whole(call, function, *operands)
+        return np.asarray(function(*operands))
+
+    return kernel
+
+
+def _divide(left: Array, right: Array) -> Array:
+    """C cuts quotients of integers towards zero, Python rounds them down."""
+    floor = left / right if left.dtype.kind == "f" else left // right
+    return np.asarray(floor if left.dtype.kind == "f" else floor + ((floor < 0) & (floor * right != left)))
+
+
+def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
+    if call.node.kind == "SELECT" and 1 < condition.ndim < yes.ndim:
+        raise call.refuse("chooses whole rows by a vector")
+    return np.where(condition, yes, no)
+
+
+def _cast(call: Call, x: Array) -> Array:
+    """Codes where a tensor has a scale; float64, which the evaluator refuses, where its type is unknown."""
+    target = call.node.outputs[0].tensor
+    grid, made, kind = grid_of(call.tensor(0)), grid_of(target), DTYPES.get(target.type)
     if grid is not None:
-        values = np.rint(values / np.float32(grid[0]) + np.float32(grid[1]))
-    values = _converted(values, kind)
-    if made is None:
-        return values
-    if values.dtype.kind in "iu":
-        return Coded(values, *made)
-    raise call.refuse("casts to codes")
+        x = np.rint(x / np.float32(grid[0]) + np.float32(grid[1])).astype(np.int64)
+    values = _converted(call, x, np.dtype(kind))
+    return values if made is None else (values.astype(np.float32) - np.float32(made[1])) * np.float32(made[0])
 
 
-def _converted(values: Array, kind: type[np.generic]) -> Array:
-    """Integers wrap around; floats are cut towards zero and stop at the limits, as does what is not a number."""
-    if kind is np.bool_:
-        return np.not_equal(values, 0)
-    if values.dtype.kind != "f" or not issubclass(kind, np.integer):
-        return values.astype(kind)
-    limits, wide = np.iinfo(kind), values.astype(np.float64)
-    beyond = ~(wide < float(limits.max))
-    cut = np.where(beyond, 0, np.maximum(wide, float(limits.min)))
-    return np.where(beyond, limits.max, cut.astype(kind)).astype(kind)
+def _converted(call: Call, x: Array, kind: np.dtype[Any]) -> Array:
+    """Floats to integers towards zero, up to the limits; what is no number becomes the upper one."""
+    if kind.kind == "b" or x.dtype.kind == "b" or kind.kind == "f":
+        return x.astype(kind)
+    if x.dtype.kind != "f":
+        return _within(call, x, kind)
+    limits = np.iinfo(kind)
+    inside = x.astype(np.float64) < float(limits.max)
+    return np.where(inside, np.where(inside, x, 0).clip(float(limits.min)).astype(kind), limits.max).astype(kind)
 
 
-def _dequantize(call: Call, x: Numbers) -> Numbers:
-    """The same real numbers. What rounds them is the type of the result, where the evaluator looks at it."""
-    if isinstance(x, Weight):
-        if call.result.type is not TensorType.FLOAT32 and grid_of(call.result) is not None:
-            return x.floats()
-        return replace(x, through_dequantize=True)
-    if isinstance(x, Coded) and call.result.type not in (TensorType.FLOAT32, TensorType.FLOAT16):
-        # From one grid to another, as reals.
-        return x.floats()
-    return x
+def _range(call: Call, start: Array, limit: Array, delta: Array) -> Array:
+    if start.dtype.kind == "f":
+        raise call.refuse("counts in floats")
+    call.check_size(max(-((one(start) - one(limit)) // one(delta)), 0))
+    return np.asarray(np.arange(one(start), one(limit), one(delta), dtype=start.dtype))
 
 
-def _batch_matmul(call: Call, left: Numbers, right: Numbers) -> Array:
-    a, transposed = array_of(left), bool(call.option(1, "?", False))
-    if call.option(0, "?", False):
-        a = np.swapaxes(a, -1, -2)
-    if isinstance(right, Weight) and right.matrix and a.ndim >= len(right.shape):
-        _check_weight(call, right, 1 if not transposed else 0)
-        flat = np.ascontiguousarray(a, np.float32).reshape(-1, a.shape[-1])
-        return right.times(flat, transposed).reshape(*a.shape[:-1], -1)
-    return matmul(a, right if isinstance(right, Coded) else array_of(right), transposed)
+def _batch_matmul(call: Call, left: Array, right: Array) -> Array:
+    if {call.tensor(0).type, call.tensor(1).type} != {TensorType.FLOAT32}:
+        raise call.refuse("multiplies matrices of other types than FLOAT32")
+    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((left, right)))
+    call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    return np.asarray(np.matmul(a, b))
 
 
-def _fully_connected(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Array:
-    values = array_of(x)
-    if call.option(1, "b"):
-        raise call.refuse("stores its weight shuffled")
-    rows, columns = weight.shape[-2:] if len(weight.shape) >= 2 else (0, 0)
-    if len(weight.shape) != 2 or not columns or values.size % columns:
-        raise call.refuse(f"multiplies {list(values.shape)} with a weight of {list(weight.shape)}")
-    made = _product(call, values, weight, bias)
-    keeps = bool(call.option(2, "?", False))
-    return call.activate(made.reshape((*values.shape[:-1], rows) if keeps else (-1, rows)))
-
-
-def _product(call: Call, values: Array, weight: Numbers, bias: Numbers | None) -> Array:
-    """Rows of ``values`` times ``weight`` ``[out, …, in]``, whose axes between are of one element: ``[rows, out]``."""
-    rows, columns = weight.shape[0], weight.shape[-1]
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1, columns)
-    if isinstance(weight, Weight):
-        _check_weight(call, weight, 0, rank=len(weight.shape))
-        made = replace(weight, shape=(rows, columns)).times(flat, transposed=True)
-    else:
-        made = matmul(flat, weight, transposed=True)
-    return made if bias is None else _biased(call, made, bias)
-
-
-def refuse_wide_filter(node: Node) -> None:
-    """Check that a CONV_2D is a product with a matrix: a filter ``[out, 1, 1, in]``, moved by 1.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
-    shape, options = node.operand(1).tensor.shape, node.op.options
-    steps = [options.integer(slot, "i") for slot in (1, 2)] if options is not None else [0, 0]
-    dilation = [options.scalar(slot, "i", 1) for slot in (4, 5)] if options is not None else [1, 1]
-    if len(shape) != 4 or [*shape[1:3], *steps, *dilation] != [1] * 6:
-        raise UnsupportedError(
-            f"{node.op.label} has a filter of {list(shape)}, strides of {steps} and dilations of {dilation}; only a "
-            "convolution of 1 by 1, which is a product with a matrix, can be read."
-        )
-
-
-def _convolution(call: Call, x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Array:
-    refuse_wide_filter(call.node)
-    values = array_of(x)
-    rows, columns = weight.shape[0], weight.shape[-1]
-    if values.ndim != 4 or values.shape[-1] != columns:
-        raise call.refuse(f"multiplies {list(values.shape)} with a filter of {list(weight.shape)}")
-    if not isinstance(weight, Weight):
-        weight = array_of(weight).reshape(rows, columns)
-    return call.activate(_product(call, values, weight, bias).reshape(*values.shape[:-1], rows))
-
-
-def _check_weight(call: Call, weight: Weight, axis: int, rank: int = 2) -> None:
-    """What LiteRT's kernel makes of a quantized weight must be what its scales and zero points say.
-
-    ``axis`` is that of the outputs, among the last ``rank``.
-    """
-    source = weight.source
-    if weight.through_dequantize or source.kind == "none":
-        return
-    if source.packing is not None and not source.packing.signed:
-        raise call.refuse(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
-    if weight.exchanged:
-        raise call.refuse(f"reads {source.tensor.label} transposed, as codes")
-    if source.kind == "per_channel" and source.axis != axis + len(source.tensor.shape) - rank:
-        where = f"whose scales run along axis {source.axis}"
-        raise call.refuse(f"reads {source.tensor.label}, {where}: LiteRT applies them to the outputs")
-    if not source.symmetric:
-        raise call.refuse(f"reads {source.tensor.label}, whose zero points are not 0: LiteRT ignores them")
-
-
-def _biased(call: Call, made: Array, bias: Numbers) -> Array:
-    kind = call.tensor(2).type
-    if kind in (TensorType.INT32, TensorType.INT64):
-        # Static integers: the bias' own scale is not looked at.
-        if np.any(array_of(bias)):
-            raise call.refuse("has a bias of integers")
-        return made
-    biased: Array = made + array_of(bias).reshape(-1)
-    return biased
-
-
-def _one_hot(call: Call, indices: Numbers, depth: Numbers, on: Numbers, off: Numbers) -> Array:
-    hot = np.equal(array_of(indices)[..., None], np.arange(one(depth)))
-    return np.moveaxis(np.where(hot, array_of(on), array_of(off)), -1, call.option(0, "i"))
-
-
-def _range(call: Call, start: Numbers, limit: Numbers, delta: Numbers) -> Array:
-    numbers = [array_of(v).reshape(-1)[0] for v in (start, limit, delta)]
-    return np.arange(*numbers, dtype=array_of(start).dtype)
-
-
-def _lazily(function: Callable[[Array], Array]) -> Kernel:
-    """A function of one operand's shape alone."""
-    return lambda call, x, *rest: function(np.broadcast_to(np.zeros((), array_of(x).dtype), x.shape))
-
-
+_FUNCTIONS: tuple[np.ufunc, ...] = (np.cos, np.exp, np.log, np.sin, np.sqrt, np.maximum, np.minimum, np.equal)
+_FUNCTIONS += (np.not_equal, np.greater, np.greater_equal, np.less, np.less_equal)
+_FUNCTIONS += (np.logical_not, np.logical_and, np.logical_or)
+_WHOLE = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.multiply, "NEG": np.negative}
+_WHOLE |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
+_ELEMENTWISE: dict[str, Kernel] = {
+    **{function.__name__.upper(): _elementwise(function, function.nin) for function in _FUNCTIONS},
+    **{kind: _elementwise(function, function.nin, whole=True) for kind, function in _WHOLE.items()},
+    "CAST": _cast,
+    "DIV": _elementwise(_divide, 2, whole=True),
+    "RSQRT": _elementwise(lambda x: 1 / np.sqrt(x), 1),
+    **dict.fromkeys(("DEQUANTIZE", "QUANTIZE"), lambda call, x: x),
+    **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
+}
 KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
     {
-        **ARITHMETIC,
         **MOVING,
-        "CAST": _cast,
-        "ONE_HOT": _one_hot,
-        "SHAPE": lambda call, x: np.array(x.shape, call.index_type),
-        "RANK": lambda call, x: np.array(len(x.shape), np.int32),
-        "RANGE": _range,
-        "FILL": lambda call, shape, value: np.full(ints(shape), array_of(value).reshape(-1)[0]),
-        "ZEROS_LIKE": _lazily(np.zeros_like),
-        "DEQUANTIZE": _dequantize,
-        "QUANTIZE": _dequantize,
+        **_ELEMENTWISE,
         "BATCH_MATMUL": _batch_matmul,
-        "CONV_2D": _convolution,
-        "FULLY_CONNECTED": _fully_connected,
+        "EMBEDDING_LOOKUP": lambda call, ids, table: taken(call, table, ids, 0),
+        "FILL": lambda call, shape, value: MOVING["BROADCAST_TO"](call, value, shape),
+        "RANGE": _range,
     }
 )
-"""Operator → what it computes. What is not here is refused."""
+"""Kind → kernel. What is not here is refused."""
 
-ELEMENTWISE = STRICT | {
-    "CAST",
-    "DEQUANTIZE",
-    "QUANTIZE",
-    "SELECT",
-    "SELECT_V2",
-    "SOFTMAX",
-    "LOG_SOFTMAX",
-    "GELU",
-    "BATCH_MATMUL",
-}
-"""Those that take axes in front of their operands' as they take batches: element by element, or along the last axes."""
+ELEMENTWISE = frozenset(_ELEMENTWISE)
+"""Those whose result is, element by element, what its operands decide there, broadcast as NumPy does."""
+
+_CHOOSE = {"SELECT": (1, 2), "SELECT_V2": (1, 2), "MAXIMUM": (0, 1), "MINIMUM": (0, 1), "EMBEDDING_LOOKUP": (1,)}
+COPIES: MappingProxyType[str, tuple[int, ...]] = MappingProxyType({**LAYOUT, **_CHOOSE})
+"""Those that hand the stored bytes of these operands on, whose types and scales must then be the result's."""

@@ -35,8 +35,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     return made
 
 
-def rounding_of(table: Doubles, graph: FlatGraph) -> Doubles:
-    """How far each entry of ``table`` may be from the number it stands for.
+def rounding_of(table: Doubles, doubt: Doubles, graph: FlatGraph) -> Doubles:
+    """How far each entry of ``table``, which is known up to ``doubt``, may be from the number it stands for.
 
     Files hold their tables in F32, in F16 (models of half precision), or on a grid of INT8 or INT16 (models whose every
     operator is quantized): which one shows in the constants, and in the numbers.
@@ -46,7 +46,7 @@ def rounding_of(table: Doubles, graph: FlatGraph) -> Doubles:
     # Converters turn constants of half precision into float32: that all of them are representable in half is no chance.
     with np.errstate(over="ignore"):
         half = table.astype(np.float16).astype(np.float64)
-    if np.array_equal(table, half):
+    if (np.abs(table - half) <= doubt).all():
         return np.abs(table) * _HALF + _HALF_SUBNORMAL
     largest = float(np.abs(table).max(initial=0.0)) or 1.0
     for kind, counts in _GRIDS.items():

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.ledger import FoundRole
+from mtp_extract.graph.roles import FoundRole
 from mtp_extract.insert.decision import KEPT, Decision, beside, digest
 from mtp_extract.io.laid import Piece, Span, made
 from mtp_extract.litertlm.quantized import QuantizedTensor

@@ -180,6 +180,7 @@ class Operator:
         inputs: tensor indices; -1 for an optional input that is absent.
         composite: name of a STABLEHLO_COMPOSITE; None for any other operator.
         body: subgraph with the composite's decomposition; -1 for none.
+        attributes: what the composite says of itself, a flexbuffer; empty for none.
         activation: fused activation function of the kinds that have one (0 none).
     """
 
@@ -190,6 +191,7 @@ class Operator:
     outputs: tuple[int, ...]
     composite: str | None
     body: int
+    attributes: bytes = field(repr=False)
     activation: int
     options: Table | None = field(repr=False, compare=False)
 

@@ -128,6 +128,7 @@ def _operators(table: Table, subgraph: int, codes: tuple[str, ...], check: _Chec
             check(entry.integers(2, "i"), f"op {index}"),
             (composite.string(0) or "") if composite else None,
             composite.integer(1, "i", -1) if composite else -1,
+            composite.vector(2, 1).bytes() if composite else b"",
             options.integer(slot, "b") if options and slot is not None else 0,
             options,
         )

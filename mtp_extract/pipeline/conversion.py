@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import holds_tensors
 from mtp_extract.errors import ProofError, escape
 from mtp_extract.formats import architecture_of, format_of
-from mtp_extract.graph.ledger import Activation
+from mtp_extract.graph.roles import Activation
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.regular import open_regular
 from mtp_extract.io.repository import checkpoint_path, name_of

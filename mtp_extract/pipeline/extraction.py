@@ -27,7 +27,7 @@ from mtp_extract.litertlm.storage import Floats
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
-from mtp_extract.proof.proof import Proof, Rounding, prove
+from mtp_extract.proof.proof import Proof, prove
 from mtp_extract.report.card import UNSAID, CardWords
 
 
@@ -190,10 +190,10 @@ def prove_checkpoint(
         ProofError: they do not compute the same.
         UnsupportedError: the graph holds an operator that cannot be executed here.
     """
-    rounding = Rounding(_reading(rounded), bounds or {}) if rounded is not None else None
+    read, stored = _reading(checkpoint), None if rounded is None else _reading(rounded)
     # Damaged numbers may overflow; what comes of it is not equal, and so refused.
     with np.errstate(over="ignore", invalid="ignore"):
-        return prove(drafter.graph, drafter.walk, checkpoint.mtp, _reading(checkpoint), rounding=rounding)
+        return prove(drafter.graph, drafter.walk, checkpoint.mtp, read, stored, bounds)
 
 
 def _reading(checkpoint: Checkpoint) -> Callable[[str], Iterator[Floats]]:
@@ -280,6 +280,10 @@ def _notes(drafter: Shard, checkpoint: Checkpoint, format_: Format) -> tuple[str
         notes.append(
             "The names in the file are not those of Google's published files; the roles rest on the graph alone."
         )
+    notes += [
+        f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
+        for role, others in drafter.names.contradicted.items()
+    ]
     if any(r.input is not None for r in drafter.walk.roles) and not EVERY[format_.name].activations:
         notes.append(
             "The graph quantizes activations statically; extraction.json records their scales, which this "

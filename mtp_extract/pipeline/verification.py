@@ -44,7 +44,7 @@ UNTOLD: Mapping[str, str] = {
 }
 """Places of a record that no bundle decides, with wildcards, and what they say."""
 
-_INHERITED = ("proof.rounding",)
+_INHERITED = ("proof.rounded_by",)
 """Places of a proof that came with a directory and speak of that one."""
 
 

@@ -10,22 +10,16 @@ from mtp_extract.errors import escape
 
 def in_words(proof: Mapping[str, Any]) -> list[str]:
     """What the ``proof`` of a record says, in sentences: what was held, and what is not the checkpoint's."""
-    below, tables, rows = max(proof["differences_below"].values()), proof["position_tables"], proof["mask_rows"]
-    alike = f"all {rows['of']} (alike up to a shift; {rows['tried']} tried)"
-    tried = f"all {rows['of']}" if rows["tried"] == rows["of"] else alike
+    rows = proof["mask_rows"]
+    masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else ", which are alike up to a shift")
     said = [
-        f"RoPE at all {tables['positions']} positions, masks at {tried} rows, no operator that chooses by an "
-        f"activation; on random inputs at {len(proof['positions'])} positions graph and checkpoint agree to {below:g} "
-        "of their range"
+        f"every operator was read as a drafter's; RoPE holds at all {proof['positions']} positions, masks in {masks}, "
+        "and every number of every tensor"
     ]
-    coarse: dict[tuple[str, float, int], list[str]] = {}
-    for table in proof["coarse_tables"]:
-        key = table["held_in"], table["outputs_move_by"], table["outputs_at"]
-        coarse.setdefault(key, []).append(str(table["layer"]))
     said += [
-        f"but for the file's own RoPE tables of layers {', '.join(layers)}, held in {escape(kind)}, which move the "
-        f"outputs by up to {moved:g} of their range (at position {position}); written is the exact theta"
-        for (kind, moved, position), layers in coarse.items()
+        f"but for the file's own RoPE table of layer {table['layer']}, stored in {escape(table['held_in'])}, which is "
+        f"off by up to {table['differs_by']:g}; the exact theta is written"
+        for table in proof["coarse_tables"]
     ]
     if held := proof["activations_held_in"]:
         kinds = ", ".join(f"{escape(count)} in {escape(kind)}" for kind, count in held.items())

@@ -36,7 +36,7 @@ from mtp_extract.checkpoint.lazy import ArrayTensor, read_floats
 from mtp_extract.checkpoint.rounding import how_rounded
 from mtp_extract.drafter.mtp import Layer, MtpDrafter, View, turn
 from mtp_extract.errors import PairError, UnsupportedError
-from mtp_extract.graph.ledger import Activation, FoundRole
+from mtp_extract.graph.roles import Activation, FoundRole
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.validate.parity.interface import codes_of

@@ -17,7 +17,6 @@ from mtp_extract.bundle import Shard
 from mtp_extract.errors import UnsupportedError, escape, few
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, flatten
-from mtp_extract.graph.patterns import scale_downstream
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _DTYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.INT8: np.int8, TensorType.INT16: np.int16}
@@ -115,7 +114,7 @@ def _cache(graph: FlatGraph, source: Shard, name: str, *, transposed: bool) -> C
     tensor = source.walk.caches[name]
     codes = codes_of(tensor)
     if tensor.type in _DTYPES and codes is None:
-        scale = scale_downstream(graph, graph.inputs[name])
+        scale = source.walk.cache_scales.get(name)
         if scale is None:
             raise UnsupportedError(
                 f"{source.model.region.source.name}: the cache {escape(name)} holds integers, and neither its "

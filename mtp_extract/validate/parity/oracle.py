@@ -30,7 +30,6 @@ from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluate.extras import unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.flat import Node, Value, flatten
-from mtp_extract.graph.patterns import constant_under
 from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.tflite import Tensor
 from mtp_extract.validate.parity.interface import codes_of
@@ -124,7 +123,7 @@ def _in_subgraph(value: Value | None, subgraph: int) -> Tensor | None:
 def _finishes(node: Node) -> bool:
     """Whether a norm's weight is multiplied last: its partner is the normed vector, not one number a row."""
     result = node.outputs[0].tensor.elements
-    partners = [value for value in node.inputs if value is not None and constant_under(value) is None]
+    partners = [value for value in node.inputs if value is not None and value.depends]
     return bool(partners) and all(value.tensor.elements == result for value in partners)
 
 

@@ -1,0 +1,232 @@
+"""Expressions of the activations, in one canonical form: equal functions are the same object.
+
+Outside of attentions every value of a drafter is ``factor × expression``, its elements in some order. Expressions are
+products of powers, sums, sums over groups, products with matrices, a few functions, and parts of these. Each is made
+once, so "computes the same" is ``is``, and an expression can be taken apart from its outputs to its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.graph.flat import FlatGraph, Value
+
+Ids = npt.NDArray[np.int64]
+"""Numbers of elements, in the shape of a tensor."""
+
+
+class UnreadableError(Exception):
+    """An operator does what no drafter does; the message follows the operator's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A function of the activations: a vector of ``size``. Made by :class:`Expressions` alone.
+
+    ==========  =====================================================================================================
+    kind        parts
+    ==========  =====================================================================================================
+    input       the name of the signature's input
+    weight      the :class:`Value` of a constant vector
+    matrix      the :class:`Value` of a constant matrix, whether it is stored ``[in, out]``, what it multiplies
+    product     a frozenset of (expression, power); the empty one is the number 1
+    sum         a frozenset of (expression, factor)
+    groups      expression, width: the sum of every ``width`` elements
+    function    name, factor, expression: the function of factor × expression, element by element
+    each        expression, times: every element ``times`` in a row
+    tiled       expression, times: all elements, ``times`` in a row
+    part        expression, the bytes of the int64 numbers of its elements
+    mixed       the scores of an attention, the name of V and its axes: what heads mix of V
+    unread      the :class:`Value` of what is not looked into, and why
+    ==========  =====================================================================================================
+    """
+
+    kind: str
+    # Shown, every expression would be a tree of all those it is made of.
+    parts: tuple[Any, ...] = field(repr=False)
+    size: int
+    number: int  # in the order in which they were made, so that sets of them have an order
+
+    @property
+    def terms(self) -> dict[Expr, float]:
+        """Of a sum, the factor of each expression."""
+        return _in_order(self.parts[0]) if self.kind == "sum" else {self: 1.0}
+
+    @property
+    def powers(self) -> dict[Expr, float]:
+        """Of a product, the power of each expression."""
+        return _in_order(self.parts[0]) if self.kind == "product" else {self: 1.0}
+
+    @property
+    def chosen(self) -> Ids:
+        """Of a part, the numbers of its elements."""
+        return np.frombuffer(self.parts[1], np.int64)
+
+
+@dataclass(frozen=True)
+class Term:
+    """``factor × expr``, its elements in the order of ``ids``; ``numbers`` are the constants that make the factor."""
+
+    factor: float
+    expr: Expr
+    ids: Ids
+    numbers: tuple[Value, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all elements in order."""
+        return self.ids.size == self.expr.size and bool((self.ids.reshape(-1) == np.arange(self.expr.size)).all())
+
+
+class Expressions:
+    """All expressions of a graph."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], Expr] = {}
+        self.one = self.product({}, 1)
+
+    def expr(self, kind: str, *parts: Any, size: int) -> Expr:
+        key = kind, *parts
+        if key not in self.made:
+            self.made[key] = Expr(kind, parts, size, len(self.made))
+        return self.made[key]
+
+    def whole(self, kind: str, *parts: Any, size: int) -> Term:
+        """An expression, its elements in order."""
+        return Term(1.0, self.expr(kind, *parts, size=size), np.arange(size))
+
+    def product(self, powers: Mapping[Expr, float], size: int) -> Expr:
+        left = {expr: power for expr, power in powers.items() if power}
+        if list(left.values()) == [1]:
+            return next(iter(left))
+        return self.expr("product", frozenset(left.items()), size=size)
+
+    def number(self, number: float, *constants: Value) -> Term:
+        """A number, and the constants that it is made of."""
+        return Term(number, self.one, np.zeros((), np.int64), constants)
+
+    # Constants.
+
+    def is_constant(self, form: object) -> bool:
+        return isinstance(form, Term) and (form.expr is self.one or form.expr.kind == "weight")
+
+    def number_of(self, form: object) -> float | None:
+        """The one number that a constant is; None for anything else."""
+        return form.factor if isinstance(form, Term) and form.expr is self.one else None
+
+    def numbers_of(self, graph: FlatGraph, term: Term) -> npt.NDArray[np.float64]:
+        """What a constant is, in its own shape."""
+        if term.expr is self.one:
+            return np.full(term.ids.shape, term.factor)
+        stored = graph.floats(term.expr.parts[0]).astype(np.float64)
+        return np.asarray(term.factor * stored[term.ids])
+
+    # Arithmetic, element by element.
+
+    def multiply(self, one: Term, other: Term) -> Term:
+        left, right, ids = self.aligned(one, other)
+        powers = left.powers
+        for expr, power in right.powers.items():
+            powers[expr] = powers.get(expr, 0.0) + power
+        expr = self.product(powers, max(left.size, right.size))
+        if expr is self.one and left is not self.one:
+            raise UnreadableError("divides a value by itself")
+        # The constants of a product are those that multiply all of it.
+        numbers = (*one.numbers, *other.numbers) if self.one in (left, right) else ()
+        return Term(one.factor * other.factor, expr, ids, numbers)
+
+    def add(self, one: Term, other: Term, sign: float = 1.0) -> Term:
+        if other.factor == 0 and other.expr is self.one:
+            return replace(one, ids=np.broadcast_arrays(one.ids, other.ids)[0])
+        left, right, ids = self.aligned(one, other)
+        factors = {left: one.factor}
+        factors[right] = factors.get(right, 0.0) + sign * other.factor
+        if not all(factors.values()):
+            raise UnreadableError("adds nothing, or takes all of a value away")
+        if len(factors) == 1:
+            return Term(factors[left], left, ids)
+        return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)
+
+    def power(self, one: Term, exponent: float) -> Term:
+        """A root or a quotient only of what is above 0: a mean of squares plus an epsilon."""
+        above = one.factor > 0 and all(self.is_positive(expr) for expr in one.expr.powers)
+        if not exponent or ((exponent != int(exponent) or exponent < 0) and not above):
+            raise UnreadableError("takes a root or a quotient of what may be negative")
+        powers = {expr: power * exponent for expr, power in one.expr.powers.items()}
+        return Term(one.factor**exponent, self.product(powers, one.expr.size), one.ids)
+
+    def is_positive(self, expr: Expr) -> bool:
+        """Whether it is a sum of even powers and a positive number."""
+        if expr.kind in ("each", "part"):
+            return self.is_positive(expr.parts[0])
+        squares = [term for term in expr.terms if term.kind == "groups" and _even(term.parts[0].powers)]
+        others = [term for term in expr.terms if term not in squares]
+        return others == [self.one] and all(factor > 0 for factor in expr.terms.values())
+
+    def groups(self, one: Term, width: int, *, mean: bool) -> Term:
+        """The sum, or mean, of every ``width`` elements."""
+        count = one.expr.size // width
+        expr = self.expr("groups", one.expr, width, size=count)
+        return Term(one.factor / (width if mean else 1), expr, np.arange(count), one.numbers)
+
+    # Elements.
+
+    def aligned(self, one: Term, other: Term) -> tuple[Expr, Expr, Ids]:
+        """Both as vectors of the same size, element by element, and the order of the result's elements in them."""
+        left, right = np.broadcast_arrays(one.ids, other.ids)
+        if other.expr is self.one:
+            return one.expr, other.expr, left
+        if one.expr is self.one:
+            return one.expr, other.expr, right
+        if one.expr.size == other.expr.size == left.size and np.array_equal(left, right):
+            return one.expr, other.expr, left
+        if other.expr.size > one.expr.size:
+            follower, leader, ids = self.aligned(other, one)
+            return leader, follower, ids
+        leader, follower, flat = one.expr, other.expr, left.reshape(-1)
+        if not np.array_equal(np.sort(flat), np.arange(leader.size)):
+            # Not every element once: a vector of its own.
+            leader, order, ids = self.part(leader, flat), np.arange(flat.size), np.arange(flat.size)
+        else:
+            ids, order = flat, np.argsort(flat)
+        return leader, self.part(follower, right.reshape(-1)[order]), ids.reshape(left.shape)
+
+    def part(self, expr: Expr, ids: Ids) -> Expr:
+        """Elements ``ids`` of ``expr``, as a vector of its own."""
+        if expr is self.one or (ids.size == expr.size and (ids == np.arange(expr.size)).all()):
+            return expr
+        if expr.kind == "product":
+            return self.product({self.part(e, ids): power for e, power in expr.powers.items()}, ids.size)
+        if ids.size < expr.size and expr.kind == "function":
+            name, factor, inner = expr.parts
+            return self.expr("function", name, factor, self.part(inner, ids), size=ids.size)
+        times, odd = divmod(ids.size, expr.size)
+        if times and not odd:
+            if (ids == np.arange(ids.size) // times).all():
+                return self.expr("each", expr, times, size=ids.size)
+            if (ids == np.arange(ids.size) % expr.size).all():
+                return self.expr("tiled", expr, times, size=ids.size)
+        if expr.kind == "part":
+            return self.part(expr.parts[0], expr.chosen[ids])
+        return self.expr("part", expr, np.ascontiguousarray(ids, np.int64).tobytes(), size=ids.size)
+
+    def origin(self, expr: Expr, ids: Ids) -> tuple[Expr, Ids]:
+        """The expression whose elements the elements ``ids`` of a part are, and which."""
+        while expr.kind in ("part", "each", "tiled"):
+            inner, times = expr.parts[0], expr.parts[1]
+            ids = expr.chosen[ids] if expr.kind == "part" else ids // times if expr.kind == "each" else ids % inner.size
+            expr = inner
+        return expr, ids
+
+
+def _in_order(parts: frozenset[tuple[Expr, float]]) -> dict[Expr, float]:
+    return dict(sorted(parts, key=lambda part: part[0].number))
+
+
+def _even(powers: Mapping[Expr, float]) -> bool:
+    return all(power > 0 and power % 2 == 0 for power in powers.values())

@@ -1,0 +1,173 @@
+"""Products with a matrix of constants: which constant, and how it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.tflite import TensorType
+
+MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})
+LARGEST = 1e6
+"""No number of a drafter is this many times larger or smaller than one of ordinary size."""
+
+_MOST_ROTATED = 1 << 20
+_RESHAPES = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE"})
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The second operand of a product.
+
+    Attributes:
+        value: the constant.
+        transposed: whether it is stored ``[in, out]``.
+        factor: what the graph multiplies it by.
+        by_kernel: whether the operator itself reads its codes, and no operator before makes floats of them.
+        is_sum: whether it is one row of one number: a sum, spelled as a product.
+    """
+
+    value: Value
+    transposed: bool
+    factor: float
+    by_kernel: bool
+    is_sum: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[out, in]``."""
+        stored = self.value.tensor.shape
+        sizes = tuple(size for size in stored if size != 1 or len(stored) == 2)
+        return sizes[::-1] if self.transposed else sizes
+
+
+def weight_of(graph: FlatGraph, node: Node, number_of: Callable[[Node, int], float | None]) -> Matrix:
+    """The constant matrix that ``node`` multiplies by.
+
+    Args:
+        number_of: the number that an operand of an operator is; None where it is none.
+
+    Raises:
+        UnreadableError: it is computed otherwise than by a factor, a transposition or a conversion to floats.
+    """
+    transposed = node.kind == "BATCH_MATMUL" and not _option(node, 1)
+    value, factor, by_kernel = node.operand(1), 1.0, True
+    while (maker := value.producer) is not None:
+        if maker.kind in _RESHAPES or _makes_floats(maker):
+            by_kernel = by_kernel and maker.kind in _RESHAPES
+            value = maker.operand(0)
+        elif maker.kind in ("MUL", "DIV") and maker.binary and not maker.op.activation:
+            at = 0 if maker.kind == "MUL" and maker.operand(0).tensor.elements == 1 else 1
+            number = number_of(maker, at)
+            if not number:
+                raise UnreadableError("multiplies by a weight that is computed")
+            value, factor = maker.operand(1 - at), factor * (number if maker.kind == "MUL" else 1 / number)
+        elif maker.kind == "TRANSPOSE" and graph.integers(maker.operand(1)).tolist() == [1, 0]:
+            value, transposed = maker.operand(0), not transposed
+        else:
+            raise UnreadableError("multiplies by a weight that is computed")
+    found = Matrix(value, transposed, factor, by_kernel, is_sum=False)
+    if not value.constant or len(found.shape) != 2:
+        raise UnreadableError("multiplies by no matrix of constants")
+    return _checked(graph, node, found)
+
+
+def _makes_floats(maker: Node) -> bool:
+    """Whether it makes floats of the same numbers. CAST of codes makes others: the codes themselves."""
+    types = {maker.operand(0).tensor.type, maker.outputs[0].tensor.type}
+    floats = maker.outputs[0].tensor.type is TensorType.FLOAT32
+    return floats and (maker.kind == "DEQUANTIZE" or (maker.kind == "CAST" and types <= FLOAT_TYPES))
+
+
+def _checked(graph: FlatGraph, node: Node, matrix: Matrix) -> Matrix:
+    """``matrix``, if LiteRT's kernel reads it as we do.
+
+    Raises:
+        UnreadableError: it does not, or its numbers are none of a drafter.
+    """
+    tensor, rows = matrix.value.tensor, matrix.shape[0]
+    if tensor.quantization is not None and tensor.quantization.scale_count and tensor.type not in FLOAT_TYPES:
+        scales = np.abs(tensor.quantization.scale)
+        if not (np.isfinite(scales).all() and scales.max() < LARGEST):
+            raise UnreadableError("multiplies by numbers that no drafter has")
+    if matrix.by_kernel and tensor.type not in FLOAT_TYPES:
+        _check_codes(QuantizedTensor.of(graph.model, tensor), node, matrix)
+    if tensor.elements > _MOST_ROTATED:
+        return matrix
+    if matrix.shape[0] == matrix.shape[1] > 1 and _is_hadamard(graph, matrix):
+        raise UnsupportedError(
+            f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
+            "weights of the model, and this release does not rotate them back."
+        )
+    if rows == 1:
+        numbers = graph.floats(matrix.value)
+        if (numbers == numbers[0]).all():
+            factor = matrix.factor * float(numbers[0])
+            return Matrix(matrix.value, matrix.transposed, factor, matrix.by_kernel, is_sum=True)
+    return matrix
+
+
+def _check_codes(source: QuantizedTensor, node: Node, matrix: Matrix) -> None:
+    """LiteRT's kernels take integer weights ``[out, in]``, signed, with a scale an output and no zero points."""
+    if source.packing is not None and not source.packing.signed:
+        raise UnreadableError(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
+    untouched = matrix.transposed == (node.kind == "BATCH_MATMUL" and not _option(node, 1))
+    if not untouched:
+        raise UnreadableError(f"reads {source.tensor.label} transposed, as codes")
+    rank = len(source.tensor.shape)
+    outputs = rank - 1 if matrix.transposed else 0 if node.kind == "CONV_2D" else rank - 2
+    if source.kind == "per_channel" and source.axis != outputs:
+        raise UnreadableError(
+            f"reads {source.tensor.label}, whose scales run along axis {source.axis}: LiteRT takes them for outputs"
+        )
+    if not source.symmetric:
+        raise UnreadableError(f"reads {source.tensor.label}, whose zero points are not 0: LiteRT ignores them")
+
+
+def _is_hadamard(graph: FlatGraph, matrix: Matrix) -> bool:
+    """Whether all entries are ±1/√n."""
+    size = matrix.shape[0]
+    return bool(np.allclose(np.abs(graph.floats(matrix.value) * matrix.factor), size**-0.5, rtol=1e-2))
+
+
+def product_of(graph: FlatGraph, node: Node, matrix: Matrix, read: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product with what has the shape ``read``.
+
+    Raises:
+        UnreadableError: the operator has a bias or a fused function, or shapes that do not fit.
+    """
+    options, (rows, columns) = node.op.options, matrix.shape
+    if node.op.activation or (node.kind == "FULLY_CONNECTED" and options and options.integer(1, "b")):
+        raise UnreadableError("has a fused activation, or a weight that is stored shuffled")
+    bias = node.input(2)
+    if bias is not None and (bias.depends or bias.producer is not None or np.any(graph.floats(bias))):
+        raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
+    if node.kind == "BATCH_MATMUL" and _option(node, 0):
+        raise UnreadableError("multiplies what it transposes")
+    if node.kind == "CONV_2D":
+        _check_filter(node)
+    keeps = node.kind != "FULLY_CONNECTED" or bool(options and options.scalar(2, "?", False))
+    count, odd = divmod(int(np.prod(read)), columns)
+    if odd or (keeps and read[-1:] != (columns,)):
+        raise UnreadableError(f"multiplies {list(read)} numbers by a matrix of {columns} columns")
+    return (*read[:-1], rows) if keeps else (count, rows)
+
+
+def _check_filter(node: Node) -> None:
+    """A convolution is a product with a matrix if its filter is ``[out, 1, 1, in]`` and is moved by 1."""
+    shape, options = node.operand(1).tensor.shape, node.op.options
+    steps = [options.integer(slot, "i") for slot in (1, 2)] if options is not None else [0, 0]
+    dilation = [options.scalar(slot, "i", 1) for slot in (4, 5)] if options is not None else [1, 1]
+    if len(shape) != 4 or [*shape[1:3], *steps, *dilation] != [1] * 6:
+        raise UnreadableError(f"has a filter of {list(shape)}; only a convolution of 1 by 1 is a product with a matrix")
+
+
+def _option(node: Node, slot: int) -> bool:
+    return bool(node.op.options and node.op.options.scalar(slot, "?", False))

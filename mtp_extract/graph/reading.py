@@ -1,0 +1,310 @@
+"""One pass over the graph, forwards: every value that an activation or a cache decides gets a form, or is refused.
+
+Outside of attentions the form is ``factor × expression`` (:mod:`mtp_extract.graph.expressions`), inside it is one of
+:mod:`mtp_extract.graph.forms`. An operator that makes neither of its operands is refused by its name. Being read is the
+proof that the graph computes what the forms say: what is left open are numbers, which :mod:`mtp_extract.proof` holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mtp_extract.errors import RoleError, UnsupportedError
+from mtp_extract.graph.attention import AttentionReader
+from mtp_extract.graph.call import Call, computing, grid_of
+from mtp_extract.graph.evaluate import evaluate
+from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.forms import Form, Mixed, Rotated, Scored, shape_of
+from mtp_extract.graph.kernels import KERNELS
+from mtp_extract.graph.matrices import LARGEST, MATRICES, product_of, weight_of
+from mtp_extract.graph.moving import LAYOUT
+from mtp_extract.graph.positions import caches_of
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
+from mtp_extract.litertlm.tflite import TensorType
+
+CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
+REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
+_FUNCTIONS = frozenset({"TANH", "GELU", "LOGISTIC"})
+_ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
+    "ADD": lambda made, one, other: made.add(one, other),
+    "SUB": lambda made, one, other: made.add(one, other, -1.0),
+    "NEG": lambda made, one, other: replace(one, factor=-one.factor),
+    "SQUARE": lambda made, one, other: made.multiply(one, one),
+    "SQRT": lambda made, one, other: made.power(one, 0.5),
+    "RSQRT": lambda made, one, other: made.power(one, -0.5),
+}
+_NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
+"""Operators and what their bound times this is at least, where no number of a drafter reaches it."""
+_MOST_ELEMENTS = 1 << 17
+_LARGEST_AXIS = 1 << 20
+_HALF_TYPES = frozenset({TensorType.FLOAT16, TensorType.BFLOAT16})
+_HALF_REACH = 64.0
+"""How many times larger or smaller than what a drafter computes a number may be that is held in half precision."""
+
+
+class Reading:
+    """What every value of ``graph`` is.
+
+    Attributes:
+        forms: by ``id`` of a value, its form; constants that were asked for are among them.
+        first: expression → the first value that is all of it, and the factor there.
+        scaled: expression → values that are all of it times constants, in the order of the graph.
+        products: expression of a product with a matrix → its operator.
+        attentions: expression of what heads mixed → how.
+        coarse: values that the file holds on a grid or in half precision.
+    """
+
+    def __init__(self, graph: FlatGraph, outputs: Sequence[str], *, whole: bool = True) -> None:
+        """Read what ``outputs`` are computed of.
+
+        Args:
+            whole: refuse what cannot be read. If not, it becomes an expression "unread", and attentions are such.
+        """
+        self.graph, self.expressions, self.whole = graph, Expressions(), whole
+        self.forms: dict[int, Form] = {}
+        self.first: dict[Expr, tuple[Value, float]] = {}
+        self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}
+        self.products: dict[Expr, Node] = {}
+        self.coarse: list[Value] = []
+        self.inside = AttentionReader(graph, self.expressions, self.coarse)
+        self.attentions = self.inside.scoring.attentions
+        self._read_inputs()
+        needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
+        for node in graph.nodes:
+            if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
+                made = self.read(node)
+                for value, form in zip(node.outputs, made, strict=True):
+                    self.keep(value, form)
+        self._check_queries()
+
+    def _read_inputs(self) -> None:
+        caches = caches_of(self.graph.inputs)
+        for name, value in self.graph.inputs.items():
+            sizes = value.tensor.shape if value.depends & Depends.DATA else ()
+            if sizes and not 0 < min(sizes) <= max(sizes) <= _LARGEST_AXIS:
+                raise UnsupportedError(f"The input {value.label} is empty, or larger than any of a drafter.")
+            if name in caches and self.whole:
+                self.forms[id(value)] = self.inside.cache(name, value.tensor)
+            elif value.depends & Depends.DATA:
+                self.keep(value, self.expressions.whole("input", name, size=value.tensor.elements))
+
+    def read(self, node: Node) -> tuple[Form, ...]:
+        """The forms of what ``node`` computes.
+
+        Raises:
+            UnsupportedError: it computes what no drafter does.
+            FormatError: its operands do not fit it.
+        """
+        try:
+            with computing(node.op.label):
+                made = self._read(node)
+        except UnreadableError as why:
+            if not self.whole:
+                return tuple(self._unread(value, str(why)) for value in node.outputs)
+            raise UnsupportedError(
+                f"{node.op.label} {why}; no drafter has such an operator there. Nothing is written. Please report the "
+                "file."
+            ) from None
+        return made if isinstance(made, tuple) else (made,)
+
+    def _unread(self, value: Value, why: str) -> Term:
+        made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
+        return replace(made, ids=made.ids.reshape(value.tensor.shape))
+
+    def _read(self, node: Node) -> Form | tuple[Form, ...]:
+        if node.kind in MATRICES and not node.operand(1).depends:
+            return self._matrix(node)
+        moved = self.data_operands(node)
+        operands = [self.operand(node, i) if i in moved else None for i in range(len(node.inputs))]
+        given = [v for v in node.inputs if v is not None and v.depends]
+        if not all(isinstance(self.forms.get(id(value)), Term) for value in given):
+            if not self.whole:
+                raise UnreadableError("brings an activation together with a mask or the position")
+            return self.inside.read(node, operands)
+        terms = [term for term in operands if isinstance(term, Term)]
+        if node.op.activation:
+            raise UnreadableError("cuts off an activation by its fused function")
+        if len(terms) != sum(node.input(i) is not None for i in moved if i < len(node.inputs)):
+            others = [v.label for i in moved if (v := node.input(i)) is not None and operands[i] is None]
+            raise UnreadableError(f"brings an activation together with {others[0]}")
+        if node.kind in LAYOUT:
+            return self._move(node, operands, terms)
+        return self._compute(node, terms)
+
+    def keep(self, value: Value, form: Form) -> None:
+        """Note that ``value`` is ``form``."""
+        node, tensor = value.producer, value.tensor
+        if node is not None and shape_of(form) != tuple(tensor.shape):
+            raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
+        held = grid_of(tensor) is not None
+        moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
+        if held and not moved and isinstance(form, Rotated | Scored | Mixed):
+            raise UnsupportedError(f"{value.label} holds a query or a score of an attention as {tensor.type_name}.")
+        if isinstance(form, Term):
+            form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))
+            if node is not None and not moved and (held or tensor.type in _HALF_TYPES):
+                self.coarse.append(value)
+        self.forms[id(value)] = form
+
+    def _keep_term(self, value: Value, term: Term) -> Term:
+        if not 1 / LARGEST < abs(term.factor) < LARGEST:
+            raise UnsupportedError(f"{value.label} is {term.factor:g} times a value of a drafter.")
+        if value.tensor.type is TensorType.FLOAT16 and not 1 / _HALF_REACH <= abs(term.factor) <= _HALF_REACH:
+            raise UnsupportedError(f"{value.label} holds {term.factor:g} times a value of a drafter in half precision.")
+        if term.whole:
+            self.first.setdefault(term.expr, (value, term.factor))
+            if term.numbers:
+                self.scaled.setdefault(term.expr, []).append((term, value))
+        elif term.expr.kind == "matrix":
+            part = self.expressions.part(term.expr, term.ids.reshape(-1))
+            self.first.setdefault(part, (value, term.factor))
+        return term
+
+    def _check_queries(self) -> None:
+        """No normed query may be held on a grid: what it scores would be another function of it."""
+        for value in self.coarse:
+            term, grid = self.forms[id(value)], grid_of(value.tensor)
+            if (
+                isinstance(term, Term)
+                and grid is not None
+                and self.expressions.origin(term.expr, term.ids)[0] in self.inside.queries
+            ):
+                raise UnsupportedError(f"{value.label} holds a normed query as {value.tensor.type_name}.")
+
+    # Operands.
+
+    @staticmethod
+    def data_operands(node: Node) -> tuple[int, ...]:
+        """The places of operands that hold numbers; the others say axes, shapes and offsets."""
+        return LAYOUT.get(node.kind, (0,) if node.kind in REDUCTIONS else tuple(range(len(node.inputs))))
+
+    def operand(self, node: Node, position: int) -> Form | None:
+        """An operand's form; None where it is left out, where the position or a mask decides it, or where it is a
+        constant that is large or holds no numbers.
+        """
+        value = node.input(position)
+        if value is None or (id(value) not in self.forms and value.depends):
+            return None
+        if id(value) not in self.forms:
+            constant = self.constant(value)
+            if constant is None:
+                return None
+            self.forms[id(value)] = constant
+        return self.forms[id(value)]
+
+    def constant(self, value: Value) -> Term | None:
+        """A constant: one number, computed exactly as the file's types say, or a stored vector times a number."""
+        tensor = value.tensor
+        if not 0 < tensor.elements <= _MOST_ELEMENTS or tensor.type not in NUMBER_TYPES:
+            return None
+        if tensor.elements == 1:
+            number = float(evaluate(self.graph, {}, [value])[0].reshape(-1)[0])
+            stored = value
+            while stored.producer is not None and stored.producer.kind in ("DEQUANTIZE", "RESHAPE"):
+                stored = stored.producer.operand(0)
+            return replace(self.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
+        if value.producer is None:
+            ids = np.arange(tensor.elements).reshape(tensor.shape)
+            return Term(1.0, self.expressions.expr("weight", value, size=tensor.elements), ids)
+        if tensor.type not in FLOAT_TYPES or value.producer.kind in ("QUANTIZE", "GATHER"):
+            return None
+        (found,) = self.read(value.producer)
+        return found if isinstance(found, Term) else None
+
+    # Operators outside of attentions.
+
+    def _matrix(self, node: Node) -> Term:
+        weight = weight_of(self.graph, node, lambda maker, at: self.expressions.number_of(self.operand(maker, at)))
+        read = self.operand(node, 0)
+        if not isinstance(read, Term):
+            raise UnreadableError(
+                "multiplies by a matrix what an attention has not mixed yet, or what a position decides"
+            )
+        shape = product_of(self.graph, node, weight, tuple(read.ids.shape))
+        size, ids = math.prod(shape), read.ids.reshape(-1)
+        if weight.is_sum and read.whole:
+            scaled = replace(read, factor=read.factor * weight.factor)
+            made = self.expressions.groups(scaled, ids.size // size, mean=False)
+            return replace(made, ids=made.ids.reshape(shape))
+        inner = self.expressions.part(read.expr, ids)
+        expr = self.expressions.expr("matrix", weight.value, weight.transposed, inner, size=size)
+        self.products.setdefault(expr, node)
+        return Term(read.factor * weight.factor, expr, np.arange(size).reshape(shape), read.numbers)
+
+    def _move(self, node: Node, operands: list[Any], terms: list[Term]) -> Form | tuple[Form, ...]:
+        if len({(term.expr, term.factor) for term in terms}) > 1:
+            if len({term.expr for term in terms}) == 1:
+                # Half of a query and the other half negated.
+                if not self.whole:
+                    raise UnreadableError("joins what has different factors")
+                return self.inside.read(node, operands)
+            raise UnreadableError("joins what a drafter does not")
+        places = self.data_operands(node)
+        if any(grid_of(node.operand(i).tensor) != grid_of(node.outputs[0].tensor) for i in places if node.input(i)):
+            raise UnreadableError("hands codes on with another scale")
+        given = iter(terms)
+        arrays = [
+            next(given).ids if i in places else self.graph.integers(value).reshape(value.tensor.shape)
+            for i, value in enumerate(node.inputs)
+            if value is not None
+        ]
+        made = KERNELS[node.kind](Call(self.graph, node), *arrays)
+        return tuple(replace(terms[0], ids=np.asarray(ids)) for ids in (made if isinstance(made, tuple) else (made,)))
+
+    def _compute(self, node: Node, terms: list[Term]) -> Term:
+        kind, made = node.kind, self.expressions
+        one, other = (terms * 2)[:2]
+        if kind in _ARITHMETIC:
+            return _ARITHMETIC[kind](made, one, other)
+        if kind in CONVERSIONS:
+            return self._converted(node, one)
+        if kind == "MUL":
+            return self._multiplied(one, other)
+        if kind == "POW" and made.number_of(other) is not None:
+            return made.power(one, other.factor)
+        if kind == "DIV" and made.number_of(other):
+            return replace(one, factor=one.factor / other.factor, numbers=(*one.numbers, *other.numbers))
+        if kind in ("SUM", "MEAN"):
+            return self._summed(node, one)
+        if kind in _NEVER_REACHED and (made.number_of(other) or 0) * _NEVER_REACHED[kind] >= 1:
+            return one
+        if kind in _FUNCTIONS:
+            name = "GELU_TANH" if kind == "GELU" and Call(self.graph, node).option(0, "?", False) else kind
+            return Term(1.0, made.expr("function", name, one.factor, one.expr, size=one.expr.size), one.ids)
+        if kind == "DIV":
+            return made.multiply(one, made.power(other, -1.0))
+        raise UnreadableError("is none that a drafter needs")
+
+    def _converted(self, node: Node, term: Term) -> Term:
+        source, target = node.operand(0).tensor, node.outputs[0].tensor
+        if node.kind == "CAST" and not {source.type, target.type} <= FLOAT_TYPES:
+            raise UnreadableError(f"casts an activation from {source.type_name} to {target.type_name}")
+        if node.kind == "QUANTIZE":
+            self.coarse.append(node.outputs[0])
+        return term
+
+    def _multiplied(self, one: Term, other: Term) -> Term:
+        """A product; ones that multiply something else than a norm are none."""
+        for term, ones in ((one, other), (other, one)):
+            vector = ones.expr.kind == "weight" and not self.expressions.is_constant(term)
+            if (
+                vector
+                and -0.5 not in term.expr.powers.values()
+                and (self.expressions.numbers_of(self.graph, ones) == 1).all()
+            ):
+                return replace(term, ids=np.broadcast_arrays(term.ids, ones.ids)[0])
+        return self.expressions.multiply(one, other)
+
+    def _summed(self, node: Node, term: Term) -> Term:
+        rank = term.ids.ndim
+        if {int(a) % rank for a in self.graph.integers(node.operand(1))} != {rank - 1} or not term.whole:
+            raise UnreadableError("sums otherwise than over the last axis")
+        made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
+        keeps = Call(self.graph, node).option(0, "?", False)
+        return replace(made, ids=made.ids.reshape((*term.ids.shape[:-1], *([1] if keeps else []))))

@@ -1,0 +1,139 @@
+"""What a graph says of a constant: the role it plays, or that it is no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from mtp_extract.errors import FormatError, RoleError, UnsupportedError
+from mtp_extract.graph.flat import FlatGraph, Value
+from mtp_extract.graph.moving import LAYOUT
+from mtp_extract.litertlm.storage import NUMBER_TYPES
+from mtp_extract.litertlm.tflite import Tensor, TensorType
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
+
+    type: str
+    scale: float
+    zero_point: int
+
+
+@dataclass(frozen=True)
+class FoundRole:
+    """A constant and the role it plays."""
+
+    role: str  # "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``
+    tensor: Tensor | None  # the constant; None for a norm's weight of ones that the converter folded away
+    shape: tuple[int, ...]  # ``[out, in]`` of a matrix, ``[size]`` of a vector
+    factor: float  # stored = factor × (weight − offset); 1 unless something is folded into the weight
+    why: str  # the evidence, in words
+    known_as: tuple[str, ...]  # names of the tensors that carry the result, for the cross-check of names
+    input: Activation | None = None  # static quantization of the op's activations; None where they are float
+    output: Activation | None = None
+    result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
+    transposed: bool = False  # whether the constant is stored ``[in, out]``
+    offset: float = 0.0  # what the graph adds to what is stored; 0 but for a norm whose weight is stored less 1
+    first: int | None = None  # the row of the constant where the role's rows begin; None where it has all of them
+
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """Subgraph and index of the constant."""
+        return None if self.tensor is None else (self.tensor.subgraph, self.tensor.index)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A constant that is not a weight, the op that reads it, and the reason."""
+
+    tensor: Tensor
+    op: str
+    reason: str
+
+
+def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
+    """``roles`` by layer, those of the whole network first."""
+
+    def order(role: FoundRole) -> tuple[int, str]:
+        parts = role.role.split(".")
+        return int(parts[1]) if len(parts) == 3 else -1, role.role
+
+    return tuple(sorted(roles, key=order))
+
+
+def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside, ...]:
+    """Every constant of ``graph`` that plays none of ``roles``.
+
+    Raises:
+        RoleError: numbers are stored that no operator reads, or read that nothing computes: an operator was lost. Or
+            two roles have rows of one constant in common.
+    """
+    for node in graph.nodes:
+        for value in node.inputs:
+            if value is not None and value.unproduced:
+                raise RoleError(f"{node.op.label} reads {value.label}, which nothing computes: an op was lost.")
+    _check_rows(roles)
+    used = {role.key for role in roles}
+    found = [
+        SetAside(value.tensor, value.consumers[0][0].op.label if value.consumers else "none", _reason(value))
+        for key, value in graph.constants.items()
+        if key not in used
+    ]
+    found.extend(_unread(graph, roles))
+    return tuple(sorted(found, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
+
+
+def _check_rows(roles: Collection[FoundRole]) -> None:
+    """Check that no row of a constant belongs to two roles that have parts of it."""
+    parts = sorted(
+        (role.key, role.first, role.shape[0], role.role) for role in roles if role.key and role.first is not None
+    )
+    for (key, first, count, name), (other, begin, _, second) in pairwise(parts):
+        if key == other and begin < first + count:
+            raise RoleError(f"{name} and {second} have rows of one constant in common.")
+
+
+def _reason(constant: Value) -> str:
+    if constant.tensor.type not in NUMBER_TYPES:
+        return "index arithmetic, a shape or an axis"
+    for node, position in constant.consumers:
+        if position not in LAYOUT.get(node.kind, range(position + 1)):
+            return "a shape, an axis or an offset"
+    return "a number between the roles"
+
+
+def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside]:
+    """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
+    model, subgraph = graph.model, graph.model.subgraphs[graph.signature.subgraph]
+    details = [t.quantization.blockwise for t in subgraph.tensors if t.quantization is not None]
+    blocks = {index for one in details if one is not None for index in (one.scales, one.zero_points)}
+    for tensor in subgraph.tensors:
+        if not model.has_data(tensor) or (subgraph.index, tensor.index) in graph.constants:
+            continue
+        if tensor.index not in blocks and tensor.type in NUMBER_TYPES:
+            missing = [role.role for role in roles if role.tensor is None and np.prod(role.shape) == tensor.elements]
+            perhaps = f" {' or '.join(missing)} may have had it." if missing else ""
+            raise RoleError(
+                f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
+                f"checkpoint is written, because it might lack a weight.{perhaps}"
+            )
+        yield SetAside(tensor, "none", "scales of blocks" if tensor.index in blocks else "read by no op")
+
+
+def activation_of(value: Value) -> Activation | None:
+    """Static quantization of the tensor ``value``, if it is stored as integers."""
+    tensor = value.tensors[-1]
+    quantization = tensor.quantization
+    if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or quantization is None:
+        return None
+    if quantization.scale_count != 1 or quantization.zero_point_count > 1:
+        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale_count} scales.")
+    if not 0 <= quantization.scale[0] < np.inf:
+        raise FormatError(f"{tensor.label} has a scale of {quantization.scale[0]}: the file is damaged.")
+    zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
+    return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)

@@ -1,0 +1,154 @@
+"""How an attention rotates its queries, as the graph has it.
+
+A row of a score is, per dimension ``d`` of K, a sum of number · query element · table of the position. It has to be an
+amplitude times ``q[d] · cos − q[d + half] · sin`` below half, and ``q[d] · cos + q[d − half] · sin`` above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import FormatError, RoleError, UnsupportedError
+from mtp_extract.graph.expressions import Ids
+from mtp_extract.graph.flat import Value
+from mtp_extract.graph.forms import Scores
+from mtp_extract.graph.positions import Positions
+from mtp_extract.litertlm.storage import Floats
+
+Doubles = npt.NDArray[np.float64]
+_MOST_DOUBLINGS = 20
+_OF_A_COSINE = 2e-7
+"""What float32 leaves of a cosine, or of an angle that is made of one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """What each dimension of a query head is multiplied by, the other of its pair with it.
+
+    Attributes:
+        amplitude: a factor on all of it.
+        number, by: ``[2, dimensions, terms]``, for the dimension itself and the other of its pair: numbers, and which
+            elements of the position's tables they multiply (0 for none).
+    """
+
+    amplitude: float
+    number: Floats
+    by: Ids
+    positions: Positions
+
+    @property
+    def half(self) -> int:
+        return int(self.number.shape[1]) // 2
+
+    @property
+    def values(self) -> list[Value]:
+        """The values of the position that it is made of."""
+        return self.positions.values_of(self.by)
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """Equal for equal rotations."""
+        return self.number.tobytes(), self.by.tobytes()
+
+    def at(self, positions: Ids | None = None, *, rounds: bool) -> Iterator[tuple[Ids, list[Floats]]]:
+        """Cosines below and above half, sines below and above half, ``[positions, half]`` each, at ``positions``.
+
+        Args:
+            positions: all if None.
+            rounds: whether tables are taken as the file's operators round them, and not as it stores them.
+        """
+        values, columns = self.values, np.zeros(self.positions.count, np.int64)
+        at = 0
+        for value in values:
+            elements = self.positions.elements(value).reshape(-1)
+            columns[elements] = at + np.arange(elements.size)
+            at += elements.size
+        everywhere = np.arange(self.positions.slots) if positions is None else positions
+        if not values:
+            raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
+        for some, found in self.positions.at(everywhere, values, rounds=rounds):
+            table = found[0] if len(found) == 1 else np.concatenate(found, 1)
+            made = []
+            for part, sign in ((0, 1), (1, -1)):
+                for side in (0, 1):
+                    own = slice(side * self.half, (side + 1) * self.half)
+                    number, by = self.number[part, own], self.by[part, own]
+                    made.append(_sum(number * (sign if side == 0 else 1), columns[by], by, table))
+            yield some, made
+
+    def frequencies(self) -> tuple[Doubles, Doubles]:
+        """By how much a query turns from one position to the next, and how far each number may be off.
+
+        The angle is followed from position to position, each twice as far: so little of an error is left. Where
+        nothing turns it is exactly 0.
+        """
+        slots = self.positions.slots
+        steps = np.array([1 << k for k in range(_MOST_DOUBLINGS) if 1 << k < slots] or [0])
+        rows = [made for _, made in self.at(steps, rounds=False)]
+        cos, sin = (np.concatenate([row[part] for row in rows]).astype(np.float64) for part in (0, 2))
+        if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
+            raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")
+        found = np.zeros(self.half)
+        for position, turned in zip(steps, np.arctan2(sin, cos), strict=True):
+            turns = np.rint((found * position - turned) / (2 * np.pi)) if position > 1 else 0.0
+            found = (turned + 2 * np.pi * turns) / max(position, 1)
+        noise = 2 * float(np.abs(np.hypot(sin, cos) - 1).max())
+        return found, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1))
+
+
+def rotation_of(name: str, scores: Scores, heads: int, positions: Positions) -> Rotation:
+    """Take the rows of a layer's scores apart.
+
+    Args:
+        name: of the layer, for messages.
+        heads: query heads.
+
+    Raises:
+        RoleError: rows are made of other elements of the query than of one head's, pair by pair, or not alike.
+    """
+    rotated = scores.rotated
+    width = rotated.number.shape[1]
+    used, own = rotated.number != 0, np.arange(width)
+    head = np.where(used, rotated.element // width, 0).max((1, 2))
+    if not np.array_equal(np.sort(head), np.arange(heads)):
+        raise RoleError(f"{name}.attention: its scores are not one row a query head.")
+    kv_heads = int(scores.head.max()) + 1
+    if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
+        raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
+    within = rotated.element - head[:, None, None] * width
+    is_own = within == own[:, None]
+    is_other = within == ((own + width // 2) % width)[:, None]
+    if width % 2 or (used & ~is_own & ~is_other).any():
+        raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
+    number = np.stack([np.where(used & which, rotated.number, 0) for which in (is_own, is_other)], 1)
+    by = np.where(number != 0, rotated.by[:, None], 0)
+    if (number != number[:1]).any() or (by != by[:1]).any():
+        raise RoleError(f"{name}.attention: its heads are rotated differently.")
+    keep = (number[0] != 0).any((0, 1))
+    first = number[0, 0, 0]
+    amplitude = float(first[np.abs(first).argmax()])
+    if not amplitude:
+        raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
+    return Rotation(amplitude, (number[0][..., keep] / amplitude).astype(np.float32), by[0][..., keep], positions)
+
+
+def _sum(number: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
+    """Σ over the terms of number · column of ``table``, ``[positions, dimensions]``."""
+    made: Floats | None = None
+    for term in range(number.shape[1]):
+        factors, at = number[:, term], columns[:, term]
+        if not factors.any():
+            continue
+        if not by[:, term].any():
+            made = np.broadcast_to(factors, (len(table), len(number))) + (0 if made is None else made)
+            continue
+        first = int(at[0])
+        is_run = by[:, term].all() and np.array_equal(at, np.arange(first, first + len(at)))
+        picked = table[:, first : first + len(at)] if is_run else np.where(by[:, term] > 0, table[:, at], np.float32(1))
+        each = picked if (factors == 1).all() else picked * factors
+        made = each if made is None else made + each
+    return np.zeros((len(table), len(number)), np.float32) if made is None else made

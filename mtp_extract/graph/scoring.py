@@ -1,0 +1,296 @@
+"""From a rotated query and K to what rows take of V: scores, masks, the softmax whole or spelled out, the mixing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mtp_extract.graph.call import Call
+from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
+from mtp_extract.graph.forms import SCORE, Attention, Cache, CacheAxes, Form, Mixed, Rotated, Scored, Scores, Tree
+from mtp_extract.graph.positions import Positions
+from mtp_extract.graph.views import View
+from mtp_extract.litertlm.storage import FLOAT_TYPES
+
+_STAGES_OF_ONE = {
+    ("EXP", "shifted"): "raised",
+    ("LOGICAL_NOT", "hidden"): "seen",
+    ("LOGICAL_NOT", "some"): "none",
+}
+"""Operator and the stage of its operand → the stage of its result."""
+
+_MOST_NUMBERS = 1 << 20
+
+_REDUCED = {("REDUCE_MAX", "score"): "largest", ("SUM", "raised"): "total", ("REDUCE_ANY", "seen"): "some"}
+"""The same, of operators that go over all slots."""
+
+
+class Scoring:
+    """Reads operators from the first product of an attention to the second.
+
+    Attributes:
+        windows: of scores, the parts of the slots whose weights alone meet V.
+        attentions: expression of what heads mixed → how.
+    """
+
+    def __init__(self, graph: FlatGraph, expressions: Expressions, positions: Positions) -> None:
+        self.graph, self.expressions, self.positions = graph, expressions, positions
+        self.windows: dict[Scores, set[tuple[int, int]]] = {}
+        self.attentions: dict[Expr, Attention] = {}
+
+    # Products.
+
+    def _cache_axes(self, cache: Cache, slot: object, dimension: object) -> tuple[CacheAxes, Ids]:
+        """Of a cache whose last axes run along ``slot`` and ``dimension``: its axes, and the KV heads of the others."""
+        shape, batch = self.graph.inputs[cache.name].tensor.shape, range(len(cache.view.axes) - 2)
+        heads = cache.view.labels(batch)
+        if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
+            raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
+        if heads & {slot, dimension} or len(heads) > 1:
+            raise UnreadableError(f"takes {cache.name} otherwise than by KV heads, slots and dimensions")
+        head = next((int(label) for label in heads), None)
+        rest = [size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)]
+        if shape[slot] != self.positions.slots or max(rest, default=1) > 1 or not set(cache.view.starts) <= {slot}:
+            raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
+        places = np.zeros([1] * len(batch), np.int64) if head is None else cache.view.places(batch, head)
+        return (head, slot, dimension), places
+
+    def scores(self, rotated: Rotated, cache: Cache, flip: bool, flip_cache: bool) -> Scored:
+        """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
+        if flip:
+            rotated = rotated.moved(lambda a: np.swapaxes(a, -1, -2))
+        over, along = (-1, -2) if flip_cache else (-2, -1)
+        dimension, dimensions, _ = cache.view.along(over)
+        slot, slots, start = cache.view.along(along)
+        axes, heads = self._cache_axes(cache, slot, dimension)
+        if np.unique(dimensions).size != dimensions.size or rotated.shape[-1] != dimensions.size:
+            raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
+        shape = (*np.broadcast_shapes(heads.shape, rotated.shape[:-2]), rotated.shape[-2])
+        rows, width = int(np.prod(shape)), self.graph.inputs[cache.name].tensor.shape[axes[2]]
+        if rows * width * rotated.number.shape[-1] > _MOST_NUMBERS:
+            raise UnreadableError("has more heads and dimensions than any drafter")
+        wide = rotated.moved(lambda a: np.broadcast_to(a, (*shape, dimensions.size)))
+        tables: list[Any] = []
+        for array in (wide.number * cache.factor, wide.element, wide.by):
+            table = np.zeros((rows, width, array.shape[-1]), array.dtype)
+            table[:, dimensions] = array.reshape(rows, dimensions.size, -1)
+            tables.append(table)
+        head = np.broadcast_to(heads[..., None], shape).reshape(-1)
+        by_slot = tuple(replace(s, label="slot", steps=slots) for s in View.whole([0], [slots.size]).axes[0])
+        axes_of_view = (*View.whole(["row"], [rows]).reshaped(shape).axes, by_slot)
+        view = View(axes_of_view, {"row": 0, "slot": 0}, {} if start is None else {"slot": start})
+        return Scored("score", Scores(cache.name, axes, head, Rotated(rotated.query, *tables), SCORE), view)
+
+    def mixed(self, scored: Scored, cache: Cache, flip: bool, flip_cache: bool) -> Form:
+        """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``."""
+        if scored.stage not in ("weights", "raised"):
+            raise UnreadableError(f"multiplies {scored.stage} scores and a cache")
+        rank = len(scored.view.axes)
+        at, other = (rank - 2, rank - 1) if flip else (rank - 1, rank - 2)
+        over, along = (-1, -2) if flip_cache else (-2, -1)
+        label, places, start = scored.view.along(at)
+        slot, slots, begins = cache.view.along(over)
+        dimension, dimensions, _ = cache.view.along(along)
+        axes, heads = self._cache_axes(cache, slot, dimension)
+        if label != "slot" or not np.array_equal(places, slots) or start != begins:
+            raise UnreadableError("weighs other slots of V than it scored")
+        if (start, places.size) not in self.windows.get(scored.scores, ()) and not self._all_slots(scored.view, at):
+            raise UnreadableError("weighs some slots alone")
+        rows = scored.view.places([*range(rank - 2), other], "row")
+        rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
+        if not np.array_equal(scored.scores.head[rows], np.broadcast_to(heads[..., None], rows.shape)):
+            raise UnreadableError("weighs another head of V than it scored of K")
+        row, column = np.broadcast_arrays(rows[..., None], dimensions)
+        mixed = Mixed(scored.scores, cache.name, axes, row, column, cache.factor)
+        return mixed if scored.stage == "raised" else self._outside(mixed)
+
+    def _outside(self, mixed: Mixed) -> Term:
+        """What heads mixed of V, as a vector of ``[heads, width]``: a value outside of attentions."""
+        rotated, width = mixed.scores.rotated, self.graph.inputs[mixed.value].tensor.shape[mixed.axes[2]]
+        if rotated.number.shape[1] != width:
+            raise UnreadableError("mixes rows of another size than it scored")
+        heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
+        head: Ids = heads.max(1)
+        if ((heads != head[:, None]) & (heads >= 0)).any() or (head < 0).any():
+            raise UnreadableError("mixes what several heads scored")
+        expr = self.expressions.expr("mixed", mixed.scores, mixed.value, mixed.axes, size=rotated.query.size)
+        windows = frozenset(self.windows.get(mixed.scores, ()))
+        self.attentions.setdefault(expr, Attention(mixed.scores, mixed.value, mixed.axes, windows))
+        return Term(mixed.factor, expr, head[mixed.row] * width + mixed.dimension)
+
+    def divided(self, node: Node, mixed: Mixed, operands: Sequence[Form | None]) -> Form:
+        """What raised scores mixed, over their total."""
+        by = next((form for form in operands if isinstance(form, Scored)), None)
+        stage = "total" if node.kind == "DIV" and operands[0] is mixed else "share" if node.kind == "MUL" else ""
+        if by is None or by.scores is not mixed.scores or by.stage != stage:
+            raise UnreadableError("computes something of what is mixed of V, which is not divided by its total yet")
+        rows = np.broadcast_to(by.view.places(range(len(by.view.axes)), "row"), mixed.row.shape)
+        if not np.array_equal(rows, mixed.row):
+            raise UnreadableError("divides by the total of another head")
+        return self._outside(mixed)
+
+    # From scores to weights.
+
+    def scored(self, node: Node, operands: Sequence[Form | None]) -> Scored:
+        """What operators make of scores, stage by stage."""
+        kind, rows = node.kind, [form for form in operands if isinstance(form, Scored)]
+        if any(isinstance(form, Rotated | Cache | Mixed) for form in operands):
+            raise UnreadableError("brings a score together with a query or a cache")
+        first, stages = rows[0], [form.stage if isinstance(form, Scored) else None for form in operands]
+        if kind == "SOFTMAX":
+            return self._softmax(node, first)
+        if kind in ("REDUCE_MAX", "SUM", "REDUCE_ANY"):
+            return self._reduced(node, first)
+        if len(operands) == 1 and (kind, first.stage) in _STAGES_OF_ONE:
+            return replace(first, stage=_STAGES_OF_ONE[kind, first.stage])
+        made = self._spelled(kind, stages, operands, rows)
+        if made is not None:
+            return made
+        odd = next((form.stage for form in rows if form.stage != "score"), None)
+        if odd is not None:
+            raise UnreadableError(
+                f"computes something of {odd} scores, between the scores and the weights of an attention"
+            )
+        return self._masked(node, operands, rows)
+
+    def _spelled(
+        self, kind: str, stages: list[str | None], operands: Sequence[Form | None], rows: Sequence[Scored]
+    ) -> Scored | None:
+        """A softmax spelled out; None for anything else."""
+        first, numbers = rows[0], [self.expressions.number_of(form) for form in operands]
+        if len(rows) == 2 and kind != "MUL" and _same_rows(first, rows[1]):
+            stage = {("SUB", "score", "largest"): "shifted", ("DIV", "raised", "total"): "weights"}
+            found = stage.get((kind, first.stage, rows[1].stage))
+            return replace(first, stage=found) if found else None
+        if kind == "MUL" and sorted(map(str, stages)) == ["raised", "share"]:
+            raised, share = sorted(rows, key=lambda row: row.stage)
+            return replace(raised, stage="weights") if _same_rows(raised, share) else None
+        if kind == "DIV" and stages == [None, "total"] and numbers[0] == 1:
+            return replace(first, stage="share")
+        if kind == "EQUAL" and first.stage == "score" and -np.inf in numbers:
+            return replace(first, stage="hidden")
+        if kind in ("SELECT", "SELECT_V2") and stages == ["none", None, "weights"] and numbers[1] == 0:
+            # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
+            return rows[1] if _same_rows(rows[1], first) else None
+        return None
+
+    def _all_slots(self, view: View, axis: int) -> bool:
+        label, places, start = view.along(axis)
+        return label == "slot" and start is None and np.array_equal(places, np.arange(self.positions.slots))
+
+    def _softmax(self, node: Node, scored: Scored) -> Scored:
+        beta = float(Call(self.graph, node).option(0, "f", 0.0))
+        if scored.stage != "score" or not beta > 0 or not self._all_slots(scored.view, len(scored.view.axes) - 1):
+            raise UnreadableError("is a softmax of something else than the scores of all slots")
+        scores = scored.scores if beta == 1 else replace(scored.scores, tree=("times", scored.scores.tree, beta))
+        return Scored("weights", scores, scored.view)
+
+    def _reduced(self, node: Node, scored: Scored) -> Scored:
+        """The largest score, the total, or whether any slot is seen: over all slots."""
+        at, view, axes = scored.slot_axis, scored.view, node.operand(1)
+        over = {int(axis) % len(view.axes) for axis in self.graph.integers(axes)} if not axes.depends else set()
+        stage = _REDUCED.get((node.kind, scored.stage))
+        if over != {at} or stage is None or not self._all_slots(view, at):
+            raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
+        keeps = bool(Call(self.graph, node).option(0, "?", False))
+        return Scored(stage, scored.scores, view.without(at, keeps=keeps))
+
+    # Windows.
+
+    def check_window(self, scored: Scored, view: View) -> None:
+        """Note that the slots of ``view`` alone meet V."""
+        if scored.stage not in ("weights", "raised") or not set(view.starts) <= {"slot"}:
+            raise UnreadableError(f"takes some {scored.stage} scores by the position")
+        found = self.windows.setdefault(scored.scores, set())
+        found.update((table, view.shape[scored.slot_axis]) for table in view.starts.values())
+
+    def placed(self, node: Node, scored: Form | None) -> Scored:
+        """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
+        around = node.operand(0)
+        if not isinstance(scored, Scored) or scored.stage != "score" or around.depends:
+            raise UnreadableError("writes something else than the scores of a window")
+        if around.tensor.type not in FLOAT_TYPES or not around.constant:
+            raise UnreadableError("writes the scores of a window into something else than stored numbers")
+        numbers, view, shape, at = (
+            np.unique(self.graph.floats(around)),
+            scored.view,
+            around.tensor.shape,
+            scored.slot_axis,
+        )
+        begins = np.clip(self.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
+        label, places, start = view.along(at)
+        fits = all(view.shape[axis] == size for axis, size in enumerate(shape) if axis != at)
+        belongs = start == self.positions.window(begins[:, at]) and np.array_equal(places, np.arange(places.size))
+        if numbers.size != 1 or not belongs or not fits or label is None or shape[at] != self.positions.slots:
+            raise UnreadableError("puts scores where they do not belong")
+        tree = ("window", scored.scores.tree, start, places.size, float(numbers[0]))
+        whole = replace(view.with_axis(at, View.whole([label], [shape[at]]).axes[0]), starts={})
+        return Scored("score", replace(scored.scores, tree=tree), whole)
+
+    # Masks.
+
+    def _masked(self, node: Node, operands: Sequence[Form | None], rows: Sequence[Scored]) -> Scored:
+        """A score that meets masks, positions and numbers."""
+        shape = tuple(node.outputs[0].tensor.shape)
+        # With axes of one element in front, where the other operand has more.
+        views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
+        if any(not view.same(views[0]) for view in views) or views[0].shape != shape:
+            raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+        first = rows[0].scores
+        if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
+            raise UnreadableError("brings different scores together")
+        at = views[0].only("slot")
+        parts = [self._part(form, value, views[0], at) for form, value in zip(operands, node.inputs, strict=True)]
+        tree = _tree(node, parts)
+        if tree[0] in ("times", "over") and tree[1] == SCORE and isinstance(tree[2], float) and tree[2]:
+            factor = tree[2] if tree[0] == "times" else 1 / tree[2]
+            rotated = replace(first.rotated, number=first.rotated.number * factor)
+            return Scored("score", replace(first, rotated=rotated), views[0])
+        return Scored("score", replace(first, tree=tree), views[0])
+
+    def _part(self, form: Form | None, value: Value | None, view: View, at: int) -> Any:
+        """What an operand is in a mask tree: a number a slot, the same for all rows."""
+        if isinstance(form, Scored):
+            return form.scores.tree
+        number = self.expressions.number_of(form)
+        if number is not None:
+            return number
+        if value is None or value.depends & Depends.DATA:
+            raise UnreadableError("brings a score together with another activation")
+        axis = at - (len(view.axes) - len(value.tensor.shape))
+        if axis < 0 or value.tensor.shape[axis] == 1:
+            return "leaf", value, None
+        if not self._all_slots(view, at):
+            raise UnreadableError("meets scores of some slots with a mask")
+        return "leaf", value, axis
+
+
+def _tree(node: Node, parts: list[Any]) -> Tree:
+    """The mask tree of an operator on ``parts``, which are trees, leaves and numbers."""
+    kind, mine = node.kind, [isinstance(part, tuple) and part[0] != "leaf" for part in parts]
+    if kind in ("SELECT", "SELECT_V2") and not mine[0]:
+        if kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
+            raise UnreadableError("chooses whole rows")
+        return "select", *parts
+    if kind == "NEG":
+        return "times", parts[0], -1.0
+    if len(parts) == 2 and sum(mine) == 1:
+        tree, leaf = parts if mine[0] else parts[::-1]
+        if kind == "ADD" or (kind == "SUB" and mine[0]):
+            return "add", tree, leaf, 1.0 if kind == "ADD" else -1.0
+        if kind == "MUL" or (kind == "DIV" and mine[0]):
+            return "times" if kind == "MUL" else "over", tree, leaf
+    raise UnreadableError("computes something of a score")
+
+
+def _same_rows(whole: Scored, one: Scored) -> bool:
+    """Whether ``one``, a number a row, is of the same scores and rows as ``whole``."""
+    if whole.scores is not one.scores or len(whole.view.axes) != len(one.view.axes):
+        return False
+    at = whole.slot_axis
+    rest = [axis for axis in range(len(whole.view.axes)) if axis != at]
+    return one.view.shape[at] == 1 and np.array_equal(whole.view.places(rest, "row"), one.view.places(rest, "row"))

@@ -1,0 +1,202 @@
+"""Activations that a file holds on a grid or in half precision: how much of them is left.
+
+Rounding on such a grid is the runtime's, and outside of what is proven. A grid that cuts off what a drafter computes,
+or leaves next to nothing of it, makes another function all the same. So the expressions that are held so are computed
+of random inputs of ordinary size, and the grids are held against what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import UnsupportedError
+from mtp_extract.graph.call import code_range, grid_of
+from mtp_extract.graph.drafter import LOGITS, Walk
+from mtp_extract.graph.expressions import Expr, Term
+from mtp_extract.graph.flat import FlatGraph, Value, ancestors
+from mtp_extract.graph.forms import Scores
+from mtp_extract.graph.gelu import gelu
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.tflite import TensorType
+
+_SAMPLES = 16
+_SLOTS = 48
+_FEWEST_CODES = 8
+"""Within one standard deviation; three of Google's own files have 10 to 14."""
+_MOST_CUT_OFF, _MOST_POWER_CUT_OFF = 0.2, 0.3
+"""Of the numbers, and of the sum of their squares. Google's calibration leaves up to 13 % of random numbers out."""
+_HALF_REACH = 1024.0
+"""Root mean square of what half precision may hold: some numbers are 64 times as large, or as small."""
+_ROWS_AT_ONCE = 1 << 12
+
+
+@dataclass(frozen=True)
+class CoarseActivations:
+    """What of a drafter's activations a file holds in few bits.
+
+    Attributes:
+        types: how many, by type.
+        fewest_codes: of all grids, the fewest codes that lie within one standard deviation; None without grids.
+        cut_off: of all grids, the largest share of numbers of ordinary size beyond one.
+    """
+
+    types: Mapping[str, int]
+    fewest_codes: float | None = None
+    cut_off: float = 0.0
+
+
+def hold_grids(graph: FlatGraph, walk: Walk) -> CoarseActivations:
+    """Hold every grid of an activation.
+
+    Raises:
+        UnsupportedError: one cuts off, or leaves too little of, numbers of ordinary size.
+    """
+    types = dict(sorted(Counter(value.tensor.type_name for value in walk.coarse).items()))
+    head = next(role.result for role in walk.roles if role.role == "lm_head")
+    logits = {id(v) for v in ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
+    drawn, codes, cut_off = _Drawn(graph, walk), list[float](), 0.0
+    for value in walk.coarse:
+        term = walk.reading.forms[id(value)]
+        if not isinstance(term, Term) or term.expr.kind == "weight" or value.tensor.type is TensorType.BFLOAT16:
+            continue
+        numbers = term.factor * drawn.numbers(term.expr)
+        if grid_of(value.tensor) is None:
+            _check_half(value, numbers)
+            continue
+        # Of logits the largest is what counts.
+        share, within = _check_grid(value, numbers, exact=id(value) in logits)
+        cut_off, codes = max(cut_off, share), [*codes, within]
+    return CoarseActivations(types, min(codes, default=None), cut_off)
+
+
+def _check_grid(value: Value, numbers: npt.NDArray[np.float64], *, exact: bool) -> tuple[float, float]:
+    """The share of ``numbers`` beyond the grid of ``value``, and how many codes lie within one standard deviation."""
+    tensor, grid = value.tensor, grid_of(value.tensor)
+    assert grid is not None and tensor.type is not None
+    low, high = ((end - grid[1]) * grid[0] for end in code_range(tensor.type))
+    beyond = numbers - np.clip(numbers, low, high)
+    share = float(np.mean(np.abs(beyond) > grid[0]))
+    power = float(np.square(beyond).sum() / max(np.square(numbers).sum(), 1e-30))
+    most, most_power = (0.0, 0.0) if exact else (_MOST_CUT_OFF, _MOST_POWER_CUT_OFF)
+    if not (share <= most and power <= most_power):
+        raise UnsupportedError(
+            f"{tensor.label} holds {low:.4g} to {high:.4g}, and of numbers of ordinary size {share:.1%} lie beyond "
+            f"({power:.1%} of the sum of their squares): they are cut off, which no checkpoint does."
+        )
+    within = float(numbers.std()) / grid[0]
+    if not within >= _FEWEST_CODES:
+        raise UnsupportedError(
+            f"{tensor.label} holds multiples of {grid[0]:.4g}, and one standard deviation of numbers of ordinary size "
+            f"is {within:.2g} of them: too little is left. Nothing is written."
+        )
+    return share, within
+
+
+def _check_half(value: Value, numbers: npt.NDArray[np.float64]) -> None:
+    size = float(np.sqrt(np.mean(np.square(numbers))))
+    if not 1 / _HALF_REACH <= size <= _HALF_REACH:
+        raise UnsupportedError(
+            f"{value.label} holds numbers of about {size:.3g} in half precision. Nothing is written."
+        )
+
+
+class _Drawn:
+    """Expressions computed of random inputs, ``[samples, size]``."""
+
+    def __init__(self, graph: FlatGraph, walk: Walk) -> None:
+        self.graph, self.walk = graph, walk
+        self.found: dict[Expr, npt.NDArray[np.float64]] = {}
+
+    def numbers(self, expr: Expr) -> npt.NDArray[np.float64]:
+        """What ``expr`` is; the expressions that it is made of first, without recursion into deep ones."""
+        waiting = [expr]
+        while waiting:
+            parts = [part for part in _parts(waiting[-1]) if part not in self.found]
+            if parts:
+                waiting.extend(parts)
+            else:
+                last = waiting.pop()
+                self.found[last] = self._compute(last)
+        return self.found[expr]
+
+    def _compute(self, expr: Expr) -> npt.NDArray[np.float64]:
+        kind, parts = expr.kind, expr.parts
+        if kind == "input":
+            return np.random.default_rng(0).standard_normal((_SAMPLES, expr.size))
+        if kind == "weight":
+            return self.graph.floats(parts[0]).astype(np.float64)[None]
+        if kind == "matrix":
+            return self._product(parts[0], parts[1], self.found[parts[2]])
+        if kind == "mixed":
+            return self._mixed(parts[0], parts[1], parts[2], expr.size)
+        if kind == "product":
+            factors = (self.found[e] ** p for e, p in expr.powers.items())
+            return np.asarray(math.prod(factors, start=np.ones((1, 1))))
+        if kind == "sum":
+            return np.asarray(sum((f * self.found[e] for e, f in expr.terms.items()), start=np.zeros((1, 1))))
+        if kind == "function":
+            return _function(parts[0], parts[1] * self.found[parts[2]])
+        inner = self.found[parts[0]]
+        if kind == "groups":
+            return np.asarray(inner.reshape(len(inner), -1, parts[1]).sum(-1))
+        if kind == "part":
+            return inner[:, expr.chosen]
+        return np.repeat(inner, parts[1], 1) if kind == "each" else np.tile(inner, (1, parts[1]))
+
+    def _product(self, weight: Value, transposed: bool, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        tensor = weight.tensor
+        source = QuantizedTensor.of(self.graph.model, tensor)
+        sizes = [size for size in tensor.shape if size != 1 or len(tensor.shape) == 2]
+        if transposed:
+            return np.asarray(x @ source.dequantize().reshape(sizes), np.float64)
+        made = []
+        for first in range(0, sizes[0], _ROWS_AT_ONCE):
+            count = min(_ROWS_AT_ONCE, sizes[0] - first)
+            rows: Floats = source.rows(first, count).dequantize().reshape(count, sizes[1])
+            made.append(x.astype(np.float32) @ rows.T)
+        return np.concatenate(made, 1).astype(np.float64)
+
+    def _mixed(self, scores: Scores, value: str, axes: tuple[object, ...], size: int) -> npt.NDArray[np.float64]:
+        """Attention to a few slots of K and V of ordinary size; a rotation keeps lengths, so it is left out."""
+        width = scores.rotated.number.shape[1]
+        queries = self.found[scores.rotated.query].reshape(_SAMPLES, -1, 1, width)
+        spread = 1.2 / max(float(np.sqrt(np.mean(np.square(queries)) * width)), 1e-30)
+        random, shape = np.random.default_rng(crc32(value.encode())), (2, _SAMPLES, queries.shape[1], _SLOTS, width)
+        keys, values = random.standard_normal(shape)
+        raised = np.exp((queries * keys * spread).sum(-1))
+        weights = raised / raised.sum(-1, keepdims=True)
+        mixed = (weights[..., None] * values).sum(2) * self._spread_of(value)
+        return np.asarray(mixed).reshape(_SAMPLES, size)
+
+    def _spread_of(self, name: str) -> float:
+        """The standard deviation of what a cache holds: of all that its grid does, evenly, or 1."""
+        tensor = self.graph.inputs[name].tensor
+        if tensor.type in FLOAT_TYPES or tensor.type is None:
+            return 1.0
+        grid = grid_of(tensor)
+        scale = grid[0] if grid is not None else self.walk.cache_scales.get(name, 1.0)
+        return abs(scale) * code_range(tensor.type)[1] / 3**0.5
+
+
+def _parts(expr: Expr) -> list[Expr]:
+    if expr.kind in ("product", "sum"):
+        return list(expr.terms if expr.kind == "sum" else expr.powers)
+    if expr.kind == "mixed":
+        return [expr.parts[0].rotated.query]
+    return [part for part in expr.parts if isinstance(part, Expr)]
+
+
+def _function(name: str, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    if name == "TANH":
+        return np.tanh(x)
+    if name == "LOGISTIC":
+        return (1 + np.tanh(x / 2)) / 2
+    return gelu(x, tanh=name == "GELU_TANH")

@@ -1,0 +1,131 @@
+"""What is written, number by number, against what the graph holds: the config's own numbers, and every tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.errors import CheckpointError, ProofError
+from mtp_extract.graph.drafter import Walk
+from mtp_extract.graph.matrices import LARGEST
+from mtp_extract.graph.roles import FoundRole
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.tflite import TfliteModel
+
+Read = Callable[[str], Iterable[Floats]]
+"""Role → its tensor as written, in flat chunks of float32."""
+
+_ROUNDING = 1e-6
+_CONFIG = 1e-5
+_NOTHING: Floats = np.empty(0, np.float32)
+
+
+def hold_config(walk: Walk, config: DrafterConfig) -> None:
+    """Hold the numbers of ``config`` that no attention has.
+
+    Raises:
+        ProofError: one is another than the graph's.
+    """
+    found = {
+        "rms_norm_eps": walk.rms_norm_eps,
+        "final_logit_softcap": walk.soft_cap,
+        "hidden_activation": walk.hidden_activation,
+        "heads": [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers],
+    }
+    expected = {
+        "rms_norm_eps": config.rms_norm_eps,
+        "final_logit_softcap": config.final_logit_softcap,
+        "hidden_activation": config.hidden_activation,
+        "heads": [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers],
+    }
+    for name, one in found.items():
+        other = expected[name]
+        numbers = isinstance(one, float) and isinstance(other, float | int)
+        if not (math.isclose(one, other, rel_tol=_CONFIG) if numbers else one == other):  # type: ignore[arg-type]
+            raise ProofError(f"{name}: the graph has {one}, the config {other}. Nothing is written.")
+
+
+def hold_tensors(
+    model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read, bounds: Mapping[str, float] | None = None
+) -> float:
+    """Hold every tensor that is read against the constant that plays its role.
+
+    Args:
+        bounds: role → the share of itself by which a number may differ, where it was rounded.
+
+    Returns:
+        the largest share by which one does.
+
+    Raises:
+        ProofError: a number is another one, or none that a drafter has.
+        CheckpointError: a tensor has another size.
+    """
+    roles, moved = {role.role: role for role in walk.roles}, 0.0
+    for wanted, shape in shapes_of(config).items():
+        role, size = roles.get(wanted.name), math.prod(shape)
+        stored = _numbers_of(model, role) if role is not None else iter((np.ones(size, np.float32),))
+        allowed = np.float32(max(_ROUNDING, (bounds or {}).get(wanted.name, 0.0)))
+        offset = np.float32(abs(role.offset) if role is not None else 0.0)
+        # Of integers the scales were held when they were read.
+        integers = role is not None and role.tensor is not None and role.tensor.type not in FLOAT_TYPES
+        at = 0
+        for one, other in _side_by_side(wanted.name, stored, read(wanted.name)):
+            at += one.size
+            if not bounds and (integers or float(np.abs(one).max()) < LARGEST) and np.array_equal(one, other):
+                continue
+            apart, sizes = np.abs(one - other), np.abs(one) + offset
+            wrong = ~((apart <= allowed * sizes) & (sizes < LARGEST))
+            if wrong.any():
+                first = int(wrong.argmax())
+                raise ProofError(
+                    f"{wanted.name}: the graph and the checkpoint part here: number {at - one.size + first} is "
+                    f"{one[first]:.6g} in the graph and {other[first]:.6g} in the checkpoint. Nothing is written."
+                )
+            if bounds:
+                moved = max(moved, float(np.divide(apart, sizes, where=sizes > 0, out=np.zeros_like(apart)).max()))
+        if at != size:
+            raise CheckpointError(f"{wanted.name}: expected {size} numbers, found {at}.")
+    return moved
+
+
+def _numbers_of(model: TfliteModel, role: FoundRole) -> Iterator[Floats]:
+    """stored = factor × (weight − offset), solved for the weight."""
+    if role.tensor is None:
+        yield np.ones(math.prod(role.shape), np.float32)
+        return
+    source = QuantizedTensor.of(model, role.tensor)
+    if role.first is not None:
+        source = source.rows(role.first, role.shape[0])
+    chunks: Iterable[Floats] = source.chunks()
+    if role.transposed:
+        chunks = [np.ascontiguousarray(source.dequantize().reshape(role.shape[::-1]).T).reshape(-1)]
+    elif source.tensor.elements == 1:
+        chunks = [np.full(math.prod(role.shape), source.dequantize().reshape(-1)[0], np.float32)]
+    for chunk in chunks:
+        plain = role.factor == 1 and not role.offset
+        yield chunk if plain else chunk / np.float32(role.factor) + np.float32(role.offset)
+
+
+def _side_by_side(name: str, one: Iterable[Floats], other: Iterable[Floats]) -> Iterator[tuple[Floats, Floats]]:
+    """Pieces of the same size of two streams of numbers.
+
+    Raises:
+        CheckpointError: one ends before the other.
+    """
+    streams, rest = [iter(one), iter(other)], [_NOTHING, _NOTHING]
+    while True:
+        for i in (0, 1):
+            if not rest[i].size:
+                rest[i] = np.asarray(next((c for c in streams[i] if np.size(c)), _NOTHING), np.float32).reshape(-1)
+        size = min(rest[0].size, rest[1].size)
+        if not size:
+            if rest[0].size != rest[1].size:
+                raise CheckpointError(f"{name}: it has {'fewer' if rest[0].size else 'more'} numbers than the graph's.")
+            return
+        yield rest[0][:size], rest[1][:size]
+        rest = [rest[0][size:], rest[1][size:]]
