@@ -20,12 +20,12 @@ from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import pack
 from helpers.surgery import Graph
+from seam import MtpExtractError
 
 from adversary.edits import Case, Sample, sized
 from mtp_extract import extract
 from mtp_extract.drafter.arguments import DraftArguments
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.errors import MtpExtractError
 
 __all__ = ["APART", "SAME", "Verdict", "apart", "changed", "computed", "inputs_of", "original", "try_case", "written"]
 

@@ -9,9 +9,9 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import DRAFTER, Part, bundle
 from helpers.surgery import sound
+from seam import MtpExtractError
 
 from mtp_extract import extract
-from mtp_extract.errors import MtpExtractError
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS
 
 ROLE = "layers.0.down_proj"

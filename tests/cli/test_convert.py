@@ -23,7 +23,7 @@ def test_a_directory_in_another_format(extracted: Path, sample: Path, tmp_path: 
     assert (result.returncode, result.stderr) == (0, "")
     assert "from its transformers format" in result.stdout
     assert "23 of 48 weights as integers, the others in F32" in result.stdout
-    assert "Proven by the extraction: RoPE at all 256 positions, masks at all 256 rows" in result.stdout
+    assert "Proven by the extraction: every operator was read" in result.stdout
     shown = run("inspect", f"{extracted.name}-compressed-tensors", "--against", sample, cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "equal, bit for bit" in shown.stdout

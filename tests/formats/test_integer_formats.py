@@ -28,7 +28,7 @@ from mtp_extract.checkpoint.lazy import Steps, read_floats
 from mtp_extract.checkpoint.stored import StoredCodes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
 from mtp_extract.formats import format_named, format_of, read_checkpoint
-from mtp_extract.graph.ledger import Activation
+from mtp_extract.graph.roles import Activation
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.conversion import convert
 from mtp_extract.pipeline.extraction import checkpoint_of

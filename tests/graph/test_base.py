@@ -10,26 +10,21 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.bases import edited_section
-from helpers.make_bundle import kind, set_buffer
-
-from mtp_extract.architecture.roles import GEMMA4, roles_of
-from mtp_extract.base.places import find_base
-from mtp_extract.bundle import open_bundle
-from mtp_extract.errors import MtpExtractError, RoleError, UnsupportedError
+from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, kind, set_buffer
+from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, roles_of
 
 DECODE = 1
 
 
 def test_every_role_is_found_in_every_signature(sample: Path) -> None:
-    with open_bundle(sample) as opened:
-        base = find_base(opened)
-    walk = base.walk
+    found = base(sample)
+    walk = found.walk
     assert (walk.layers, walk.width, walk.soft_cap, walk.rms_norm_eps) == (6, 64, 30.0, 1e-6)
     absent = {f"layers.{i}.layer_scalar" for i in range(6)}
     absent |= {f"layers.{i}.{name}" for i in (4, 5) for name in ("k_proj", "k_norm", "v_proj")}
     expected = {role.name for role in roles_of(6, architecture=GEMMA4)} - absent
-    assert set(base.places) == expected
-    for role, places in base.places.items():
+    assert set(found.places) == expected
+    for role, places in found.places.items():
         signatures = [place.signature for place in places]
         own_cache = role.startswith("layers.3.") and role.split(".")[2] in (
             "pre_attention_norm",
@@ -44,7 +39,7 @@ def test_every_role_is_found_in_every_signature(sample: Path) -> None:
         else:
             assert signatures == ["decode", "verify"], role
     # Codes are shared by the signatures.
-    for places in base.places.values():
+    for places in found.places.values():
         assert len({p.model.locate(p.found.tensor).file_offset for p in places if p.found.tensor}) == 1
 
 
@@ -126,7 +121,7 @@ def _relu(model: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "edit", "error", "words"),
     [
-        ("prefill_decode", _slices, RoleError, r"layers\.2: expected the part of the per-layer embeddings at 64"),
+        ("prefill_decode", _slices, RoleError, r"layers\.1: expected the part of the per-layer embeddings at 32"),
         ("prefill_decode", _v_norm, UnsupportedError, "its V norm has a weight"),
         ("prefill_decode", _number(2**-0.5, 0.5), RoleError, "the per-layer embeddings: expected the factor 0.707107"),
         ("prefill_decode", _number(0.125, 0.25), RoleError, "per_layer_model_projection: expected the factor 0.125"),
@@ -152,15 +147,13 @@ def test_what_is_elsewhere_is_refused_by_name(
     tmp_path: Path, section: str, edit: Callable[[Any], None], error: type[MtpExtractError], words: str
 ) -> None:
     path = edited_section(tmp_path / "b.litertlm", section, edit)
-    with open_bundle(path) as opened, pytest.raises(error, match=words) as raised:
-        find_base(opened)
+    with pytest.raises(error, match=words) as raised:
+        base(path)
     assert "signature" in str(raised.value)
 
 
 def test_a_bundle_without_a_base_says_so(tmp_path: Path, sample: Path) -> None:
-    from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of
-
     path = tmp_path / "drafter.litertlm"
     path.write_bytes(bundle([Part(3, drafter_of(sample), DRAFTER)]))
-    with open_bundle(path) as opened, pytest.raises(UnsupportedError, match="expected a section prefill_decode"):
-        find_base(opened)
+    with pytest.raises(UnsupportedError, match="prefill_decode"):
+        base(path)

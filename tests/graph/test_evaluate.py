@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
+from helpers.make_drafter import DrafterSpec, plain_drafter
 from helpers.one_op import Grid, OneOp, const
+from seam import FormatError, MtpExtractError, UnsupportedError, evaluate, flat
 
-from mtp_extract.errors import FormatError, MtpExtractError, UnsupportedError
-from mtp_extract.graph.evaluate import Stacked, evaluate
+from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.flat import Depends
+from mtp_extract.graph.gelu import gelu
 from mtp_extract.graph.kernels import KERNELS
 
 Array = np.ndarray
 RNG = np.random.default_rng(5)
+LEAST, MOST = -(2**31), 2**31 - 1
 
 
 def floats(*shape: int, low: float = -3, high: float = 3) -> Array:
@@ -30,8 +37,12 @@ def bools(*shape: int) -> Array:
     return RNG.random(shape) < 0.5
 
 
+def whole(*values: int, kind: Any = np.int32) -> Array:
+    return np.array(values, kind)
+
+
 def index(*values: int) -> const:
-    return const(np.array(values, np.int32))
+    return const(whole(*values))
 
 
 def number(value: int) -> const:
@@ -48,22 +59,15 @@ def options(kind: str, **fields: Any) -> Any:
 
 def elementwise() -> Iterator[OneOp]:
     """Operators of one operand, over the numbers they take."""
-    anywhere = ("ABS", "CEIL", "COS", "ELU", "EXP", "FLOOR", "LOGISTIC", "NEG", "RELU", "RELU6", "ROUND", "SIGN", "SIN")
-    for kind in (*anywhere, "SQUARE", "TANH"):
+    for kind in ("ABS", "COS", "EXP", "NEG", "SIN", "SQUARE"):
         yield OneOp(kind, (floats(2, 1, 5),))
     for kind in ("LOG", "RSQRT", "SQRT"):
         yield OneOp(kind, (floats(3, 4, low=0.01, high=50),))
-    yield OneOp("ROUND", (np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 2.4999], np.float32),))
-    yield OneOp("COS", (np.array([24000.0, 31999.5, 7.0], np.float32),))
-    yield OneOp("SIN", (np.array([24000.0, 31999.5, 7.0], np.float32),))
-    yield OneOp("NEG", (ints(4),), results=("int32",))
-    yield OneOp("ABS", (ints(4),), results=("int32",))
+    for kind in ("COS", "SIN"):
+        yield OneOp(kind, (np.array([24000.0, 31999.5, 7.0], np.float32),))
+    for kind in ("NEG", "ABS"):
+        yield OneOp(kind, (ints(4),), results=("int32",))
     yield OneOp("LOGICAL_NOT", (bools(3, 4),), results=("bool",))
-    for approximate in (False, True):
-        yield OneOp("GELU", (floats(2, 9, low=-7, high=7),), options("Gelu", approximate=approximate))
-    yield OneOp("LOG_SOFTMAX", (floats(2, 7),))
-    for beta in (0.5, 1.0):
-        yield OneOp("SOFTMAX", (floats(1, 2, 3, 8),), options("Softmax", beta=beta))
 
 
 SHAPES = (((2, 3, 4), (2, 3, 4)), ((1, 1, 2, 5), (5,)), ((1, 4, 1, 3), (1, 1, 6, 1)), ((1, 3), (4, 1)), ((5,), ()))
@@ -78,13 +82,14 @@ def binary() -> Iterator[OneOp]:
         for activation in (1, 2, 3):
             yield OneOp(kind, (floats(6), floats(6, low=0.5)), options(option, fusedActivationFunction=activation))
         yield OneOp(kind, (ints(7), ints(7, low=1)), options(option), results=("int32",))
-    yield OneOp(
-        "DIV", (np.array([-7, 7, -7, 7], np.int32), np.array([2, 2, -2, -2], np.int32)), options("Div"), ("int32",)
-    )
-    most = np.array([2**31 - 1, -(2**31)], np.int32)
-    yield OneOp("ADD", (most, np.array([1, -1], np.int32)), options("Add"), results=("int32",))
-    yield OneOp("MUL", (most, np.array([3, 5], np.int32)), options("Mul"), results=("int32",))
-    for kind in ("MAXIMUM", "MINIMUM", "SQUARED_DIFFERENCE"):
+    signs = whole(-7, 7, -7, 7, 6), whole(2, 2, -2, -2, -3)
+    yield OneOp("DIV", signs, options("Div"), ("int32",))
+    yield OneOp("FLOOR_DIV", signs, results=("int32",))
+    yield OneOp("FLOOR_DIV", (floats(5), floats(5, low=0.5)))
+    yield OneOp("FLOOR_DIV", (np.array([1, 0.9], np.float32), np.array([0.1, 0.3], np.float32)))
+    yield OneOp("ADD", (whole(MOST, LEAST), whole(-1, 1)), options("Add"), results=("int32",))
+    yield OneOp("MUL", (whole(2**30, -(2**30)), whole(-2, 2)), options("Mul"), results=("int32",))
+    for kind in ("MAXIMUM", "MINIMUM"):
         for left, right in SHAPES[:4]:
             yield OneOp(kind, (floats(*left), floats(*right)))
         yield OneOp(kind, (ints(2, 5), ints(2, 5)), results=("int32",))
@@ -97,9 +102,7 @@ def binary() -> Iterator[OneOp]:
             yield OneOp(kind, (bools(*left), bools(*right)), results=("bool",))
     yield OneOp("POW", (floats(2, 3, low=0.1), const(np.float32(-0.5))))
     yield OneOp("POW", (floats(2, 3), const(np.float32(2))))
-    for kind in ("FLOOR_DIV", "FLOOR_MOD"):
-        yield OneOp(kind, (np.array([-7, 7, -7, 7], np.int32), np.array([2, 2, -2, -2], np.int32)), results=("int32",))
-        yield OneOp(kind, (floats(5), floats(5, low=0.5)))
+    yield OneOp("POW", (whole(-3, 2, 7), whole(3, 30, 0)), results=("int32",))
 
 
 def moved() -> Iterator[OneOp]:
@@ -112,104 +115,57 @@ def moved() -> Iterator[OneOp]:
     yield OneOp("TRANSPOSE", (x, index(2, 0, 1)))
     yield OneOp("TRANSPOSE", (const(floats(40_000, 2)), index(1, 0)))
     yield OneOp("SLICE", (x, index(0, 1, 1), index(2, -1, 2)), result_shape=(2, 2, 2))
+    yield OneOp("SLICE", (const(floats(6)), whole(2), index(4)), result_shape=(4,))
     yield OneOp("EXPAND_DIMS", (x, number(-2)))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[0]))
     yield OneOp("SQUEEZE", (floats(1, 3, 1, 2),), options("Squeeze", squeezeDims=[]))
     yield OneOp("BROADCAST_TO", (floats(3, 1), index(2, 3, 4)))
     yield OneOp("TILE", (floats(2, 3), index(2, 2)))
-    yield OneOp("REVERSE_V2", (x, index(1)))
-    yield OneOp("PAD", (floats(2, 3), const(np.array([[1, 0], [0, 2]], np.int32))))
-    yield OneOp("PADV2", (floats(2, 3), const(np.array([[1, 0], [0, 2]], np.int32)), const(np.float32(7))))
     for axis in (0, -1):
         yield OneOp("CONCATENATION", (x, x + 1), options("Concatenation", axis=axis))
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
     yield OneOp("UNPACK", (floats(2, 3),), options("Unpack", num=3, axis=1), ("float32",) * 3)
     yield OneOp("SPLIT", (number(-1), floats(2, 6)), options("Split", numSplits=3), ("float32",) * 3)
-    yield OneOp("SPLIT_V", (floats(2, 6), index(1, -1, 2), number(1)), options("SplitV", numSplits=3), ("float32",) * 3)
     for axis in (0, 1, -1):
         yield OneOp("GATHER", (x, ints(2, 2, low=0, high=1)), options("Gather", axis=axis))
-    yield OneOp("GATHER", (x, ints(2, 2, low=0, high=2)), options("Gather", axis=1, batchDims=1))
+        yield OneOp("GATHER", (const(x), ints(5, low=0, high=1)), options("Gather", axis=axis))
     yield OneOp("GATHER_ND", (x, ints(4, 1, low=0, high=1)))
     yield OneOp("GATHER_ND", (x, ints(3, 2, low=0, high=1)))
     for begin in (-2, 0, 1, 9):
-        yield OneOp("DYNAMIC_UPDATE_SLICE", (floats(3, 5), floats(2, 2), np.array([begin, 1], np.int32)))
-    rows = np.array([1, 0], np.int32), np.array([3, 4], np.int32), np.array([1, 2], np.int32)
+        yield OneOp("DYNAMIC_UPDATE_SLICE", (floats(3, 5), floats(2, 2), whole(begin, 1)))
+    rows = whole(1, 0), whole(3, 4), whole(1, 2)
     for masks in ({}, {"beginMask": 1}, {"endMask": 2}, {"shrinkAxisMask": 1}, {"beginMask": 3, "endMask": 3}):
         yield OneOp("STRIDED_SLICE", (floats(4, 5), *map(const, rows)), options("StridedSlice", **masks))
-    back = np.array([-1], np.int32), np.array([-4], np.int32), np.array([-1], np.int32)
-    yield OneOp("STRIDED_SLICE", (floats(6), *map(const, back)), options("StridedSlice"))
+    yield OneOp("STRIDED_SLICE", (floats(6), index(-1), index(-4), index(-1)), options("StridedSlice"))
     for condition in (bools(2, 3, 4), np.array(True)):
         yield OneOp("SELECT", (condition, x, x + 1))
-    yield OneOp("SELECT", (np.array([True, False]), x, x + 1))
     for shapes in SHAPES[:4]:
         yield OneOp("SELECT_V2", (bools(*shapes[1]), floats(*shapes[0]), const(np.float32(-1e9))))
     yield OneOp("SELECT_V2", (bools(2, 3), floats(2, 3), const(np.float32(-np.inf))))
     yield OneOp("SELECT_V2", (bools(1, 3), ints(2, 1), ints(2, 3)), results=("int32",))
-    yield OneOp("EMBEDDING_LOOKUP", (np.array([2, 0], np.int32), const(floats(3, 4))))
+    yield OneOp("EMBEDDING_LOOKUP", (whole(2, 0), const(floats(3, 4))))
 
 
 def counted() -> Iterator[OneOp]:
-    """Reductions, and operators whose results are indices or shapes."""
-    for kind in ("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_PROD"):
-        for axes in ((2,), (-1,), (0, 2)):
-            for keep in (False, True):
-                yield OneOp(kind, (floats(2, 3, 4), index(*axes)), options("Reducer", keepDims=keep))
-    for kind in ("REDUCE_ANY", "REDUCE_ALL"):
-        yield OneOp(kind, (bools(3, 4), index(1)), options("Reducer"), results=("bool",))
-    yield OneOp("SUM", (ints(3, 4), index(1)), options("Reducer"), results=("int32",))
-    for kind, option in (("ARG_MAX", "ArgMax"), ("ARG_MIN", "ArgMin")):
-        for wide in (False, True):
-            kinds = schema.TensorType.INT64 if wide else schema.TensorType.INT32
-            yield OneOp(
-                kind,
-                (floats(2, 7), number(-1)),
-                options(option, outputType=kinds),
-                results=("int64" if wide else "int32",),
-            )
-    for exclusive in (False, True):
-        for reverse in (False, True):
-            yield OneOp(
-                "CUMSUM", (ints(2, 5), number(1)), options("Cumsum", exclusive=exclusive, reverse=reverse), ("int32",)
-            )
-    one_hot = (np.array([0, 2, 5], np.int32), number(4), const(np.float32(3)), const(np.float32(-1)))
-    for axis in (-1, 0):
-        yield OneOp("ONE_HOT", one_hot, options("OneHot", axis=axis))
-    yield OneOp("SHAPE", (floats(2, 3),), options("Shape", outType=schema.TensorType.INT32), results=("int32",))
-    yield OneOp("RANK", (floats(2, 3),), options("Rank"), results=("int32",))
-    yield OneOp("RANGE", tuple(np.array(n, np.int32) for n in (2, 11, 3)), results=("int32",))
+    """Operators that are given shapes or bounds."""
+    for bounds in ((2, 11, 3), (9, -1, -4)):
+        yield OneOp("RANGE", tuple(np.array(n, np.int32) for n in bounds), results=("int32",))
     yield OneOp("FILL", (index(2, 3), np.array(4.5, np.float32)))
-    yield OneOp("ZEROS_LIKE", (floats(2, 3),))
+
+
+def cast() -> Iterator[OneOp]:
+    """From one type to another."""
     wanted = (("float32", "int32"), ("int32", "float32"), ("bool", "float32"), ("float32", "bool"), ("int32", "int64"))
     for source, target in (*wanted, ("int64", "int32"), ("int32", "int8")):
-        x = floats(2, 5, low=-300, high=300).astype(source)
+        x = floats(2, 5, low=-120, high=120).astype(source)
         yield OneOp("CAST", (x,), options("Cast"), results=(target,))
     far = np.array([-3.7, 300, -300, 127.6, 70000, -70000, 3e9, -3e9, 1e19, -1e19, np.nan, np.inf, -np.inf], np.float32)
     for target in ("uint8", "int8", "int16", "int32", "int64"):
         yield OneOp("CAST", (far,), options("Cast"), results=(target,))
-        yield OneOp("CAST", (np.array([-3, 300, 70000, -70000], np.int32),), options("Cast"), results=(target,))
 
 
 def multiplied() -> Iterator[OneOp]:
     """Products of matrices."""
-    for keep in (False, True):
-        yield OneOp(
-            "FULLY_CONNECTED", (floats(1, 2, 8), const(floats(5, 8)), None), options("FullyConnected", keepNumDims=keep)
-        )
-    yield OneOp(
-        "FULLY_CONNECTED",
-        (floats(3, 8), const(floats(5, 8)), const(floats(5))),
-        options("FullyConnected", fusedActivationFunction=1),
-    )
-    yield OneOp("FULLY_CONNECTED", (floats(3, 8), floats(5, 8), None), options("FullyConnected"))
-    for right, adj_y in (((8, 5), False), ((1, 5, 8), True)):
-        yield OneOp("BATCH_MATMUL", (floats(1, 3, 8), const(floats(*right))), options("BatchMatMul", adjY=adj_y))
-    for padding, activation in ((0, 0), (1, 1)):
-        once = options("Conv2D", padding=padding, strideW=1, strideH=1, fusedActivationFunction=activation)
-        yield OneOp("CONV_2D", (floats(1, 2, 3, 8), const(floats(5, 1, 1, 8)), const(floats(5))), once)
-    wide = const(floats(80_000, 4))
-    yield OneOp("FULLY_CONNECTED", (floats(3, 4), wide, None), options("FullyConnected"))
-    yield OneOp("BATCH_MATMUL", (floats(1, 2, 4), wide), options("BatchMatMul", adjY=True))
-    yield OneOp("BATCH_MATMUL", (floats(1, 2, 80_000, low=0, high=1e-3), wide), options("BatchMatMul"))
     for left, right in (((2, 3, 4), (2, 4, 5)), ((1, 2, 3, 4), (4, 5)), ((2, 1, 3, 4), (1, 3, 4, 5))):
         for adj_x in (False, True):
             for adj_y in (False, True):
@@ -219,122 +175,212 @@ def multiplied() -> Iterator[OneOp]:
                     (np.swapaxes(a, -1, -2).copy() if adj_x else a, np.swapaxes(b, -1, -2).copy() if adj_y else b),
                     options("BatchMatMul", adjX=adj_x, adjY=adj_y),
                 )
+    yield OneOp("BATCH_MATMUL", (const(floats(1, 32, 1)), floats(1, 1, 1)), options("BatchMatMul"))
 
 
 def quantized() -> Iterator[OneOp]:
-    """From codes to numbers."""
+    """From codes to numbers and back."""
     grid = Grid((0.25,), (3,))
     yield OneOp("DEQUANTIZE", (ints(2, 5, kind=np.int8),), options("Dequantize"), input_grid=grid)
     yield OneOp("DEQUANTIZE", (ints(2, 5, kind=np.int16),), options("Dequantize"), input_grid=Grid((0.25,), (0,)))
     rows = Grid((0.5, 0.25, 2.0), (1, 0, -2))
     yield OneOp("DEQUANTIZE", (const(ints(3, 4, kind=np.int8), rows),), options("Dequantize"))
     yield OneOp("DEQUANTIZE", (const(floats(3, 4).astype(np.float16)),), options("Dequantize"))
+    halves = np.array([-0.375, -0.125, 0.125, 0.375, 0.3, 3.0], np.float32)
+    for kind in ("int8", "int16"):
+        yield OneOp("QUANTIZE", (halves,), options("Quantize"), (kind,), Grid((0.25,), (0,)))
+    yield OneOp("QUANTIZE", (floats(40),), options("Quantize"), ("int8",), Grid((0.05,), (7,)))
     # The codes themselves, which a MUL may scale instead.
-    yield OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=Grid((0.25,), (0,)))
+    yield OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=Grid((0.25,), (3,)))
+    yield OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), results=("int8",), input_grid=grid, result_grid=grid)
 
 
-CASES = [*elementwise(), *binary(), *moved(), *counted(), *multiplied(), *quantized()]
+CASES = [*elementwise(), *binary(), *moved(), *counted(), *cast(), *multiplied(), *quantized()]
+each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.kind}-{n}" for n, case in enumerate(CASES)])
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case.kind}-{n}" for n, case in enumerate(CASES)])
+@each_case
 def test_an_operator_is_what_the_interpreter_computes(case: OneOp) -> None:
     for expected, found in zip(case.interpreted(), case.evaluated(), strict=True):
-        assert found[0].shape == expected.shape
-        assert found[0].dtype == expected.dtype
-        np.testing.assert_allclose(found[0], expected, rtol=3e-6, atol=2e-6)
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case.kind}-{n}" for n, case in enumerate(CASES)])
-def test_samples_in_lock_step_are_each_on_its_own(case: OneOp) -> None:
-    for alone, together in zip(case.evaluated(), case.evaluated(samples=3), strict=True):
-        for sample in together:
-            np.testing.assert_allclose(sample, alone[0], rtol=1e-6, atol=1e-6)
-
-
-PLAIN = [case for case in CASES if case.inputs() and case.input_grid is None]
-
-
-@pytest.mark.parametrize("case", PLAIN, ids=[f"{case.kind}-{n}" for n, case in enumerate(PLAIN)])
+@each_case
 def test_samples_side_by_side_are_each_on_its_own(case: OneOp) -> None:
-    """Thousands of positions are computed as one array; three here, the others with their elements in another order."""
-    graph, inputs = case.flat(), case.inputs()
-    turned = {name: [np.roll(v, by).copy() for by in range(3)] for name, v in inputs.items()}
+    """Whichever inputs are the same for all samples; those that differ have their elements in another order."""
+    graph, several = case.flat(), case.samples(3)
     wanted = list(graph.outputs.values())
-    try:
-        one_by_one = evaluate(graph, {name: tuple(v) for name, v in turned.items()}, wanted)
-    except MtpExtractError:
-        # Shapes or offsets that only fit in their own order.
-        return
-    together = evaluate(graph, {name: Stacked(np.stack(v)) for name, v in turned.items()}, wanted)
-    for single, whole in zip(one_by_one, together, strict=True):
-        for sample in range(3):
-            np.testing.assert_allclose(whole[sample], single[sample], rtol=1e-5, atol=1e-6)
+    for same in itertools.chain.from_iterable(itertools.combinations(several, n) for n in range(len(several) + 1)):
+        given = {name: values[:1] if name in same else values for name, values in several.items()}
+        count = max(map(len, given.values()), default=1)
+        try:
+            alone = [
+                evaluate(graph, {n: v[at % len(v)][None] for n, v in given.items()}, wanted) for at in range(count)
+            ]
+        except MtpExtractError:
+            continue  # Offsets that only fit in their own order.
+        if len({tuple(made.shape for made in one) for one in alone}) > 1:
+            continue  # A shape that the sample decides.
+        for side_by_side, *singly in zip(evaluate(graph, given, wanted), *alone, strict=True):
+            np.testing.assert_array_equal(side_by_side, np.concatenate(singly))
 
 
 def test_every_operator_of_the_list_is_tried() -> None:
-    # QUANTIZE is an identity here and rounds there: drafters with static activations try it.
-    assert {case.kind for case in CASES} == set(KERNELS) - {"QUANTIZE"}
+    assert {case.kind for case in CASES} == set(KERNELS)
 
 
-REFUSED: list[tuple[OneOp, str]] = [
-    (OneOp("UNIQUE", (ints(4),), options("Unique"), ("int32", "int32")), "UNIQUE"),
-    (OneOp("ADD", (floats(4), floats(4)), options("Add", fusedActivationFunction=4)), "fused activation"),
-    (OneOp("ADD", (floats(4), ints(4)), options("Add")), "mixes"),
-    (
-        OneOp("FULLY_CONNECTED", (floats(1, 4), const(ints(4, 4, kind=np.int8), Grid((0.1,) * 4, (0,) * 4, 1)), None)),
-        "along axis 1",
-    ),
-    (
-        OneOp("FULLY_CONNECTED", (floats(1, 4), const(ints(4, 4, kind=np.int8), Grid((0.1,) * 4, (1,) * 4)), None)),
-        "zero points",
-    ),
-    (
-        OneOp("FULLY_CONNECTED", (floats(1, 4), const(floats(4, 4)), None), options("FullyConnected", weightsFormat=1)),
-        "shuffled",
-    ),
-    (
-        OneOp(
-            "RESHAPE",
-            (ints(4, kind=np.int8), index(2, 2)),
-            results=("int8",),
-            input_grid=Grid((0.5,), (0,)),
-            result_grid=Grid((0.25,), (0,)),
-        ),
-        "another scale",
-    ),
-    (OneOp("SLICE", (floats(4), index(2), index(3))), "takes"),
-    *(
-        (OneOp("CONV_2D", (floats(1, 4, 4, 8), const(floats(*shape)), const(floats(5))), options("Conv2D", **how)), why)
-        for shape, how, why in (
-            ((5, 2, 2, 8), {"strideW": 1, "strideH": 1}, "a filter of "),
-            ((5, 1, 1, 8), {"strideW": 1, "strideH": 2}, "strides of "),
-            ((5, 1, 1, 8), {"strideW": 1, "strideH": 1, "dilationWFactor": 2}, "dilations of "),
-        )
-    ),
-    (
-        OneOp(
-            "CONV_2D",
-            (
-                floats(1, 1, 1, 4),
-                const(ints(4, 1, 1, 4, kind=np.int8), Grid((0.1,) * 4, (0,) * 4, 3)),
-                const(floats(4)),
-            ),
-            options("Conv2D", strideW=1, strideH=1),
-        ),
-        "along axis 3",
-    ),
-    (OneOp("GATHER", (floats(4), index(4)), options("Gather")), "lacks"),
+def test_thousands_of_positions_side_by_side_are_each_on_its_own() -> None:
+    graph = flat(plain_drafter(DrafterSpec(windows=(4, None), cache=64)))
+    positions = np.arange(5000, dtype=np.int32)[:, None]
+    decided = [v for node in graph.nodes for v in node.outputs if v.depends == Depends.POSITION]
+    assert {v.producer.kind for v in decided if v.producer} >= {"COS", "SIN", "MUL", "LESS"}
+    assert inputs_of(decided) == {"input_pos"}
+    together = evaluate(graph, {"input_pos": positions}, decided)
+    for at in (0, 1, 63, 4096, 4999):
+        for alone, one in zip(evaluate(graph, {"input_pos": positions[at : at + 1]}, decided), together, strict=True):
+            np.testing.assert_array_equal(alone[0], one[at])
+
+
+def test_more_samples_than_are_computed_at_once() -> None:
+    case = OneOp("ADD", (floats(1), const(floats(1 << 20))), options("Add"), result_shape=(1 << 20,))
+    graph, several = case.flat(), floats(9, 1)
+    (found,) = evaluate(graph, {"i0": several}, list(graph.outputs.values()))
+    assert found.shape == (9, 1 << 20)
+    np.testing.assert_array_equal(found, several + case.operands[1].values)
+
+
+WRAPS = [
+    OneOp("ADD", (whole(MOST), whole(1)), options("Add"), ("int32",)),
+    OneOp("SUB", (whole(LEAST), whole(1)), options("Sub"), ("int32",)),
+    OneOp("MUL", (whole(2**30), whole(2)), options("Mul"), ("int32",)),
+    OneOp("MUL", (whole(2**62, kind=np.int64), whole(4, kind=np.int64)), options("Mul"), ("int64",)),
+    OneOp("ADD", (whole(2**63 - 1, kind=np.int64), whole(1, kind=np.int64)), options("Add"), ("int64",)),
+    OneOp("NEG", (whole(LEAST),), results=("int32",)),
+    OneOp("ABS", (whole(LEAST),), results=("int32",)),
+    OneOp("POW", (whole(10), whole(10)), results=("int32",)),
+    OneOp("DIV", (whole(LEAST), whole(-1)), options("Div"), ("int32",)),
+    OneOp("DIV", (whole(1), whole(0)), options("Div"), ("int32",)),
+    OneOp("FLOOR_DIV", (whole(1), whole(0)), results=("int32",)),
+    OneOp("CAST", (whole(300),), options("Cast"), ("int8",)),
+    OneOp("CAST", (whole(-1),), options("Cast"), ("uint8",)),
+    OneOp("CAST", (whole(2**31, kind=np.int64),), options("Cast"), ("int32",)),
 ]
 
 
-@pytest.mark.parametrize(("case", "why"), REFUSED, ids=[why for _, why in REFUSED])
+@pytest.mark.parametrize("case", WRAPS, ids=[f"{case.kind}-{n}" for n, case in enumerate(WRAPS)])
+def test_an_integer_that_wraps_around_is_refused(case: OneOp) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{case.kind}.*does not hold"):
+        case.evaluated()
+
+
+WIDE = 1 << 13
+LARGE = [
+    OneOp("RANGE", tuple(np.array(n, np.int32) for n in (LEAST, MOST, 1)), results=("int32",)),
+    OneOp("BROADCAST_TO", (floats(1), index(WIDE, WIDE, WIDE))),
+    OneOp("TILE", (floats(2, 2), index(WIDE, WIDE))),
+    OneOp("FILL", (index(WIDE, WIDE), np.array(1, np.float32))),
+    OneOp("ADD", (floats(WIDE, 1), floats(1, WIDE)), options("Add")),
+    OneOp("BATCH_MATMUL", (floats(WIDE, 1), floats(1, WIDE)), options("BatchMatMul")),
+    OneOp("GATHER", (floats(1, WIDE), ints(WIDE, low=0, high=0)), options("Gather")),
+    OneOp("GATHER_ND", (floats(1, WIDE), ints(WIDE, 1, low=0, high=0))),
+    OneOp("EMBEDDING_LOOKUP", (ints(WIDE, low=0, high=0), const(floats(1, WIDE)))),
+    OneOp("CONCATENATION", (const(np.zeros(1 << 24, np.int8)),) * 3, options("Concatenation"), ("int8",)),
+]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=[f"{case.kind}-{n}" for n, case in enumerate(LARGE)])
+def test_a_result_that_no_drafter_has_is_refused_before_it_is_made(case: OneOp) -> None:
+    graph, given = case.flat(), case.samples()
+    tracemalloc.start()
+    begun = time.perf_counter()
+    with pytest.raises(UnsupportedError, match=f"{case.kind} makes [0-9]+ numbers"):
+        evaluate(graph, given, list(graph.outputs.values()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.perf_counter() - begun < 2
+    assert peak < 1 << 27
+
+
+GRID = Grid((0.5,), (0,))
+REFUSED: list[tuple[OneOp, str]] = [
+    (OneOp("UNIQUE", (ints(4),), options("Unique"), ("int32", "int32")), "UNIQUE"),
+    (OneOp("ADD", (floats(4), floats(4)), options("Add", fusedActivationFunction=4)), "fused activation"),
+    (OneOp("ADD", (floats(4), ints(4)), options("Add")), "mixes FLOAT32 and INT32"),
+    (OneOp("SELECT_V2", (bools(4), floats(4), ints(4))), "for tensor 3 .*another type"),
+    (OneOp("SELECT", (bools(2), floats(2, 2), floats(2, 2))), "whole rows"),
+    (OneOp("CONCATENATION", (floats(2), ints(2)), options("Concatenation")), "another type"),
+    (OneOp("COS", (ints(4),)), "makes float64"),
+    (OneOp("CAST", (floats(4),), options("Cast"), ("int4",)), "where tensor 1 'o0' .INT4"),
+    (OneOp("ADD", (ints(4), ints(4)), options("Add", fusedActivationFunction=1), ("int32",)), "fused activation"),
+    (OneOp("RANGE", tuple(np.array(n, np.float32) for n in (0, 1, 0.1))), "in floats"),
+    (OneOp("BATCH_MATMUL", (ints(2, 2), ints(2, 2)), options("BatchMatMul"), ("int32",)), "other types"),
+    (
+        OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), None, ("int8",), Grid((0.25,), (0,)), input_grid=GRID),
+        "another type or scale",
+    ),
+    (OneOp("QUANTIZE", (floats(3, low=65, high=70),), options("Quantize"), ("int8",), GRID), "cut off"),
+    (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),
+    (OneOp("SLICE", (floats(4), index(2), index(3))), "takes"),
+    (OneOp("GATHER", (floats(4), index(4)), options("Gather")), "lacks"),
+    (OneOp("GATHER", (floats(2, 4), ints(2, 1, low=0, high=1)), options("Gather", axis=1, batchDims=1)), "each batch"),
+]
+
+
+@pytest.mark.parametrize(("case", "why"), REFUSED, ids=[f"{case.kind}: {why}" for case, why in REFUSED])
 def test_what_is_not_known_is_refused_by_name(case: OneOp, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=why):
+    with pytest.raises(UnsupportedError, match=rf"{case.kind}.*{why}|{why}"):
         case.evaluated()
 
 
-def test_shapes_that_do_not_fit_are_an_error_of_ours() -> None:
-    case = OneOp("ADD", (floats(3), floats(4)), options("Add"))
-    with pytest.raises(FormatError, match="op 0 ADD"):
+@pytest.mark.parametrize(
+    "case",
+    [
+        OneOp("ADD", (floats(3), floats(4)), options("Add")),
+        OneOp("ADD", (floats(3),), options("Add")),
+        OneOp("COS", (floats(3), floats(3))),
+        OneOp("RESHAPE", (floats(3), index(2, 2))),
+        OneOp("TRANSPOSE", (floats(3), index(2))),
+        OneOp("RANGE", tuple(np.array(n, np.int32) for n in (0, 4, 0)), results=("int32",)),
+    ],
+    ids=lambda case: case.kind,
+)
+def test_operands_that_do_not_fit_are_an_error_of_ours(case: OneOp) -> None:
+    with pytest.raises(FormatError, match=f"op 0 {case.kind}"):
         case.evaluated()
-    assert issubclass(FormatError, MtpExtractError)
+
+
+def test_what_would_take_hours_is_refused() -> None:
+    case = OneOp("ADD", (floats(1), const(floats(1 << 20))), options("Add"), result_shape=(1 << 20,))
+    graph = case.flat()
+    with pytest.raises(UnsupportedError, match="more numbers than any drafter"):
+        evaluate(graph, {"i0": np.zeros((1 << 16, 1), np.float32)}, list(graph.outputs.values()))
+
+
+def test_an_input_that_is_not_given_is_refused() -> None:
+    graph = OneOp("COS", (floats(3),)).flat()
+    with pytest.raises(UnsupportedError, match="'i0'"):
+        evaluate(graph, {}, list(graph.outputs.values()))
+
+
+def test_numbers_are_rounded_to_the_types_of_the_file_or_not() -> None:
+    x = np.array([[0.1, 1e-9, 1e9]], np.float32)
+    for case, expected in (
+        (OneOp("ADD", (x[0], x[0]), options("Add"), ("float16",)), [0.199951171875, 0, np.inf]),
+        (OneOp("QUANTIZE", (x[0, :2],), options("Quantize"), ("int8",), Grid((0.25,), (0,))), [0, 0]),
+    ):
+        graph, given = case.flat(), case.samples()
+        wanted = list(graph.outputs.values())
+        np.testing.assert_array_equal(evaluate(graph, given, wanted)[0][0], expected)
+        exact = sum(given.values())
+        np.testing.assert_array_equal(evaluate(graph, given, wanted, rounds=False)[0], exact)
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_is_what_the_interpreter_computes(tanh: bool) -> None:
+    x = floats(2, 9, low=-7, high=7)
+    (expected,) = OneOp("GELU", (x,), options("Gelu", approximate=tanh)).interpreted()
+    found = gelu(x.astype(np.float64), tanh=tanh)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)

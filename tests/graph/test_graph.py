@@ -9,16 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.make_bundle import Memory, pack
+from helpers.make_bundle import Memory, code_names, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.variant_files import REFUSED, VARIANTS, variant
+from seam import (
+    FORMATS,
+    FULL,
+    SLIDING,
+    MtpExtractError,
+    Shard,
+    UnsupportedError,
+    prove,
+    read,
+    role_table,
+    roles_of,
+)
+from seam import RopeConfig as Rope
 
-from mtp_extract.architecture.config import FULL, SLIDING
-from mtp_extract.architecture.config import RopeConfig as Rope
-from mtp_extract.architecture.roles import role_table, roles_of
-from mtp_extract.bundle import Shard, open_bundle
-from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.formats import FORMATS
 from mtp_extract.graph.names import check_names
 from mtp_extract.graph.rope import read_rope
 
@@ -55,21 +62,20 @@ OTHERWISE = {
 }
 
 
-def read(name: str) -> Shard:
-    with open_bundle(variant(name)) as opened:
-        return opened.drafter()
+def found(name: str) -> Shard:
+    return read(variant(name))
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_geometry(name: str) -> None:
-    config = read(name).config
+    config = found(name).config
     expected = {**USUAL, **OTHERWISE.get(name, {})}
     assert {field: getattr(config, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_roles_are_complete_and_unique(name: str) -> None:
-    drafter = read(name)
+    drafter = found(name)
     roles = Counter(r.role for r in drafter.walk.roles)
     assert max(roles.values()) == 1
     expected = {r.name for r in roles_of(4)}
@@ -85,62 +91,81 @@ def test_roles_are_complete_and_unique(name: str) -> None:
 
 
 def test_shared_q_norm_is_one_constant() -> None:
-    tensors = {r.role: r.tensor for r in read("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
+    tensors = {r.role: r.tensor for r in found("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
     assert tensors["layers.0.q_norm"] is tensors["layers.1.q_norm"] is tensors["layers.2.q_norm"]
     assert tensors["layers.3.q_norm"] is not tensors["layers.0.q_norm"]
 
 
 def test_weights_of_one_that_were_folded_away_are_ones() -> None:
-    norms = [r for r in read("torch_unit_plain_norm").walk.roles if "norm" in r.role]
+    norms = [r for r in found("torch_unit_plain_norm").walk.roles if "norm" in r.role]
     assert norms
     assert all(r.tensor is None for r in norms)
 
 
 def test_folded_soft_cap_is_divided_out() -> None:
-    head = next(r for r in read("torch_folded_softcap").walk.roles if r.role == "lm_head")
+    head = next(r for r in found("torch_folded_softcap").walk.roles if r.role == "lm_head")
     assert head.factor == pytest.approx(1 / 30, rel=1e-12)
 
 
 def test_rotated_weights_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"Hadamard.*gating_einsum1"):
-        read("jax_hadamard")
+    with pytest.raises(UnsupportedError, match="Hadamard"):
+        found("jax_hadamard")
 
 
 def test_a_window_left_to_the_runtime_must_be_said() -> None:
     longer_than_the_caches = Memory(pack(plain_model(DrafterSpec(windows=(1000, None)))))
-    with open_bundle(longer_than_the_caches) as opened:
-        with pytest.raises(UnsupportedError, match="Say how long it is") as caught:
-            opened.drafter()
-        assert caught.value.remedies == ("sliding_window=N",)
-        assert opened.drafter(sliding_window=1000).config.sliding_window == 1000
+    with pytest.raises(UnsupportedError, match="how long") as caught:
+        read(longer_than_the_caches)
+    assert caught.value.remedies == ("sliding_window=N",)
+    assert read(longer_than_the_caches, sliding_window=1000).config.sliding_window == 1000
 
 
 def test_a_window_that_the_runtime_says_too_is_measured() -> None:
-    assert read("jax_published_mask_local").config == read("jax_published").config
+    assert found("jax_published_mask_local").config == found("jax_published").config
+
+
+def recoded(old: str, new: str) -> Memory:
+    """torch_plain_norm, every comparison ``old`` another one."""
+    model = load(variant("torch_plain_norm").read_bytes())
+    number = {name: code for code, name in code_names().items()}[new]
+    for op in model.subgraphs[0].operators:
+        if kind(model, op) == old:
+            code = model.operatorCodes[op.opcodeIndex]
+            code.builtinCode = code.deprecatedBuiltinCode = number
+    return Memory(pack(model))
+
+
+def test_a_comparison_that_is_closed_makes_the_window_longer() -> None:
+    """Which slots are seen counts, and not how the mask is written."""
+    longer = read(recoded("LESS", "LESS_EQUAL")).config
+    assert [layer.sliding_window for layer in longer.layers] == [17, 17, 17, None]
+
+
+@pytest.mark.parametrize(("old", "new"), [("GREATER_EQUAL", "GREATER"), ("LESS", "GREATER"), ("LESS", "NOT_EQUAL")])
+def test_what_is_no_window_is_refused(old: str, new: str) -> None:
+    with pytest.raises(MtpExtractError, match=r"layers|different caches|sliding window"):
+        prove(recoded(old, new))
 
 
 def test_published_names_confirm(sample: Path) -> None:
-    with open_bundle(sample) as bundle:
-        names = bundle.drafter().names
+    names = read(sample).names
     # A layer scalar is an anonymous factor; everything else carries its published name.
     assert set(names.unrecognised) == {f"layers.{i}.layer_scalar" for i in range(4)}
-    assert len(names.confirmed) == 44
+    assert (len(names.confirmed), names.contradicted) == (44, {})
 
 
 def test_names_of_another_role_are_a_contradiction(sample: Path) -> None:
-    with open_bundle(sample) as bundle:
-        roles = list(bundle.drafter().walk.roles)
+    roles = list(read(sample).walk.roles)
     by_name = {r.role: r for r in roles}
     gate, up = by_name["layers.1.gate_proj"], by_name["layers.1.up_proj"]
-    swapped = [
-        replace(r, tensor=up.tensor) if r is gate else replace(r, tensor=gate.tensor) if r is up else r for r in roles
-    ]
-    with pytest.raises(RoleError, match=r"layers\.1\.gate_proj.*gating_einsum2.*layers\.1\.up_proj"):
-        check_names(swapped, 4)
+    tensors = {gate.role: up.tensor, up.role: gate.tensor}
+    names = check_names([replace(r, tensor=tensors.get(r.role, r.tensor)) for r in roles], 4)
+    assert names.contradicted == {gate.role: (up.role,), up.role: (gate.role,)}
+    assert len(names.confirmed) == 42
 
 
 def test_unknown_names_neither_confirm_nor_contradict() -> None:
-    names = read("torch_plain_norm").names
+    names = found("torch_plain_norm").names
     assert not names.confirmed
     assert len(names.unrecognised) == 48
 
@@ -180,5 +205,4 @@ def test_other_rope_tables_are_refused(damage: str) -> None:
 
 def test_a_drafter_shown_fits_a_screen_or_a_few(sample: Path) -> None:
     """Values name their producers, which name their inputs: shown in full, a graph is gigabytes of text."""
-    with open_bundle(sample) as opened:
-        assert len(repr(opened.drafter())) < 200_000
+    assert len(repr(read(sample))) < 200_000

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
+from seam import DTYPES, Place, base
 
 from helpers.first_pair import first_base, first_bundle
 from helpers.make_bundle import bundle, load, pack, parts_of
-from mtp_extract.base.places import Place, find_base
-from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.dtypes import DTYPES
 
 __all__ = ["PREFIX", "Weights", "base_with", "edited_section", "patched", "places_of"]
 
@@ -85,8 +83,7 @@ def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:
 
 def places_of(path: Path, role: str) -> tuple[Place, ...]:
     """Where ``role`` is stored in the bundle at ``path``."""
-    with open_bundle(path) as opened:
-        return find_base(opened).places[role]
+    return base(path).places[role]
 
 
 def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:

@@ -21,17 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
+from seam import MtpExtractError, Shard, checkpoint_of, format_named, open_bundle, read, read_floats
 
 from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
-from mtp_extract import Shard, extract
-from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.lazy import read_floats
-from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.errors import MtpExtractError
-from mtp_extract.formats import format_named
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract import extract
 
 __all__ = ["KINDS", "Outcome", "run"]
 
@@ -80,7 +75,7 @@ def bundle_bytes() -> bytes:
 @cache
 def stored(which: int) -> tuple[tuple[int, int], ...]:
     """Where the constants of a drafter lie: (offset, length)."""
-    model = open_bundle(Memory(drafter_bytes(which))).drafter().model
+    model = read(Memory(drafter_bytes(which))).model
     located = [model.locate(t) for g in model.subgraphs for t in g.tensors if model.has_data(t)]
     return tuple(sorted({(place.offset, place.length) for place in located}))
 
@@ -212,7 +207,7 @@ class Planned:
         return cls(_values(weights), json.loads(config.text)["text_config"])
 
 
-def _values(weights: OutputFile) -> dict[str, npt.NDArray[np.float32]]:
+def _values(weights: Any) -> dict[str, npt.NDArray[np.float32]]:
     return {planned.role: read_floats(planned.tensor) for planned in weights.tensors if planned.tensor is not None}
 
 
@@ -227,7 +222,7 @@ class Sound:
 
 @cache
 def sound(layers: int) -> Sound:
-    drafter = open_bundle(Memory(drafter_bytes(layers - 1))).drafter()
+    drafter = read(Memory(drafter_bytes(layers - 1)))
     planned = Planned.of(drafter)
     return Sound(planned.values, _tensors(drafter), planned.config)
 
@@ -294,7 +289,7 @@ def check(data: bytes, folder: Path | None) -> str:
         AssertionError: a result that is not what the bytes say, or a trace of one that failed.
     """
     try:
-        drafter = open_bundle(Memory(data)).drafter()
+        drafter = read(Memory(data))
         problem = wrong(drafter, Planned.of(drafter), data)
         outcome = "ok"
     except MtpExtractError as error:

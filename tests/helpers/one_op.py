@@ -10,19 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
+from seam import FlatGraph, evaluate, flat
 
-from helpers.make_bundle import Memory, pack
-from mtp_extract.graph.arrays import Coded
-from mtp_extract.graph.evaluate import evaluate
-from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.io.source import Region
-from mtp_extract.litertlm.tflite_reading import read_model
+from helpers.make_bundle import pack
 
 __all__ = ["Grid", "OneOp", "const"]
 
 _TYPES = {
     "float32": schema.TensorType.FLOAT32,
     "float16": schema.TensorType.FLOAT16,
+    "int4": schema.TensorType.INT4,
     "int8": schema.TensorType.INT8,
     "uint8": schema.TensorType.UINT8,
     "int16": schema.TensorType.INT16,
@@ -61,8 +58,8 @@ class OneOp:
     input_grid: Grid | None = None
     result_shape: tuple[int, ...] = (1,)
 
-    def model(self) -> bytes:
-        """The model, packed. Shapes of results are left to the runtime, unless it asks for them."""
+    def model(self, shapes: Sequence[Sequence[int]] = ()) -> bytes:
+        """The model, packed; without ``shapes`` of results the runtime finds them, unless it asks for them."""
         model = schema.ModelT()
         model.version, model.description = 3, b"one op"
         code = schema.OperatorCodeT()
@@ -94,7 +91,8 @@ class OneOp:
         op.outputs = []
         for position, kind in enumerate(self.results):
             op.outputs.append(len(graph.tensors))
-            graph.tensors.append(_tensor(f"o{position}", self.result_shape, kind, self.result_grid))
+            shape = shapes[position] if shapes else self.result_shape
+            graph.tensors.append(_tensor(f"o{position}", shape, kind, self.result_grid))
         if self.options is not None:
             op.builtinOptions = self.options
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
@@ -112,7 +110,7 @@ class OneOp:
         return {f"i{n}": v for n, v in enumerate(self.operands) if isinstance(v, np.ndarray)}
 
     def interpreted(self) -> list[npt.NDArray[Any]]:
-        """The results of Google's interpreter, with its builtin kernels."""
+        """The results of Google's interpreter, with its builtin kernels; of codes, the real numbers."""
         interpreter = Interpreter(
             model_content=self.model(), experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
         )
@@ -120,23 +118,32 @@ class OneOp:
         for detail in interpreter.get_input_details():
             interpreter.set_tensor(detail["index"], self.inputs()[detail["name"]])
         interpreter.invoke()
-        return [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        made = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        return [_real(values, self.result_grid) for values in made]
 
     def flat(self) -> FlatGraph:
-        """The graph of the model."""
-        data = self.model()
-        model = read_model(Region(Memory(data), 0, len(data), "the model"))
-        return flatten(model, model.signatures[0])
+        """The graph of the model, whose results have the shapes that the interpreter finds, if it runs."""
+        try:
+            shapes = [made.shape for made in self.interpreted()]
+        except (RuntimeError, ValueError):
+            shapes = []
+        return flat(self.model(shapes))
 
-    def evaluated(self, samples: int = 1) -> list[list[npt.NDArray[Any]]]:
-        """The evaluator's results, each an array a sample; all samples hold the same."""
+    def samples(self, count: int = 1) -> dict[str, npt.NDArray[Any]]:
+        """What the evaluator is given, ``[count, *shape]`` an input: each sample has the elements in another order."""
+        real = {name: _real(values, self.input_grid) for name, values in self.inputs().items()}
+        return {name: np.stack([np.roll(values, by) for by in range(count)]) for name, values in real.items()}
+
+    def evaluated(self) -> list[npt.NDArray[Any]]:
+        """The evaluator's results."""
         graph = self.flat()
-        grid = self.input_grid
-        fed = {
-            name: (Coded(v, grid.scale[0], grid.zero_point[0]) if grid and v.dtype.kind == "i" else v,) * samples
-            for name, v in self.inputs().items()
-        }
-        return evaluate(graph, fed, list(graph.outputs.values()))
+        return [made[0] for made in evaluate(graph, self.samples(), list(graph.outputs.values()))]
+
+
+def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
+    if grid is None or values.dtype.kind not in "iu":
+        return values
+    return (values.astype(np.float32) - np.float32(grid.zero_point[0])) * np.float32(grid.scale[0])
 
 
 def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:

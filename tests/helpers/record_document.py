@@ -69,7 +69,7 @@ def ordered_head(name: str) -> dict[str, Any]:
 
 
 RECORD: dict[str, Any] = {
-    "format_version": 4,
+    "format_version": 5,
     "tool": {"name": "mtp-extract", "version": "1.2.3"},
     "source": {
         "name": "gemma-4-E4B-it.litertlm",

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
+from seam import read
 
 from helpers.make_bundle import Memory, code_names, load, pack
 from helpers.variant_files import variant
-from mtp_extract.bundle import open_bundle
 
 __all__ = ["STYLES", "Graph", "Layer", "Norm", "sound"]
 
@@ -596,7 +596,7 @@ def _other(op: Any, tensor: int) -> int:
 @cache
 def _base(style: str, layers: tuple[int, ...]) -> bytes:
     data = variant(STYLES[style]).read_bytes()
-    found = open_bundle(Memory(data)).drafter().walk.roles
+    found = read(Memory(data)).walk.roles
     graph = Graph(load(data), {role.role: role.tensor.index for role in found if role.tensor is not None})
     _keep_layers(graph, layers)
     graph.tidy()

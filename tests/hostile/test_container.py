@@ -13,18 +13,18 @@ import flatbuffers
 import pytest
 from helpers.make_bundle import ALIGNMENT, DRAFTER, Memory, Part, bundle, drafter_of, parts_of
 from helpers.make_drafter import plain_drafter
-
-from mtp_extract import extract
-from mtp_extract.bundle import open_bundle
-from mtp_extract.errors import (
+from seam import (
     FormatError,
     MtpExtractError,
     NoDrafterError,
     SourceError,
     TruncatedError,
     UnsupportedError,
+    inspect,
+    open_bundle,
 )
-from mtp_extract.pipeline.inspection import inspect
+
+from mtp_extract import extract
 
 DRAFTER_DATA = plain_drafter()
 PARTS = [Part(5, b"metadata"), Part(3, DRAFTER_DATA, DRAFTER), Part(4, b"tokenizer")]

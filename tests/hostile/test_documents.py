@@ -13,18 +13,24 @@ from pathlib import Path
 import pytest
 from helpers.bounds import HANG, cpu_limit
 from helpers.record_cases import prepare, run
+from seam import (
+    CheckpointError,
+    MtpExtractError,
+    few,
+    inspect_checkpoint,
+    open_bundle,
+    open_regular,
+    plan_upload,
+    planned_insertion,
+    read_base,
+    read_header,
+    read_prompts,
+    read_regular,
+    verify,
+    verify_against_source,
+)
 
-from mtp_extract.base.checkpoint import read_base
-from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.errors import CheckpointError, MtpExtractError, few
-from mtp_extract.evaluate.prompts import read_prompts
-from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insert.drafter import planned_insertion
-from mtp_extract.io.regular import open_regular, read_regular
-from mtp_extract.pipeline.check import verify
-from mtp_extract.pipeline.conversion import convert
-from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract import convert
 
 CASES = 160
 
@@ -51,7 +57,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_file_is_not_waited_for(
     extracted: Path, sample: Path, tmp_path: Path, name: str, kind: str, recorded: bool
 ) -> None:
-    from mtp_extract.bundle import open_bundle
 
     place = Path(shutil.copytree(extracted, tmp_path / "copy"))
     if not recorded:

@@ -36,8 +36,8 @@ def ranges_of(roles: list[str]) -> Ranges:
     """Another range for every role; gate and up read one value."""
     return {
         role: (
-            Range(-6.0 - index * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
-            Range(-0.25, 12.0 + index),
+            Range(-5.0 - index / 100 * (not role.endswith(("gate_proj", "up_proj"))), 0.5),
+            Range(-0.25, 5.0 + index / 100),
         )
         for index, role in enumerate(roles)
     }

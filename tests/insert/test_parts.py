@@ -171,17 +171,17 @@ def test_a_part_is_read_by_name(tmp_path: Path) -> None:
 
 def test_rows_that_alternate_are_no_parts(tmp_path: Path) -> None:
     path = made(tmp_path, lambda g: fused(g, rows=EVEN_ODD))
-    with pytest.raises(RoleError, match="computed from two matrices"), open_bundle(path) as opened:
+    with pytest.raises(RoleError, match=r"gate_proj: its rows"), open_bundle(path) as opened:
         opened.drafter()
 
 
 def test_rows_that_no_role_has_are_refused(tmp_path: Path) -> None:
     path = made(tmp_path, lambda g: fused(g, rows=(range(0, 128), range(64, 192))))
-    with pytest.raises(RoleError, match="256 rows, of which they are not one each"), open_bundle(path) as opened:
+    with pytest.raises(RoleError, match="in common"), open_bundle(path) as opened:
         opened.drafter()
 
 
 def test_columns_of_a_constant_are_refused_by_name(tmp_path: Path) -> None:
     path = made(tmp_path, lambda g: fused(g, turned=True))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.gate_proj: .* beside another role"), open_bundle(path) as o:
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.gate_proj"), open_bundle(path) as o:
         o.drafter()

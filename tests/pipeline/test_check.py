@@ -107,7 +107,7 @@ def test_other_files(checkpoint: Path) -> None:
         b"[]",
         b"{}",
         b'{"format_version": 2, "files": {}, "tensors": 1}',
-        b'{"format_version": 4}',
+        b'{"format_version": 5}',
         b"\xff\xfe",
     ],
 )

@@ -55,7 +55,7 @@ def changed(directory: Path, path: tuple[str, ...], value: Any) -> dict[str, Any
     ("path", "value"),
     [
         (("proof",), 1),
-        (("proof", "tolerance"), "1e-5"),
+        (("proof", "positions"), "256"),
         (("source", "section", "sha256"), "abc"),
         (("source", "size"), True),
         (("files", "config.json"), []),

@@ -1,71 +1,115 @@
-"""The proof by execution: it holds for every sound drafter, and no planted fault gets past it."""
+"""The proof: it holds for every sound drafter, says what it held, and no planted fault gets past it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from adversary.mutations import MUTATIONS
+from adversary.rewrites import REWRITES
 from helpers.make_bundle import Memory, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
-from helpers.proving import Floats, Read, held
+from helpers.surgery import sound
 from helpers.variant_files import REFUSED, VARIANTS, variant
+from seam import (
+    CheckpointError,
+    DrafterConfig,
+    Floats,
+    MtpExtractError,
+    ProofError,
+    Read,
+    RoleError,
+    UnsupportedError,
+    in_words,
+    prove,
+    roles_of,
+)
 
-from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import roles_of
-from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError
-from mtp_extract.proof.compare import TOLERANCE
-from mtp_extract.proof.proof import Proof
+from mtp_extract import extract
 
 SOUND = sorted(set(VARIANTS) - REFUSED)
+STYLES = ["torch_plain_norm", "jax_published"]
 LAYERS = 4
+Reread = Callable[[Read], Read]
+Reconfigure = Callable[[DrafterConfig], DrafterConfig]
+
+
+def of(label: str, style: str = "torch") -> Memory:
+    """The file of a case of the adversary."""
+    (case,) = [c for c in (*MUTATIONS, *REWRITES) if c.label == label]
+    graph = case.apply(style)
+    assert graph is not None
+    return Memory(graph.data())
+
+
+# What holds, and what is said of it.
 
 
 @pytest.mark.parametrize("name", SOUND)
 def test_every_kind_of_drafter_is_proven(name: str) -> None:
-    proof = held(variant(name))
-    assert max(*proof.logits, *proof.projected) <= TOLERANCE / 4
+    proof = prove(variant(name))
+    assert proof.positions == (96 if name == "torch_odd_sizes" else 256)
+    assert len(proof.largest_scores) == LAYERS
+    assert proof.rounded is None
 
 
-def test_the_sample_is_proven(sample: Path) -> None:
-    proof = held(sample)
-    assert max(*proof.logits, *proof.projected) <= TOLERANCE / 4
-    assert proof.sliding_masked
-    assert proof.as_json()["positions"] == list(proof.positions)
+def test_every_position_and_row_is_held(sample: Path) -> None:
+    proof = prove(sample)
+    assert proof == prove(sample)
+    said = proof.as_json()
+    assert (said["positions"], said["mask_rows"]["of"]) == (256, 256)
+    assert said["position_values"] >= 4
+    assert json.loads(json.dumps(said)) == said
+    assert any("256 positions" in line for line in in_words(said))
 
 
 @pytest.mark.parametrize("windows", [(None,), (4, None), (3, 3, None)])
 def test_plain_operators_are_proven(windows: tuple[int | None, ...]) -> None:
-    proof = held(Memory(plain_drafter(DrafterSpec(windows=windows))))
-    assert max(*proof.logits, *proof.projected) <= TOLERANCE / 4
+    assert prove(Memory(plain_drafter(DrafterSpec(windows=windows)))).positions == 16
 
 
-def test_a_proof_repeats_itself(sample: Path) -> None:
-    assert held(sample) == held(sample)
+def test_rows_of_a_large_cache_are_alike() -> None:
+    """Two rows stand for all where masks depend on slot less position; else every row is computed, or none is held."""
+    proof = prove(Memory(plain_drafter(DrafterSpec(windows=(16, None), cache=6000))))
+    assert (proof.positions, proof.rows, proof.alike) == (6000, 2, True)
 
 
-def test_positions_lie_on_both_sides_of_the_window_and_at_the_end(sample: Path) -> None:
-    """The window is 16 and the caches have 256 slots."""
-    proof: Proof = held(sample)
-    assert {15, 16, proof.slots - 1} <= set(proof.positions)
-    assert min(proof.positions) < 8
+@pytest.mark.parametrize(("table", "kind"), [("fp16", "FLOAT16"), ("int16", "INT16"), ("int8", "INT8")])
+def test_a_coarse_table_is_said_and_the_exact_theta_is_written(table: str, kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    proof = extract(of(f"same: rounded/{table}_rope_tables"), out).record["proof"]
+    assert [entry["layer"] for entry in proof["coarse_tables"]] == [0, 1]
+    assert all(kind in entry["held_in"] and 0 < entry["differs_by"] < 0.02 for entry in proof["coarse_tables"])
+    assert any("exact theta" in line for line in in_words(proof))
+    assert "10000.0" in (out / "config.json").read_text()
 
 
-def test_a_published_graph_need_not_show_its_window_the_mask() -> None:
-    assert not held(variant("jax_published")).sliding_masked
+def test_activations_in_few_bits_are_counted() -> None:
+    said = prove(variant("torch_static8_mix48_kv8")).as_json()
+    assert said["activations_held_in"]["INT8"] > 10
+    assert said["fewest_codes"] >= 8
+    assert 0 <= said["largest_share_cut_off"] < 0.2
+    plain = prove(Memory(sound("torch").data()))
+    assert (plain.coarse, plain.as_json()["activations_held_in"], plain.as_json()["fewest_codes"]) == ((), {}, None)
 
 
-def perturbed(role: str) -> object:
-    """One row of ``role``, and one number of a vector, are five per cent off."""
+# Faults of the checkpoint.
+
+
+def perturbed(role: str) -> Reread:
+    """One number of ``role`` is a thousandth off."""
 
     def change(read: Read) -> Read:
         def changed(name: str) -> Iterator[Floats]:
             for index, chunk in enumerate(read(name)):
                 copy = np.array(chunk, np.float32).reshape(-1)
                 if name == role and not index:
-                    copy[: 1 if copy.size < 1000 else 64] *= np.float32(1.05)
+                    copy[np.abs(copy).argmax()] *= np.float32(1.001)
                 yield copy
 
         return changed
@@ -73,38 +117,45 @@ def perturbed(role: str) -> object:
     return change
 
 
-# The last layer's scalar is taken away again by the final norm: it makes no other function. Its bits are compared.
-ROLES = [role.name for role in roles_of(LAYERS) if role.name != f"layers.{LAYERS - 1}.layer_scalar"]
-
-
-@pytest.mark.parametrize("style", ["torch_plain_norm", "jax_published"])
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("role", [role.name for role in roles_of(LAYERS)])
 def test_a_weight_that_is_off_is_named(style: str, role: str) -> None:
-    with pytest.raises(ProofError, match=rf"^{role}: the graph and the checkpoint part here"):
-        held(variant(style), read=perturbed(role))
-
-
-def swapped(one: str, other: str) -> object:
-    names = {one: other, other: one}
-    return lambda read: lambda name: read(names.get(name, name))
+    with pytest.raises(ProofError, match=rf"^{role}: "):
+        prove(variant(style), read=perturbed(role))
 
 
 SWAPS = [
     ("layers.1.pre_attention_norm", "layers.1.pre_ffw_norm"),
-    ("layers.2.post_attention_norm", "layers.2.post_ffw_norm"),
     ("layers.0.gate_proj", "layers.0.up_proj"),
     ("layers.0.q_proj", "layers.1.q_proj"),
-    ("layers.3.post_ffw_norm", "final_norm"),
+    ("final_norm", "layers.3.post_ffw_norm"),
 ]
 
 
 @pytest.mark.parametrize(("one", "other"), SWAPS)
-def test_exchanged_tensors_are_named_by_the_first(one: str, other: str) -> None:
-    with pytest.raises(ProofError, match=rf"^{one}: "):
-        held(variant("jax_published"), read=swapped(one, other))
+def test_exchanged_tensors_are_named(one: str, other: str) -> None:
+    names = {one: other, other: one}
+    with pytest.raises(ProofError, match=rf"^({one}|{other}): "):
+        prove(variant("jax_published"), read=lambda read: lambda name: read(names.get(name, name)))
 
 
-def layer(index: int, **fields: object) -> object:
+def every(change: Callable[[Floats], Floats], role: str) -> Reread:
+    return lambda read: lambda name: [change(c) for c in read(name)] if name == role else read(name)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e30])
+def test_not_a_number_is_no_proof(number: float) -> None:
+    with pytest.raises(ProofError, match=r"^final_norm: "):
+        prove(variant("jax_published"), read=every(lambda c: np.full_like(c, number), "final_norm"))
+
+
+@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: np.append(c, 0), lambda c: c[:0]])
+def test_a_tensor_of_another_size_is_an_error(change: Callable[[Floats], Floats]) -> None:
+    with pytest.raises(CheckpointError, match="lm_head"):
+        prove(variant("jax_published"), read=every(change, "lm_head"))
+
+
+def layer(index: int, **fields: Any) -> Reconfigure:
     """The config with other ``fields`` of layer ``index``."""
 
     def change(config: DrafterConfig) -> DrafterConfig:
@@ -115,11 +166,11 @@ def layer(index: int, **fields: object) -> object:
     return change
 
 
-def number(**fields: object) -> object:
+def number(**fields: Any) -> Reconfigure:
     return lambda config: dataclasses.replace(config, **fields)
 
 
-CONFIGS = {
+CONFIGS: dict[str, tuple[Reconfigure, str]] = {
     "window + 1": (layer(0, sliding_window=17), "layers.0.attention"),
     "window − 1": (layer(2, sliding_window=15), "layers.2.attention"),
     "no window": (layer(1, sliding_window=None), "layers.1.attention"),
@@ -130,56 +181,36 @@ CONFIGS = {
     "share of one": (lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0), "layers.3.attention"),
     "factor": (lambda c: c.with_rope("sliding_attention", factor=1.01), "layers.0.attention"),
     "scale": (number(attention_scale=32**-0.5), "layers.0.attention"),
-    "epsilon": (number(rms_norm_eps=1e-5), "layers.0.pre_attention_norm"),
-    "epsilon of 0": (number(rms_norm_eps=0.0), "layers.0.pre_attention_norm"),
-    "no cap": (number(final_logit_softcap=None), "logits"),
-    "another cap": (number(final_logit_softcap=31.0), "logits"),
+    "epsilon": (number(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "epsilon of 0": (number(rms_norm_eps=0.0), "rms_norm_eps"),
+    "no cap": (number(final_logit_softcap=None), "final_logit_softcap"),
+    "another cap": (number(final_logit_softcap=31.0), "final_logit_softcap"),
+    "another function": (number(hidden_activation="gelu"), "hidden_activation"),
+    "heads": (number(num_heads=2), "heads"),
+    "KV heads": (layer(3, num_kv_heads=1), "heads"),
 }
 
 
-@pytest.mark.parametrize("style", ["torch_plain_norm", "jax_published"])
-@pytest.mark.parametrize(("change", "where"), CONFIGS.values(), ids=CONFIGS)
-def test_a_number_of_the_config_that_is_off_is_found(style: str, change: object, where: str) -> None:
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_number_of_the_config_that_is_off_is_found(style: str, fault: str) -> None:
+    change, where = CONFIGS[fault]
     with pytest.raises(ProofError, match=rf"^{where}: "):
-        held(variant(style), config=change)
+        prove(variant(style), config=change)
 
 
-def test_the_heads_of_k_and_v_are_told_apart() -> None:
-    """jax_kv_mixed has other numbers of KV heads in sliding and full layers."""
-
-    def fewer(config: DrafterConfig) -> DrafterConfig:
-        return layer(3, num_kv_heads=config.layers[0].num_kv_heads)(config)
-
-    with pytest.raises((ProofError, UnsupportedError, CheckpointError)):
-        held(variant("jax_kv_mixed"), config=fewer)
-
-
-def test_a_tensor_of_another_size_is_an_error() -> None:
-    def shorter(read: Read) -> Read:
-        return lambda name: [np.concatenate(list(read(name)))[:-64]] if name == "lm_head" else read(name)
-
-    with pytest.raises(CheckpointError, match="lm_head: expected 512 rows"):
-        held(variant("jax_published"), read=shorter)
-
-
-def test_not_a_number_is_no_proof() -> None:
-    def poisoned(read: Read) -> Read:
-        return lambda name: [c * np.float32(np.nan) for c in read(name)] if name == "final_norm" else read(name)
-
-    with pytest.raises(ProofError, match=r"^final_norm: "):
-        held(variant("jax_published"), read=poisoned)
+# Faults of the file.
 
 
 def test_a_mask_that_hides_softly_is_found() -> None:
     """Hidden scores of −10 are small, not hidden: stale slots leak."""
     model = load(variant("torch_plain_norm").read_bytes())
-    for graph in model.subgraphs:
-        for tensor in graph.tensors:
-            data = model.buffers[tensor.buffer].data
-            if data is not None and len(data) == 4 and np.frombuffer(bytes(data), np.float32)[0] < -1e8:
-                model.buffers[tensor.buffer].data = np.frombuffer(np.float32(-10).tobytes(), np.uint8)
-    with pytest.raises(ProofError, match=r"^layers\.0\.attention: .*(sees slot|is lowered by 10 only)"):
-        held(Memory(pack(model)))
+    for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
+        data = model.buffers[tensor.buffer].data
+        if data is not None and len(data) == 4 and np.frombuffer(bytes(data), np.float32)[0] < -1e8:
+            model.buffers[tensor.buffer].data = np.frombuffer(np.float32(-10).tobytes(), np.uint8)
+    with pytest.raises(ProofError, match=r"^layers\.0\.attention: .*not lowered"):
+        prove(Memory(pack(model)))
 
 
 def test_caches_whose_names_contradict_their_use_are_refused() -> None:
@@ -187,14 +218,31 @@ def test_caches_whose_names_contradict_their_use_are_refused() -> None:
     other = {b"kv_cache_k_2": b"kv_cache_v_2", b"kv_cache_v_2": b"kv_cache_k_2"}
     for entry in model.signatureDefs[0].inputs:
         entry.name = other.get(entry.name, entry.name)
-    with pytest.raises(UnsupportedError, match=r"is used as K"):
-        held(Memory(pack(model)))
+    with pytest.raises(UnsupportedError, match="is used as K"):
+        prove(Memory(pack(model)))
 
 
-def test_an_operator_outside_the_list_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtp_extract.graph import evaluate, kernels
+CAUSES: dict[str, tuple[type[MtpExtractError], str]] = {
+    "positions/angle_at_37": (MtpExtractError, "position 37"),
+    "positions/window_of_all_at_37": (ProofError, "position 37"),
+    "positions/window_late_at_37": (ProofError, "position 37"),
+    "tables/row_37_of_cos_is_1": (ProofError, "position 37"),
+    "tables/window_table_row_37": (ProofError, "position 37"),
+    "mask kinds/minus_100": (ProofError, "not lowered"),
+    "mask kinds/all_of_16_shown": (UnsupportedError, "SELECT_V2"),
+    "smooth/row_and_hole": (UnsupportedError, "mask"),
+    "loudness/keys_within_30": (UnsupportedError, "of a cache"),
+    "loudness/keys_by_tanh": (UnsupportedError, "of a cache"),
+    "loudness/largest_score_favoured": (UnsupportedError, "scores"),
+    "number types/position_int8": (UnsupportedError, "cut off"),
+    "number types/query_int8_within_a_half": (UnsupportedError, "INT8"),
+    "smooth/scores_plus_sigmoid_above_90": (UnsupportedError, "of a score"),
+    "interfaces/value_unmapped": (RoleError, "does not name"),
+}
 
-    fewer = {name: kernel for name, kernel in kernels.KERNELS.items() if name != "SOFTMAX"}
-    monkeypatch.setattr(evaluate, "KERNELS", fewer)
-    with pytest.raises(UnsupportedError, match="SOFTMAX is no operator"):
-        held(variant("jax_published"))
+
+@pytest.mark.parametrize("label", CAUSES)
+def test_the_true_cause_is_named(label: str) -> None:
+    error, noun = CAUSES[label]
+    with pytest.raises(error, match=noun):
+        prove(of(label))

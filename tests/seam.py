@@ -1,0 +1,98 @@
+"""What tests may use of the package's inner modules, in one place: names, opening and calling, and nothing else.
+
+A test goes through the public names of ``mtp_extract``, a command, or this module; only the unit tests of a module
+import that one. Where the package is rebuilt inside, this file changes, and no verdict of a test does.
+"""
+
+# ruff: noqa: F401 - what is imported here is what tests may use.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from helpers.make_bundle import Memory
+
+from mtp_extract import bundle as bundle_module
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, RopeConfig
+from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of, shapes_of
+from mtp_extract.base.checkpoint import read_base
+from mtp_extract.base.places import Place, find_base
+from mtp_extract.bundle import Opened, Shard, open_bundle
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.dtypes import DTYPES
+from mtp_extract.checkpoint.lazy import FilledTensor, read_floats
+from mtp_extract.checkpoint.tensor_file import read_header
+from mtp_extract.errors import (
+    CheckpointError,
+    FormatError,
+    MtpExtractError,
+    NoDrafterError,
+    ProofError,
+    RoleError,
+    SourceError,
+    TruncatedError,
+    UnsupportedError,
+    few,
+)
+from mtp_extract.evaluate.prompts import read_prompts
+from mtp_extract.formats import FORMATS, format_named
+from mtp_extract.graph.evaluate import evaluate
+from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.hub.upload import plan_upload
+from mtp_extract.insert.drafter import planned_insertion
+from mtp_extract.io import laid
+from mtp_extract.io.regular import open_regular, read_regular
+from mtp_extract.io.source import Region, Source
+from mtp_extract.litertlm.flatbuffer import Budget
+from mtp_extract.litertlm.tflite import TfliteModel
+from mtp_extract.litertlm.tflite_reading import read_model
+from mtp_extract.pipeline.check import verify
+from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
+from mtp_extract.pipeline.verification import verify_against_source
+from mtp_extract.proof.proof import Proof
+from mtp_extract.proof.proof import prove as _prove
+from mtp_extract.proof.words import in_words
+
+Floats = npt.NDArray[np.float32]
+Read = Callable[[str], Iterable[Floats]]
+"""Role → its tensor as it would be written, in flat chunks."""
+
+
+def read(source: Path | Source, sliding_window: int | None = None) -> Shard:
+    """The drafter of a bundle or a bare model: roles, layers and config as its graph has them."""
+    with open_bundle(source) as opened:
+        return opened.drafter(sliding_window)
+
+
+def prove(
+    source: Path | Source,
+    config: Callable[[DrafterConfig], DrafterConfig] = lambda config: config,
+    read: Callable[[Read], Read] = lambda read: read,
+) -> Proof:
+    """The proof of the drafter in ``source``; ``config`` and ``read`` plant faults in its checkpoint."""
+    with open_bundle(source) as opened:
+        drafter = opened.drafter()
+        tensors = {role.name: FilledTensor(shape) for role, shape in shapes_of(drafter.config).items()}
+        tensors |= checkpoint_of(drafter).tensors
+        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(lambda role: tensors[role].floats()))
+
+
+def model_of(data: bytes, budget: Budget | None = None) -> TfliteModel:
+    """The TFLite model that ``data`` is."""
+    return read_model(Region(Memory(data), 0, len(data), "the model"), budget=budget)
+
+
+def flat(data: bytes) -> FlatGraph:
+    """The graph of the first signature of the TFLite model ``data``, its composites opened."""
+    found = model_of(data)
+    return flatten(found, found.signatures[0])
+
+
+def base(path: Path) -> Any:
+    """Where the weights of the base in the bundle ``path`` are, and the walk through its decoder."""
+    with open_bundle(path) as opened:
+        return find_base(opened)
