@@ -188,4 +188,7 @@ def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
         return read_floats(graph.model, tensor)
     if kind is None:
         raise UnsupportedError(f"{tensor.label} has an element type that this release cannot evaluate.")
-    return np.frombuffer(graph.model.locate(tensor).read(), np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)
+    stored = graph.model.locate(tensor).read()
+    if kind is np.bool_ and not set(stored) <= {0, 1}:
+        raise FormatError(f"{tensor.label} holds bytes that are neither true nor false: the file is damaged.")
+    return np.frombuffer(stored, np.dtype(kind).newbyteorder("<")).reshape(tensor.shape)

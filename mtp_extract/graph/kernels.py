@@ -43,8 +43,9 @@ def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = Fals
         if len(operands) != count:
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
         names = {call.tensor(i).type_name for i in range(count)}
-        if len(names) > 1:
-            raise call.refuse(f"mixes {' and '.join(sorted(names))}")
+        made = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
+        if len(names) > 1 or (made and made != names):
+            raise call.refuse(f"mixes {' and '.join(sorted(names | made))}")
         if whole and operands[0].dtype.kind != "f":
             return _whole(call, function, *operands)
         return np.asarray(function(*operands))

@@ -116,6 +116,8 @@ def _checked(graph: FlatGraph, node: Node, matrix: Matrix) -> Matrix:
 
 def _check_codes(source: QuantizedTensor, node: Node, matrix: Matrix) -> None:
     """LiteRT's kernels take integer weights ``[out, in]``, signed, with a scale an output and no zero points."""
+    if source.tensor.type is TensorType.INT16:
+        raise UnreadableError(f"reads {source.tensor.label}, of a type that LiteRT multiplies by nothing")
     if source.packing is not None and not source.packing.signed:
         raise UnreadableError(f"reads {source.tensor.label}, which LiteRT takes for signed codes")
     untouched = matrix.transposed == (node.kind == "BATCH_MATMUL" and not _option(node, 1))

@@ -81,6 +81,13 @@ def _update(call: Call, x: Array, update: Array, starts: Array) -> Array:
     return made
 
 
+def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
+    sizes = list(call.numbers(0)) if shape is None else ints(shape)
+    if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
+        raise call.refuse(f"gives its operand the shape {sizes}")
+    return x.reshape(sizes)
+
+
 def _split_v(call: Call, x: Array, sizes: Array, axis: Array) -> tuple[Array, ...]:
     lengths, along = ints(sizes), one(axis)
     if -1 in lengths:
@@ -99,7 +106,7 @@ _KERNELS: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "GATHER": ((0,), _gather),
     "GATHER_ND": ((0,), _gather_nd),
     "PACK": (_ALL, _joined(np.stack, 1)),
-    "RESHAPE": ((0,), lambda call, x, *shape: x.reshape(ints(*shape) if shape else call.numbers(0))),
+    "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), one(axis)))),
     "SPLIT_V": ((0,), _split_v),

@@ -39,6 +39,16 @@ _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
     "SQRT": lambda made, one, other: made.power(one, 0.5),
     "RSQRT": lambda made, one, other: made.power(one, -0.5),
 }
+_OPERANDS = {
+    **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "LOGISTIC", "SOFTMAX", "LOGICAL_NOT"), 1),
+    **dict.fromkeys(
+        ("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"), 2
+    ),
+    **dict.fromkeys(("EQUAL", "BATCH_MATMUL"), 2),
+    **dict.fromkeys(("SELECT", "SELECT_V2"), 3),
+    **dict.fromkeys(CONVERSIONS, 1),
+}
+"""How many operands an operator has, of those that have a number of them."""
 _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """Operators and what their bound times this is at least, where no number of a drafter reaches it."""
 _MOST_ELEMENTS = 1 << 17
@@ -113,16 +123,32 @@ class Reading:
             ) from None
         return made if isinstance(made, tuple) else (made,)
 
+    @staticmethod
+    def _check_signature(node: Node, moved: Sequence[int]) -> None:
+        """As many operands as the operator has, and one type of numbers on both sides, as LiteRT wants them."""
+        count = _OPERANDS.get(node.kind, len(node.inputs))
+        if len(node.inputs) != count or None in node.inputs:
+            raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
+        if node.kind in CONVERSIONS or node.kind in MATRICES:
+            return
+        values = [*(node.operand(i) for i in moved if i < len(node.inputs)), *node.outputs]
+        types = {value.tensor.type_name for value in values} - {"BOOL"}
+        if len(types) > 1:
+            raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
+
     def _unread(self, value: Value, why: str) -> Term:
         made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
         return replace(made, ids=made.ids.reshape(value.tensor.shape))
 
     def _read(self, node: Node) -> Form | tuple[Form, ...]:
         if node.kind in MATRICES and not node.operand(1).depends:
+            if node.operand(0).tensor.type != node.outputs[0].tensor.type:
+                raise UnreadableError("makes numbers of another type")
             return self._matrix(node)
         moved = self.data_operands(node)
         operands = [self.operand(node, i) if i in moved else None for i in range(len(node.inputs))]
         given = [v for v in node.inputs if v is not None and v.depends]
+        self._check_signature(node, moved)
         if not all(isinstance(self.forms.get(id(value)), Term) for value in given):
             if not self.whole:
                 raise UnreadableError("brings an activation together with a mask or the position")
@@ -143,6 +169,8 @@ class Reading:
         if node is not None and shape_of(form) != tuple(tensor.shape):
             raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
         held = grid_of(tensor) is not None
+        if isinstance(form, Term | Rotated | Mixed) and self.whole and tensor.type not in FLOAT_TYPES and not held:
+            raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
         moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
         if held and not moved and isinstance(form, Rotated | Scored | Mixed):
             raise UnsupportedError(f"{value.label} holds a query or a score of an attention as {tensor.type_name}.")

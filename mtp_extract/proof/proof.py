@@ -34,7 +34,7 @@ _KEY_SIZE = 16.0
 times a weight, and published weights are below 1.
 """
 _LARGEST_SCORE = 1e30
-_CACHE_NAME = re.compile(r"kv_cache_([kv])_(\d+)")
+_CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _check_names(walk: Walk) -> None:
                 f"layers.{index}: K and V are the same input, {escape(layer.key)!r}; no engine hands them over so."
             )
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
-        if key and value and (key[1] != "k" or value[1] != "v" or key[2] != value[2]):
+        if not key or not value or key[1] != "k" or value[1] != "v" or key[2] != value[2]:
             raise UnsupportedError(
                 f"layers.{index}: the input {escape(layer.key)!r} is used as K and {escape(layer.value)!r} as V; the "
                 "runtime fills them by their names, so the file is not what it seems."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from adversary.edits import Case, Change
 from adversary.mutations.composites import COMPOSITES, NAMES, RUNTIME
+from adversary.mutations.declared import DECLARED
 from adversary.mutations.gelu import GELU
 from adversary.mutations.grids import GRIDS
 from adversary.mutations.heads import HEADS
@@ -75,6 +76,7 @@ MUTATIONS: tuple[Case, ...] = (
     *MISTAKES,
     *INTERFACES,
     *SMOOTH,
+    *DECLARED,
     *SECOND,
     *THIRD_WEIGHTS,
     *THIRD_SLOTS,

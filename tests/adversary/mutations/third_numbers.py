@@ -161,7 +161,6 @@ CODES: dict[str, Change] = {
     "keys_int8_dequantized_and_scaled_again": coded(
         "k", np.int8, 0.02, lambda g, x: g.call("DEQUANTIZE", x, dtype=np.float32)
     ),
-    "values_int8_of_scaled_codes": coded("v", np.int8, 0.04, chain(over_types(np.float32), mul(1.01))),
 }
 
 
@@ -309,7 +308,7 @@ GRIDS: dict[str, Change] = {
             "1.masked": {"in_ones_int8": over_int(1.0), "in_ones_int16": over_int(1.0, 0, np.int16)},
             "1.probabilities": {"in_32nds_int8": over_int(1 / 32), "fp16_of_1e-6": scaled_fp16(1e-6)},
             "1.attended": {"in_tenths_int8": over_int(0.1)},
-            "0.product": {"in_eighths_int16": over_int(0.125, 0, np.int16)},
+            "0.product": {"in_quarters_int16": over_int(0.25, 0, np.int16)},
             "state": {"in_halves_int8": over_int(0.5), "fp16_of_1e-7": scaled_fp16(1e-7)},
             "logits": {"in_halves_int16": over_int(0.5, 0, np.int16), "fp16_of_1e-7": scaled_fp16(1e-7)},
             "projected_activations": {"fp16_of_1e-7": scaled_fp16(1e-7)},
