@@ -208,6 +208,8 @@ class AttentionReader:
         if not isinstance(right, Cache):
             raise UnreadableError("multiplies what no attention multiplies, or the other way round")
         tensor = node.operand(1).tensor
+        if node.operand(0).tensor.type != node.outputs[0].tensor.type:
+            raise UnreadableError("makes numbers of another type")
         if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
             raise UnreadableError(f"multiplies integers of {right.name} that have no scale")
         right = replace(right, factor=self.scaled(right))
@@ -299,7 +301,7 @@ def _floats(node: Node) -> bool:
 
 def _holds(target: Tensor, source: Tensor) -> bool:
     """Whether the type of ``target`` holds all codes of the type of ``source``."""
-    if source.type is None or source.type in FLOAT_TYPES or target.type is None:
+    if source.type is None or source.type in FLOAT_TYPES or target.type in (None, TensorType.BOOL):
         return False
     low, high = code_range(source.type)
     if target.type in FLOAT_TYPES:

@@ -19,6 +19,7 @@ from flatbuffers import flexbuffers
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
 _DEEPEST_COMPOSITE = 8
@@ -225,6 +226,8 @@ class _Builder:
         }
         if (epsilon := _epsilon(op)) is not None:
             self.epsilons[op.label] = epsilon
+        for index, given in arguments.items():
+            _require_same(op, self.model.tensor(op.body, index), given.tensor)
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
@@ -233,6 +236,7 @@ class _Builder:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
             value = self._value(op.body, inner, inner_values)
             tensor = self.model.tensor(op.subgraph, outer)
+            _require_same(op, value.tensor, tensor)
             if outer in values:
                 raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
             if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
@@ -297,6 +301,21 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
     return FlatGraph(model, signature, tuple(builder.nodes), inputs, outputs, builder.constants, builder.epsilons)
+
+
+def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
+    """Check that what a composite hands in or out is one tensor on both sides.
+
+    Raises:
+        RoleError: its type, its shape or its scale is another one.
+    """
+    same = (inner.type_id, tuple(inner.shape)) == (outer.type_id, tuple(outer.shape))
+    if same and inner.type not in FLOAT_TYPES:
+        one, other = inner.quantization, outer.quantization
+        scales = [[] if q is None else [*q.scale.tolist(), *q.zero_point.tolist()] for q in (one, other)]
+        same = scales[0] == scales[1]
+    if not same:
+        raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
 
 
 def _epsilon(op: Operator) -> float | None:

@@ -18,6 +18,7 @@ from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, grid_of, one
 from mtp_extract.graph.moving import LAYOUT, MOVING, taken
 from mtp_extract.litertlm.tflite import TensorType
 
+_SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
 _SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
 
 
@@ -44,6 +45,10 @@ def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = Fals
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
         names = {call.tensor(i).type_name for i in range(count)}
         made = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
+        if names & _SMALL_INTEGERS:
+            raise call.refuse(
+                f"computes with {' and '.join(sorted(names))}, as LiteRT's kernels do in ways of their own"
+            )
         if len(names) > 1 or (made and made != names):
             raise call.refuse(f"mixes {' and '.join(sorted(names | made))}")
         if whole and operands[0].dtype.kind != "f":

@@ -9,8 +9,9 @@ import numpy as np
 from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
-from adversary.edits import Case, Change, at
+from adversary.edits import Case, Change, Sample, at, chain, mul
 from adversary.mutations.masks import both, visible
+from adversary.rewrites.third import cast, coded
 
 __all__ = ["DECLARED"]
 
@@ -49,7 +50,39 @@ def neither_true_nor_false(g: Graph, x: int) -> int:
     return both(g, x, constant)
 
 
+def through_bool(which: str) -> Change:
+    """A cache of codes of which two are left."""
+    return coded(lambda scale, zero_point: chain(cast(np.bool_), cast(np.float32), mul(scale)), which=which)
+
+
+def compared(kind: str, name: str) -> Change:
+    """Positions and slots compared as small integers, of which LiteRT does not look at the scales."""
+    as_type = {"INT8": np.int8, "UINT8": np.uint8, "INT16": np.int16}[name]
+
+    def edit(g: Graph, x: int) -> int:
+        position = g.cast(g.reshape(g.input("input_pos"), [1, 1, 1, 1]), as_type)
+        return both(g, x, g.call(kind, g.constant(np.arange(256).reshape(1, 1, 1, 256) % 100, as_type), position))
+
+    return visible(0, edit)
+
+
 DECLARED: tuple[Case, ...] = (
+    *(Case("declared", f"{which}_through_bool", through_bool(which), shows=(Sample(40),)) for which in "kv"),
+    *(
+        Case(
+            "declared",
+            f"{kind}_of_{name}",
+            compared(kind, name),
+            why="LiteRT's kernels abort or take codes for numbers",
+        )
+        for kind in ("LESS_EQUAL", "GREATER")
+        for name in ("INT8", "UINT8", "INT16")
+    ),
+    *(
+        Case("declared", f"{place}_as_{name}", typed(place, name), why="LiteRT writes what the type says")
+        for place in ("0.attended", "1.attended")
+        for name in ("FLOAT16", "INT8")
+    ),
     *(
         Case("declared", f"{place}_as_{name}", typed(place, name), why=_NOT_RUN)
         for place in ("1.stream", "0.cos", "logits")
