@@ -226,8 +226,6 @@ class _Builder:
         }
         if (epsilon := _epsilon(op)) is not None:
             self.epsilons[op.label] = epsilon
-        for index, given in arguments.items():
-            _require_same(op, self.model.tensor(op.body, index), given.tensor)
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
@@ -244,6 +242,8 @@ class _Builder:
             if tensor not in value.tensors:
                 value.tensors.append(tensor)
             values[outer] = value
+        for index, given in arguments.items():
+            _require_same(op, self.model.tensor(op.body, index), given.tensor)
 
     def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         outputs = []
