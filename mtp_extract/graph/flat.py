@@ -174,6 +174,7 @@ class _Builder:
         self.opened: list[int] = []
         self.edges = 0
         self.epsilons: dict[str, float] = {}
+        self.handed: list[tuple[Operator, Tensor, Tensor]] = []
         self.inputs: dict[int, frozenset[int]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
@@ -234,7 +235,7 @@ class _Builder:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
             value = self._value(op.body, inner, inner_values)
             tensor = self.model.tensor(op.subgraph, outer)
-            _require_same(op, value.tensor, tensor)
+            self.handed.append((op, value.tensor, tensor))
             if outer in values:
                 raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
             if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
@@ -242,8 +243,7 @@ class _Builder:
             if tensor not in value.tensors:
                 value.tensors.append(tensor)
             values[outer] = value
-        for index, given in arguments.items():
-            _require_same(op, self.model.tensor(op.body, index), given.tensor)
+        self.handed += [(op, self.model.tensor(op.body, index), given.tensor) for index, given in arguments.items()]
 
     def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         outputs = []
@@ -292,6 +292,8 @@ def flatten(model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NO
         for name in (by_tensor.get(index),)
     }
     values = builder.build(signature.subgraph, arguments)
+    for op, inner, outer in builder.handed:
+        _require_same(op, inner, outer)
     for value in arguments.values():
         if value.input_name is None and value.consumers:
             raise RoleError(
