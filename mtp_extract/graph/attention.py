@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import Call, code_range, grid_of
+from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, Call, code_range, grid_of
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
@@ -23,8 +23,6 @@ from mtp_extract.graph.views import View, moved
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-_CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
-_HALF_REACH = 64.0
 _WHOLE_FLOATS = {TensorType.FLOAT16: 1 << 11, TensorType.FLOAT32: 1 << 24}
 """The integers up to these, of either sign, are floats of the type."""
 _LEAST_SHARE = 1 / 254
@@ -69,7 +67,7 @@ class AttentionReader:
             raise UnreadableError("cuts off numbers inside of an attention by its fused function")
         if node.kind in LAYOUT:
             return self._moved(node, operands)
-        if node.kind in _CONVERSIONS:
+        if node.kind in CONVERSIONS:
             return self._converted(node, operands[0])
         if node.kind == "BATCH_MATMUL":
             return self._product(node, operands)
@@ -181,7 +179,7 @@ class AttentionReader:
         rotated = form.scores.rotated if isinstance(form, Scored | Mixed) else form
         factors = rotated.number if isinstance(rotated, Rotated) else np.array([rotated.factor])
         numbers = np.abs(factors[factors != 0])
-        if numbers.size and not (numbers.min() * _HALF_REACH >= 1 and numbers.max() <= _HALF_REACH):
+        if numbers.size and not (numbers.min() * HALF_REACH >= 1 and numbers.max() <= HALF_REACH):
             raise UnreadableError("holds very large or very small numbers in half precision")
 
     def _converted_cache(self, node: Node, cache: Cache) -> Cache:

@@ -30,6 +30,9 @@ DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType
 """NumPy types of tensors without a scale; half precision is computed in float32."""
 
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
+CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
+HALF_REACH = 64.0
+"""How many times larger or smaller than what a drafter computes a number may be that is held in half precision."""
 
 
 def grid_of(tensor: Tensor) -> tuple[float, int] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import Call, computing, grid_of
+from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, Call, computing, grid_of
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
@@ -28,7 +28,6 @@ from mtp_extract.graph.positions import caches_of
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
-CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
 REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
 _FUNCTIONS = frozenset({"TANH", "GELU", "LOGISTIC"})
 _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
@@ -54,8 +53,6 @@ _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 _MOST_ELEMENTS = 1 << 17
 _LARGEST_AXIS = 1 << 20
 _HALF_TYPES = frozenset({TensorType.FLOAT16, TensorType.BFLOAT16})
-_HALF_REACH = 64.0
-"""How many times larger or smaller than what a drafter computes a number may be that is held in half precision."""
 
 
 class Reading:
@@ -183,7 +180,7 @@ class Reading:
     def _keep_term(self, value: Value, term: Term) -> Term:
         if not 1 / LARGEST < abs(term.factor) < LARGEST:
             raise UnsupportedError(f"{value.label} is {term.factor:g} times a value of a drafter.")
-        if value.tensor.type is TensorType.FLOAT16 and not 1 / _HALF_REACH <= abs(term.factor) <= _HALF_REACH:
+        if value.tensor.type is TensorType.FLOAT16 and not 1 / HALF_REACH <= abs(term.factor) <= HALF_REACH:
             raise UnsupportedError(f"{value.label} holds {term.factor:g} times a value of a drafter in half precision.")
         if term.whole:
             self.first.setdefault(term.expr, (value, term.factor))

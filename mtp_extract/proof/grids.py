@@ -33,7 +33,7 @@ _FEWEST_CODES = 8
 """Within one standard deviation; three of Google's own files have 10 to 14."""
 _MOST_CUT_OFF, _MOST_POWER_CUT_OFF = 0.2, 0.3
 """Of the numbers, and of the sum of their squares. Google's calibration leaves up to 13 % of random numbers out."""
-_HALF_REACH = 1024.0
+_LARGEST_IN_HALF = 1024.0
 """Root mean square of what half precision may hold: some numbers are 64 times as large, or as small."""
 _ROWS_AT_ONCE = 1 << 12
 
@@ -102,7 +102,7 @@ def _check_grid(value: Value, numbers: npt.NDArray[np.float64], *, exact: bool) 
 
 def _check_half(value: Value, numbers: npt.NDArray[np.float64]) -> None:
     size = float(np.sqrt(np.mean(np.square(numbers))))
-    if not 1 / _HALF_REACH <= size <= _HALF_REACH:
+    if not 1 / _LARGEST_IN_HALF <= size <= _LARGEST_IN_HALF:
         raise UnsupportedError(
             f"{value.label} holds numbers of about {size:.3g} in half precision. Nothing is written."
         )
