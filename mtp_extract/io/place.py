@@ -3,15 +3,17 @@
 Every command that writes asks here. Never replaced is what is read, what holds it and what lies in it; and a directory
 with a file that its record does not list.
 
-A result is made in ``.NAME.partial`` beside its place, which one run at a time holds by a lock; the lock goes with the
-process, however that ends. In there are
+A result is made in the directory ``.NAME.partial`` beside its place. One run at a time locks that directory; the lock
+ends with the process, however that ends. In there are
 
+``mtp-extract``
+    an empty file: the directory is ours, and a run may clear it,
 ``new``
     the result, until it takes its name; a file takes the name of another in one step,
 ``old``
     the directory that it replaces: beside ``new`` it is to be put back, without ``new`` it has been replaced.
 
-So the next run in the same place knows what one that was killed has left, and clears it.
+So the next run in the same place knows what a killed run has left, and clears it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Inputs = Iterable[PathLike | None]
 Listed = Callable[[Path], Container[str]]
 """A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
 
-_LOCK, _NEW, _OLD = "lock", "new", "old"
+_MARK, _NEW, _OLD = "mtp-extract", "new", "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
 _VERSIONED = ".git"
 _OF_PROGRAMS = frozenset({".DS_Store", ".gitattributes", "Thumbs.db", "desktop.ini"})
@@ -46,8 +48,7 @@ _OF_DOWNLOADS = tuple(
     f".cache/huggingface/{name}" for name in (".gitignore", "CACHEDIR.TAG", "*.metadata", "*.lock", "*.incomplete")
 )
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
-_MOST_LINKS = 40
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 def listing(record: str, files: Container[str]) -> Listed:
@@ -192,9 +193,9 @@ def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None)
     if listed is None and not target.parent.is_dir():
         raise _refusal(target, f"there is no directory {shown(target.parent)}.", "Make it, or choose another place.")
     for read in inputs:
-        if read is not None and os.path.exists(read):
-            for why in _conflicts(target, Path(read)):
-                raise _refusal(target, f"{why} and stays as it is.")
+        why = _conflict(target, Path(read)) if read is not None and os.path.exists(read) else ""
+        if why:
+            raise _refusal(target, f"{why} and stays as it is.")
     if not os.path.lexists(target):
         return
     is_kind = target.is_file() if listed is None else target.is_dir()
@@ -202,9 +203,6 @@ def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None)
         kind = "file" if listed is None else "directory"
         raise _refusal(target, f"exists and is not a {kind}.")
     if listed is not None:
-        if os.path.ismount(target):
-            why = "is where a file system begins, which cannot be replaced."
-            raise _refusal(target, why, "Choose a place inside it.")
         if not any(target.iterdir()):
             return
         if foreign := sorted(_foreign(target, listed(target))):
@@ -216,36 +214,16 @@ def _check(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None)
         )
 
 
-def _conflicts(target: Path, read: Path) -> Iterator[str]:
-    """Whether ``target`` is ``read``, holds it, or lies in it."""
-    for path in _named(read) if os.path.exists(target) else ():
-        if os.path.lexists(path) and os.path.samefile(path, target):
-            yield "is read"
-        elif any(os.path.samefile(parent, target) for parent in path.parents):
-            yield f"holds {escape(read)}, which is read"
-    if read.is_dir() and any(parent.exists() and parent.samefile(read) for parent in target.parents):
-        yield f"lies inside {escape(read)}, which is read"
-
-
-def _named(read: Path) -> Iterator[Path]:
-    """Every path that leads to ``read``, or from a link in it: each link on the way, and the end of it."""
-    yield from _followed(read)
-    if read.is_dir():
-        for root, folders, names in os.walk(read):
-            for path in (Path(root, name) for name in (*folders, *names)):
-                if path.is_symlink():
-                    yield from _followed(path)
-
-
-def _followed(path: Path) -> Iterator[Path]:
-    for _ in range(_MOST_LINKS):
-        path = _absolute(path)
-        if not os.path.exists(path):
-            return
-        yield path
-        if not path.is_symlink():
-            return
-        path = path.parent / path.readlink()
+def _conflict(target: Path, read: Path) -> str:
+    """Whether ``target`` is ``read``, holds it, or lies in it; empty if it does not."""
+    found = Path(os.path.realpath(read))
+    if target.exists() and os.path.samefile(found, target):
+        return "is read"
+    if target.exists() and any(os.path.samefile(parent, target) for parent in found.parents):
+        return f"holds {escape(read)}, which is read"
+    if any(parent.exists() and os.path.samefile(parent, found) for parent in target.parents):
+        return f"lies inside {escape(read)}, which is read"
+    return ""
 
 
 def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
@@ -273,9 +251,11 @@ def _foreign(folder: Path, ours: Container[str]) -> Iterator[str]:
 
 @contextmanager
 def _held(target: Path) -> Iterator[Path]:
-    """The directory beside ``target`` in which its successor is made, held by this run alone and empty."""
+    """The directory beside ``target`` in which its successor is made, locked by this run and empty but for its mark."""
     stage = _stage(target)
-    lock = _lock(stage, target)
+    lock = None
+    while lock is None:
+        lock = _locked(stage, target)
     try:
         _settle(stage, target)
         yield stage
@@ -283,57 +263,54 @@ def _held(target: Path) -> Iterator[Path]:
         try:
             _settle(stage, target)
         finally:
-            # What cannot be removed now, the next run removes, and knows it by the lock; another may have begun to.
+            # What cannot be removed now, the next run removes, and knows it by the mark.
             with suppress(OSError):
-                if os.listdir(stage) == [_LOCK]:
-                    os.unlink(stage / _LOCK)
+                if os.listdir(stage) == [_MARK]:
+                    os.unlink(stage / _MARK)
                     os.rmdir(stage)
             os.close(lock)
 
 
-def _lock(stage: Path, target: Path) -> int:
-    """Make ``stage`` this run's own; the descriptor that holds it."""
-    while True:
-        made = True
-        try:
-            stage.mkdir()
-        except FileExistsError:
-            made = False
-            _check_left(stage, target)
-        try:
-            lock = os.open(stage / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:
-            # The run that had it came to its end just now.
-            continue
-        except OSError:
-            if made:
-                stage.rmdir()
-            raise
+def _locked(stage: Path, target: Path) -> int | None:
+    """Make ``stage`` this run's own; the descriptor that locks it, or None if another run has just removed it."""
+    made = True
+    try:
+        stage.mkdir()
+    except FileExistsError:
+        made = False
+    try:
+        lock = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _in_the_way(stage, target) if error.errno in (errno.ENOTDIR, errno.ELOOP) else error from error
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(lock)
-            why = "another run is writing there."
-            raise _refusal(target, why, "Wait for it, or choose another place.") from error
+            raise _refusal(target, "another run is writing there.", "Wait for it, or choose another place.") from error
         except OSError as error:
-            # Nothing here tells a run that goes on from one that was killed.
+            # Without locks, nothing tells a run that goes on from one that was killed.
             if not made or error.errno not in _NO_LOCKS:
-                os.close(lock)
                 raise
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(stage / _LOCK)):
-                return lock
-        os.close(lock)
+        if os.path.samestat(os.fstat(lock), os.stat(stage)):
+            names = os.listdir(stage)
+            if names and _MARK not in names:
+                raise _in_the_way(stage, target)
+            os.close(os.open(stage / _MARK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+            kept, lock = lock, -1
+            return kept
+    except FileNotFoundError:
+        return None
+    finally:
+        if lock >= 0:
+            os.close(lock)
+    return None
 
 
-def _check_left(stage: Path, target: Path) -> None:
-    """Raise unless ``stage``, which is there, is what a run has left, or another one's: with its lock, or empty."""
-    ours = stage.is_dir() and not stage.is_symlink()
-    with suppress(FileNotFoundError):
-        if ours and (os.path.lexists(stage / _LOCK) or not any(stage.iterdir())):
-            return
-        why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-        raise _refusal(target, why, "Move it elsewhere, or choose another place.")
+def _in_the_way(stage: Path, target: Path) -> OutputError:
+    why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+    return _refusal(target, why, "Move it elsewhere, or choose another place.")
 
 
 def _settle(stage: Path, target: Path) -> None:
