@@ -29,7 +29,6 @@ from mtp_extract.litertlm.container import (
     scan_tflite,
 )
 from mtp_extract.litertlm.flatbuffer import Budget
-from mtp_extract.litertlm.published import known_without_drafter
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
 from mtp_extract.litertlm.tflite_reading import read_model
 
@@ -248,14 +247,11 @@ class Opened:
         if self.bundle is None:
             kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
-        published = known_without_drafter(self.source)
-        if published is not None:
-            return f"{name}: this is {published}, which holds no MTP drafter. Take gemma-4-E4B-it.litertlm or -E2B-it."
         kinds = sorted({s.model_type for s in self.sections if s.model_type})
         listed = ", ".join(escape(k) for k in kinds) or "none"
         hint = (
-            "Files for GPU and web (one artisan_text_decoder) and Gemma 3n have no drafter: take the file without a "
-            "suffix, such as gemma-4-E4B-it.litertlm."
+            "Files for GPU and web (one artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file "
+            "without a suffix, such as gemma-4-E4B-it.litertlm."
         )
         return f"{name}: no section holds an MTP drafter. Models in it: {listed}. {hint}"
 

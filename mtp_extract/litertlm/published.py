@@ -1,14 +1,13 @@
-"""Known bundles: what published ``.litertlm`` files are called, and which of them hold no drafter.
+"""Published bundles: names, base models and licences of ``.litertlm`` files, known by SHA-256.
 
-The table is ``mappings/bundles.json``. It only names things: a bundle that is not listed is read the same
-way.
+The table is ``mappings/bundles.json``. It only names things: a bundle that is not listed is read the same way. Sizes
+and file names are no evidence: a drafter that was tuned and inserted again leaves both as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from mtp_extract.data import load_mapping
@@ -32,8 +31,8 @@ class KnownBundle:
         name: what people call the model, ``Gemma 4 E4B``.
         repository, file: where it is on the Hub.
         size: bytes of the whole file.
-        sha256: of the whole file; None where it was never told.
-        drafter_begin, drafter_size: the drafter's section, bytes; None where unknown.
+        sha256: of the whole file; None where it was never published.
+        drafter_sha256: of the drafter's section; None where nobody recorded it.
         base_model: Hub id of the model that the drafter drafts for.
         license: Hub id of the licence its weights carry.
     """
@@ -43,8 +42,7 @@ class KnownBundle:
     file: str
     size: int
     sha256: str | None
-    drafter_begin: int | None
-    drafter_size: int | None
+    drafter_sha256: str | None
     base_model: str
     license: str
     note: str | None
@@ -52,65 +50,36 @@ class KnownBundle:
 
 def _all() -> list[KnownBundle]:
     return [
-        KnownBundle(
-            drafter_begin=entry["drafter"]["begin"],
-            drafter_size=entry["drafter"]["size"],
-            **{key: value for key, value in entry.items() if key != "drafter"},
-        )
+        KnownBundle(drafter_sha256=entry["drafter"]["sha256"], **{k: v for k, v in entry.items() if k != "drafter"})
         for entry in load_mapping("bundles")["bundles"]
     ]
 
 
-def _identify(size: object, sha256: object, begin: object = None) -> KnownBundle | None:
-    for bundle in _all():
-        if bundle.size != size or (begin is not None and bundle.drafter_begin not in (None, begin)):
-            continue
-        # A hash decides where both sides know one; the exact size of a file of gigabytes has to do elsewhere.
-        if not (sha256 and bundle.sha256) or sha256 == bundle.sha256:
-            return bundle
-    return None
-
-
 def known_bundle(source: Source) -> KnownBundle | None:
-    """The published file that ``source`` is, by its size and by its SHA-256 where the source knows it."""
-    return _identify(source.size, source.provenance.get("sha256"))
-
-
-def known_without_drafter(source: Source) -> str | None:
-    """What ``source`` is, if it is a published file that holds no drafter; to explain a drafter not found."""
-    name = source.name.replace("\\", "/").rpartition("/")[2]
-    for entry in load_mapping("bundles")["without_drafter"]:
-        if source.size == entry["size"] or fnmatchcase(name, entry["file"]):
-            return str(entry["name"])
-    return None
-
-
-def _exactly(extraction: Mapping[str, Any]) -> KnownBundle | None:
-    """The published file that an ``extraction.json`` was made from."""
-    source = extraction["source"]
-    sha256 = (source.get("provenance") or {}).get("sha256")
-    return _identify(source["size"], sha256, (source.get("section") or {}).get("begin"))
+    """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
+    return _identify(source.provenance.get("sha256"), None)
 
 
 def bundle_of(extraction: Mapping[str, Any]) -> KnownBundle | None:
-    """The published file that an ``extraction.json`` was made from; failing that, one of its name."""
-    exact = _exactly(extraction)
-    if exact is not None:
-        return exact
-    known_as = str(extraction.get("known_as") or "").casefold()
-    return next((bundle for bundle in _all() if known_as and bundle.name.casefold() in known_as), None)
+    """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
+    source = extraction["source"]
+    return _identify((source.get("provenance") or {}).get("sha256"), (source.get("section") or {}).get("sha256"))
+
+
+def _identify(sha256: str | None, section: str | None) -> KnownBundle | None:
+    return next(
+        (b for b in _all() if (sha256 and sha256 == b.sha256) or (section and section == b.drafter_sha256)), None
+    )
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
-    """Hub id of the base model; for an unknown model the bundle's own repository, if it came from one."""
-    bundle = bundle_of(extraction)
-    if bundle is not None:
+    """Hub id of the base: by the published bundle, by the geometry, or the repository that the bundle came from."""
+    if bundle := bundle_of(extraction):
         return bundle.base_model
     for geometry in load_mapping("geometries")["geometries"]:
         if geometry["name"] == extraction.get("known_as"):
             return str(geometry["base_model"])
-    repository = (extraction["source"].get("provenance") or {}).get("repository")
-    return str(repository) if repository else None
+    return _repository(extraction)
 
 
 def license_of(extraction: Mapping[str, Any]) -> License | None:
@@ -118,8 +87,11 @@ def license_of(extraction: Mapping[str, Any]) -> License | None:
 
     A drafter of known geometry alone says nothing: a tuned one has it too.
     """
-    bundle = _exactly(extraction)
-    if bundle is None:
-        repository = (extraction["source"].get("provenance") or {}).get("repository")
-        bundle = next((known for known in _all() if known.repository == repository), None)
+    repository = _repository(extraction)
+    bundle = bundle_of(extraction) or next((b for b in _all() if b.repository == repository), None)
     return License(bundle.license, **load_mapping("bundles")["licenses"][bundle.license]) if bundle else None
+
+
+def _repository(extraction: Mapping[str, Any]) -> str | None:
+    repository = (extraction["source"].get("provenance") or {}).get("repository")
+    return str(repository) if repository else None

@@ -10,7 +10,7 @@ import pytest
 import tflite
 from ai_edge_litert import schema_py_generated as schema
 from helpers.first_pair import first_bundle
-from helpers.make_bundle import Memory
+from helpers.make_bundle import Memory, Part, bundle
 from helpers.variant_files import VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
@@ -127,8 +127,8 @@ def test_every_type_has_its_size() -> None:
 
 def test_sections_of_the_sample(sample: Path) -> None:
     """Against what litert-lm-builder was asked to write."""
-    with open_bundle(sample) as bundle:
-        assert [(s.type_name, s.model_type) for s in bundle.sections] == [
+    with open_bundle(sample) as opened:
+        assert [(s.type_name, s.model_type) for s in opened.sections] == [
             ("LlmMetadataProto", None),
             ("ExecutorMetadataProto", None),
             ("SP_Tokenizer", None),
@@ -137,21 +137,32 @@ def test_sections_of_the_sample(sample: Path) -> None:
             ("TFLiteModel", "prefill_decode"),
             ("TFLiteModel", "mtp_drafter"),
         ]
-        assert all(s.begin % 16384 == 0 for s in bundle.sections)
-        assert bundle.sections[-1].end == sample.stat().st_size
-        assert bundle.bundle is not None
-        assert bundle.bundle.version == (1, 7, 0)
-        assert bundle.bundle.items["Authors"] == "ODML"
+        assert all(s.begin % 16384 == 0 for s in opened.sections)
+        assert opened.sections[-1].end == sample.stat().st_size
+        assert opened.bundle is not None
+        assert opened.bundle.version == (1, 7, 0)
+        assert opened.bundle.items["Authors"] == "ODML"
         # Every other model in the bundle can be read as well, and none of them is a drafter.
-        for section in bundle.sections:
+        for section in opened.sections:
             if section.data_type == 3 and section.model_type != "mtp_drafter":
-                assert bundle.model(section).subgraphs
+                assert opened.model(section).subgraphs
     assert SECTION_TYPES[7] == "TFLiteWeights"
 
 
 def test_a_model_that_is_no_drafter(sample: Path, tmp_path: Path) -> None:
-    with open_bundle(sample) as bundle:
-        section = bundle.sections[3]
-        (tmp_path / "embedder.tflite").write_bytes(bundle.source.read(section.begin, section.size))
+    with open_bundle(sample) as opened:
+        section = opened.sections[3]
+        (tmp_path / "embedder.tflite").write_bytes(opened.source.read(section.begin, section.size))
     with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
         opened.drafter()
+
+
+@pytest.mark.parametrize("name", ["gemma-4-E2B-it-web.litertlm", "gemma-3n-E2B-it-int4.litertlm", "any.litertlm"])
+def test_a_file_is_not_what_its_name_says(name: str, sample: Path, tmp_path: Path) -> None:
+    with open_bundle(sample) as opened:
+        section = opened.sections[3]
+        embedder = opened.source.read(section.begin, section.size)
+    (tmp_path / name).write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
+    with open_bundle(tmp_path / name) as opened, pytest.raises(NoDrafterError, match="Models in it: embedder") as found:
+        opened.drafter()
+    assert "this is" not in str(found.value)

@@ -17,7 +17,8 @@ from huggingface_hub import ModelCard
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import ENGINES, FORMATS
 from mtp_extract.io.source import Source
-from mtp_extract.litertlm.published import known_bundle, known_without_drafter
+from mtp_extract.litertlm import published
+from mtp_extract.litertlm.published import known_bundle, license_of
 from mtp_extract.report.card import CardWords, card_metadata, model_card
 
 
@@ -164,7 +165,7 @@ def test_hostile_names_stay_names(name: str) -> None:
     tensors = {name: tensor(name, source={"dtype": name, "shape": []})}
     text = model_card({**RECORD, "known_as": None, "source": source, "tensors": tensors})
     plain = card(known_as=None)
-    assert ModelCard(text).data.license == "apache-2.0"
+    assert ModelCard(text).data.license == "other"
     assert sum(line == "---" for line in text.splitlines()) == 2
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         line for line in plain.splitlines() if line.startswith("#")
@@ -183,27 +184,43 @@ def test_importing_the_card_is_cheap() -> None:
 
 
 class _Named(Source):
-    def __init__(self, name: str, size: int, sha256: str | None = None) -> None:
-        self.name, self.size = name, size
-        self.provenance = {"sha256": sha256} if sha256 else {}
+    def __init__(self, name: str, size: int, **provenance: str) -> None:
+        self.name, self.size, self.provenance = name, size, provenance
 
     def read(self, offset: int, length: int) -> bytes:
         raise AssertionError("naming a bundle reads nothing")
 
 
-def test_known_bundles_are_named() -> None:
-    sha256 = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
-    for source in (_Named("x", 3659530240), _Named("x", 3659530240, sha256)):
-        known = known_bundle(source)
-        assert known is not None and known.name == "Gemma 4 E4B"
-    assert known_bundle(_Named("x", 3659530240, "d" * 64)) is None
-    assert known_bundle(_Named("x", 3659530241)) is None
+_E4B = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
 
 
-def test_known_files_without_a_drafter_are_named() -> None:
-    assert known_without_drafter(_Named("hf://o/r@main/gemma-3n-E2B-it-int4.litertlm", 1)) == "Gemma 3n"
-    assert known_without_drafter(_Named("/x/any.litertlm", 6547589312)) == "Gemma 4 12B"
-    assert known_without_drafter(_Named("/x/gemma-4-E4B-it.litertlm", 1)) is None
+def test_a_bundle_is_named_by_its_sha256() -> None:
+    known = known_bundle(_Named("x", 3659530240, sha256=_E4B))
+    assert known is not None and known.name == "Gemma 4 E4B"
+    assert known_bundle(_Named("x", 3659530240, sha256="d" * 64)) is None
+    # Inserting a tuned drafter in place keeps name and size.
+    assert known_bundle(_Named("gemma-4-E4B-it.litertlm", 3659530240)) is None
+
+
+def test_a_tuned_bundle_of_the_published_size_is_not_called_published() -> None:
+    """Size, name, and where the section begins are those of the published file; its content is not."""
+    source = {**RECORD["source"], "provenance": {}}
+    text = card(source=source)
+    assert ModelCard(text).data.license == "other"
+    assert "Google" not in text and "| known as |" not in text
+    assert "--against BUNDLE.litertlm" in text
+    # The geometry fits this base, whoever trained the weights.
+    assert ModelCard(text).data.base_model == ["google/gemma-4-E4B-it"]
+
+
+def test_the_published_section_has_the_published_licence(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = copy.deepcopy(published.load_mapping("bundles"))
+    table["bundles"][2]["drafter"]["sha256"] = "5" * 64
+    monkeypatch.setattr(published, "load_mapping", lambda name: table)
+    source = {**RECORD["source"], "provenance": {}}
+    assert ModelCard(card(source=source)).data.license == "apache-2.0"
+    source["section"] = {**source["section"], "sha256": "6" * 64}
+    assert license_of({**RECORD, "source": source, "known_as": None}) is None
 
 
 def test_where_an_engine_does_otherwise_is_a_limit() -> None:
