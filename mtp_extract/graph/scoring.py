@@ -47,7 +47,7 @@ class Scoring:
     def _cache_axes(self, cache: Cache, slot: object, dimension: object) -> tuple[CacheAxes, Ids]:
         """Of a cache whose last axes run along ``slot`` and ``dimension``: its axes, and the KV heads of the others."""
         shape, batch = self.graph.inputs[cache.name].tensor.shape, range(len(cache.view.axes) - 2)
-        heads = cache.view.labels(batch)
+        heads = cache.view.running(batch)
         if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
             raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
         if heads & {slot, dimension} or len(heads) > 1:
@@ -80,9 +80,9 @@ class Scoring:
             table[:, dimensions] = array.reshape(rows, dimensions.size, -1)
             tables.append(table)
         head = np.broadcast_to(heads[..., None], shape).reshape(-1)
-        by_slot = tuple(replace(s, label="slot", steps=slots) for s in View.whole([0], [slots.size]).axes[0])
-        axes_of_view = (*View.whole(["row"], [rows]).reshaped(shape).axes, by_slot)
-        view = View(axes_of_view, {"row": 0, "slot": 0}, {} if start is None else {"slot": start})
+        view = View.whole(["row", "slot"], [rows, slots.size]).reshaped((*shape, slots.size))
+        view = view.with_axis(len(shape), np.outer(slots, [0, 1]))
+        view = view if start is None else replace(view, starts={"slot": start})
         return Scored("score", Scores(cache.name, axes, head, Rotated(rotated.query, *tables), SCORE), view)
 
     def mixed(self, scored: Scored, cache: Cache, flip: bool, flip_cache: bool) -> Form:
@@ -98,7 +98,8 @@ class Scoring:
         axes, heads = self._cache_axes(cache, slot, dimension)
         if label != "slot" or not np.array_equal(places, slots) or start != begins:
             raise UnreadableError("weighs other slots of V than it scored")
-        if (start, places.size) not in self.windows.get(scored.scores, ()) and not self._all_slots(scored.view, at):
+        window = (start, places.size) in self.windows.get(scored.scores, ()) and places.tolist() == [*range(slots.size)]
+        if not window and not self._all_slots(scored.view, at):
             raise UnreadableError("weighs some slots alone")
         rows = scored.view.places([*range(rank - 2), other], "row")
         rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
@@ -228,7 +229,8 @@ class Scoring:
         if numbers.size != 1 or not belongs or not fits or label is None or shape[at] != self.positions.slots:
             raise UnreadableError("puts scores where they do not belong")
         tree = ("window", scored.scores.tree, start, places.size, float(numbers[0]))
-        whole = replace(view.with_axis(at, View.whole([label], [shape[at]]).axes[0]), starts={})
+        by_slot = np.outer(np.arange(shape[at]), [own == label for own in view.labels])
+        whole = replace(view.with_axis(at, by_slot), starts={})
         return Scored("score", replace(scored.scores, tree=tree), whole)
 
     # Masks.

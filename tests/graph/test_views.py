@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,16 +23,11 @@ Places = dict[Any, np.ndarray]
 
 
 def explicit(view: View) -> Places:
-    """Per label, the place of every element: the strands of all axes, one by one."""
+    """Per label, the place of every element: what all axes add, one by one."""
     found = {}
-    for label, base in view.base.items():
-        made = np.full((1,) * len(view.axes), base)
-        for number_, axis in enumerate(view.axes):
-            own = np.zeros(1, np.int64)
-            for strand in axis:
-                own = np.add.outer(own, strand.steps if strand.label == label else 0 * strand.steps).reshape(-1)
-            made = made + own.reshape([-1 if i == number_ else 1 for i in range(len(view.axes))])
-        found[label] = np.broadcast_to(made, view.shape)
+    for column, label in enumerate(view.labels):
+        added = [axis[:, column] for axis in view.axes]
+        found[label] = view.base[column] + functools.reduce(np.add.outer, added, np.zeros((), np.int64))
     return found
 
 
@@ -48,7 +44,7 @@ def apply(views: list[View], call: Call, *constants: Any) -> list[tuple[View, Pl
     kernel, numbers = KERNELS[call.node.kind], [constant.values for constant in constants]
     found = moved(call, kernel, views, numbers)
     truth: list[Places] = [{} for _ in found]
-    for label in views[0].base:
+    for label in views[0].labels:
         arrays = [explicit(view)[label] for view in views]
         results = kernel(call, *((*numbers, *arrays) if call.node.kind == "SPLIT" else (*arrays, *numbers)))
         for own, result in zip(truth, results if isinstance(results, tuple) else (results,), strict=True):
