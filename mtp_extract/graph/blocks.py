@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.polynomial import Polynomial
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.expressions import Expr, Term
@@ -22,7 +21,6 @@ from mtp_extract.graph.roles import FoundRole, activation_of
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 
 _CLOSE = 1e-5
-_HIGHEST = 9
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 """GELU(x) ≈ x/2 · (1 + tanh(slope · (x + cube · x³)))."""
 
@@ -310,40 +308,17 @@ class Blocks:
                     yield gate, "gelu_pytorch_tanh", scale, share / scale
 
     def _half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
-        """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share.
-
-        The hyperbolic tangent may be spelled as a logistic function: (1 + tanh z) / 2 = logistic(2z).
-        """
+        """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share."""
         one = half.terms.get(self.expressions.one, 0.0)
         function = next((e for e in half.terms if e.kind == "function"), None)
-        if function is None or len(half.terms) != (2 if one else 1):
+        if function is None or len(half.terms) != 2 or not close(half.terms[function], one):
             return None
         name, factor, inner = function.parts
-        found = self._polynomial(inner, gate, {})
-        if found is None or found.degree() != 3 or found.coef[0] or found.coef[2]:
+        cubed = self.expressions.product({gate: 3.0}, gate.size)
+        if name != "TANH" or set(inner.terms) != {gate, cubed}:
             return None
-        linear, cube = (float(found.coef[power]) * factor * (0.5 if name == "LOGISTIC" else 1.0) for power in (1, 3))
-        scale, share = linear / _GELU_SLOPE, 2 * one or 1.0
-        spelled = name == ("TANH" if one else "LOGISTIC") and close(half.terms[function], one or 1.0)
-        return (scale, share) if spelled and close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
-
-    def _polynomial(self, expr: Expr, of: Expr, known: dict[Expr, Polynomial | None]) -> Polynomial | None:
-        """``expr`` as a polynomial of ``of``, of the third degree at most; None where it is none."""
-        if expr is of:
-            return Polynomial([0, 1])
-        if expr not in known:
-            parts = expr.terms if expr.kind == "sum" else expr.powers if expr.kind == "product" else {}
-            inner = [self._polynomial(part, of, known) for part in parts]
-            made: Polynomial | None = Polynomial([0.0 if expr.kind == "sum" else 1.0])
-            for polynomial, number in zip(inner, parts.values(), strict=True):
-                if polynomial is None or made is None or made.degree() + polynomial.degree() > _HIGHEST:
-                    made = None
-                elif expr.kind == "sum":
-                    made = made + number * polynomial
-                else:
-                    made = made * polynomial ** int(number) if number in (1, 2, 3) else None
-            known[expr] = made if parts or expr is self.expressions.one else None
-        return known[expr]
+        scale, cube = inner.terms[gate] * factor / _GELU_SLOPE, inner.terms[cubed] * factor
+        return (scale, 2 * one) if close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
 
 
 def _is_weight(expr: Expr) -> bool:
