@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, Call, code_range, grid_of
+from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, REDUCTIONS, Call, code_range, grid_of
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import Cache, Form, Inside, Mixed, Rotated, Scored, shape_of
+from mtp_extract.graph.forms import Cache, Form, Inside, Rotated, Scored, shape_of
 from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.positions import Positions
@@ -71,13 +71,11 @@ class AttentionReader:
             return self._converted(node, operands[0])
         if node.kind == "BATCH_MATMUL":
             return self._product(node, operands)
-        if node.kind not in ("REDUCE_MAX", "REDUCE_ANY", "SUM", "MEAN"):
+        if node.kind not in REDUCTIONS:
             self._check_shape(node, operands)
-        first = next((form for form in operands if isinstance(form, Cache | Scored | Mixed)), None)
+        first = next((form for form in operands if isinstance(form, Cache | Scored)), None)
         if isinstance(first, Cache):
             return self._scaled_cache(node, first, operands)
-        if isinstance(first, Mixed):
-            return self.scoring.divided(node, first, operands)
         return self.scoring.scored(node, operands) if isinstance(first, Scored) else self._rotated(node, operands)
 
     def _check_shape(self, node: Node, operands: list[Form | None]) -> None:
@@ -103,9 +101,6 @@ class AttentionReader:
         made: list[Any]
         if all(self.is_query(form) for form in forms):
             made = self._moved_queries(node, [self.rotated(form) for form in forms], constants)
-        elif isinstance(forms[0], Mixed) and len(forms) == 1:
-            rows, dimensions = (self._run(node, [ids], constants) for ids in (forms[0].row, forms[0].dimension))
-            made = [replace(forms[0], row=r, dimension=d) for r, d in zip(rows, dimensions, strict=True)]
         else:
             made = self._moved_views(node, forms, constants)
         return tuple(made) if len(node.outputs) > 1 else made[0]
@@ -176,7 +171,7 @@ class AttentionReader:
         return form
 
     def _check_half(self, form: Inside) -> None:
-        rotated = form.scores.rotated if isinstance(form, Scored | Mixed) else form
+        rotated = form.scores.rotated if isinstance(form, Scored) else form
         factors = rotated.number if isinstance(rotated, Rotated) else np.array([rotated.factor])
         numbers = np.abs(factors[factors != 0])
         if numbers.size and not (numbers.min() * HALF_REACH >= 1 and numbers.max() <= HALF_REACH):
@@ -240,13 +235,13 @@ class AttentionReader:
 
     def is_query(self, form: Form | None) -> bool:
         """Whether it is elements of a query, rotated or not."""
-        return form is not None and not isinstance(form, Cache | Scored | Mixed)
+        return form is not None and not isinstance(form, Cache | Scored)
 
     def rotated(self, form: Form | None) -> Rotated:
         """Elements of a query."""
         if isinstance(form, Rotated):
             return form
-        if form is None or isinstance(form, Cache | Scored | Mixed) or self.expressions.is_constant(form):
+        if form is None or isinstance(form, Cache | Scored) or self.expressions.is_constant(form):
             raise UnreadableError("brings a query together with something else")
         query, element = self.expressions.origin(form.expr, form.ids)
         self.queries.add(query)

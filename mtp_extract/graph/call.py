@@ -31,6 +31,7 @@ DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType
 
 _GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
 CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
+REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
 HALF_REACH = 64.0
 """How many times larger or smaller than what a drafter computes a number may be that is held in half precision."""
 

@@ -3,8 +3,7 @@
 ========  =============================================================================================================
 cache     K or V: which elements of an input, times a number
 rotated   the query: per element, a sum of number · query element · what the position decides
-scored    a number for each row (a query head) and slot, or each row, in one of the stages of :data:`STAGES`
-mixed     what rows took of V, before it is divided by the total of their weights
+scored    a number for each row (a query head) and slot, or each row, in a stage: score, weights, or between
 ========  =============================================================================================================
 
 Operators that move elements keep the form. What is done to a score on its way through the masks is a tree; it says
@@ -32,21 +31,6 @@ Tree = tuple[Any, ...]
 SCORE: Tree = ("score",)
 
 _MOST_TERMS = 64
-
-STAGES = {
-    "score": "query · K, and what masks do to it",
-    "largest": "the largest score of a row",
-    "shifted": "score − largest",
-    "raised": "EXP(shifted)",
-    "total": "the sum of a row's raised scores",
-    "share": "1 / total",
-    "weights": "SOFTMAX(score), raised / total, raised · share",
-    "hidden": "whether a score is −∞",
-    "seen": "whether it is not",
-    "some": "whether a row has a score that is not",
-    "none": "whether it has none",
-}
-"""What a number of rows and slots may be, from the scores to the weights."""
 
 CacheAxes = tuple[int | None, int, int]
 """Of a cache's shape, the axes of KV heads (None where there is one), slots and dimensions."""
@@ -130,7 +114,12 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Numbers of ``scores`` in a ``stage``; ``view`` has the labels "row" and, but where it is summed over, "slot"."""
+    """Numbers of ``scores`` in a stage; ``view`` has the labels "row" and, but where it is summed over, "slot".
+
+    Attributes:
+        stage: "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
+            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scoring` lists them.
+    """
 
     stage: str
     scores: Scores
@@ -139,18 +128,6 @@ class Scored:
     @property
     def slot_axis(self) -> int:
         return self.view.only("slot")
-
-
-@dataclass(frozen=True, eq=False)
-class Mixed:
-    """``factor`` × what rows took of V by raised scores: elements of ``[rows, dimensions]``."""
-
-    scores: Scores
-    value: str
-    axes: CacheAxes
-    row: Ids
-    dimension: Ids
-    factor: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +145,7 @@ class Attention:
     windows: frozenset[tuple[int, int]]
 
 
-Inside = Cache | Rotated | Scored | Mixed
+Inside = Cache | Rotated | Scored
 Form = Inside | Term
 """Of a value that an activation or a cache decides."""
 
@@ -176,9 +153,7 @@ Form = Inside | Term
 def shape_of(form: Form) -> tuple[int, ...]:
     if isinstance(form, Cache | Scored):
         return form.view.shape
-    if isinstance(form, Rotated):
-        return form.shape
-    return tuple((form.row if isinstance(form, Mixed) else form.ids).shape)
+    return form.shape if isinstance(form, Rotated) else tuple(form.ids.shape)
 
 
 def leaves_of(tree: Tree) -> Iterator[Value]:

@@ -16,11 +16,11 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.attention import AttentionReader
-from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, Call, computing, grid_of
+from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, REDUCTIONS, Call, computing, grid_of
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.forms import Form, Mixed, Rotated, Scored, shape_of
+from mtp_extract.graph.forms import Form, Rotated, Scored, shape_of
 from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.graph.matrices import LARGEST, MATRICES, product_of, weight_of
 from mtp_extract.graph.moving import LAYOUT
@@ -28,8 +28,7 @@ from mtp_extract.graph.positions import caches_of
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
-REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
-_FUNCTIONS = frozenset({"TANH", "GELU", "LOGISTIC"})
+_FUNCTIONS = frozenset({"TANH", "GELU"})
 _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
     "ADD": lambda made, one, other: made.add(one, other),
     "SUB": lambda made, one, other: made.add(one, other, -1.0),
@@ -39,7 +38,7 @@ _ARITHMETIC: dict[str, Callable[[Expressions, Term, Term], Term]] = {
     "RSQRT": lambda made, one, other: made.power(one, -0.5),
 }
 _OPERANDS = {
-    **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "LOGISTIC", "SOFTMAX", "LOGICAL_NOT"), 1),
+    **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "SOFTMAX", "LOGICAL_NOT"), 1),
     **dict.fromkeys(
         ("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"), 2
     ),
@@ -166,10 +165,10 @@ class Reading:
         if node is not None and shape_of(form) != tuple(tensor.shape):
             raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
         held = grid_of(tensor) is not None
-        if isinstance(form, Term | Rotated | Mixed) and self.whole and tensor.type not in FLOAT_TYPES and not held:
+        if isinstance(form, Term | Rotated) and self.whole and tensor.type not in FLOAT_TYPES and not held:
             raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
         moved = node is not None and (node.kind in LAYOUT or node.kind == "QUANTIZE")
-        if held and not moved and isinstance(form, Rotated | Scored | Mixed):
+        if held and not moved and isinstance(form, Rotated | Scored):
             raise UnsupportedError(f"{value.label} holds a query or a score of an attention as {tensor.type_name}.")
         if isinstance(form, Term):
             form = self._keep_term(value, replace(form, ids=form.ids.reshape(tensor.shape)))

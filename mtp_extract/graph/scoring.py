@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mtp_extract.graph.call import Call
+from mtp_extract.graph.call import REDUCTIONS, Call
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import SCORE, Attention, Cache, CacheAxes, Form, Mixed, Rotated, Scored, Scores, Tree
+from mtp_extract.graph.forms import SCORE, Attention, Cache, CacheAxes, Form, Rotated, Scored, Scores, Tree
 from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
-_STAGES_OF_ONE = {
-    ("EXP", "shifted"): "raised",
-    ("LOGICAL_NOT", "hidden"): "seen",
-    ("LOGICAL_NOT", "some"): "none",
-}
-"""Operator and the stage of its operand → the stage of its result."""
-
 _MOST_NUMBERS = 1 << 20
 
-_REDUCED = {("REDUCE_MAX", "score"): "largest", ("SUM", "raised"): "total", ("REDUCE_ANY", "seen"): "some"}
-"""The same, of operators that go over all slots."""
+_STAGES: dict[tuple[str | float | None, ...], str] = {
+    ("REDUCE_MAX", "score", None): "largest",
+    ("SUB", "score", "largest"): "shifted",
+    ("EXP", "shifted"): "raised",
+    ("SUM", "raised", None): "total",
+    ("DIV", "raised", "total"): "weights",
+    ("DIV", 1.0, "total"): "share",
+    ("MUL", "raised", "share"): "weights",
+    ("MUL", "share", "raised"): "weights",
+    ("EQUAL", "score", -np.inf): "hidden",
+    ("LOGICAL_NOT", "hidden"): "seen",
+    ("REDUCE_ANY", "seen", None): "some",
+    ("LOGICAL_NOT", "some"): "none",
+    # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
+    ("SELECT_V2", "none", 0.0, "weights"): "weights",
+}
+"""An operator, and of its operands the stages and numbers (None: axes) → the stage of its result."""
 
 
 class Scoring:
@@ -87,7 +96,7 @@ class Scoring:
 
     def mixed(self, scored: Scored, cache: Cache, flip: bool, flip_cache: bool) -> Form:
         """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``."""
-        if scored.stage not in ("weights", "raised"):
+        if scored.stage != "weights":
             raise UnreadableError(f"multiplies {scored.stage} scores and a cache")
         rank = len(scored.view.axes)
         at, other = (rank - 2, rank - 1) if flip else (rank - 1, rank - 2)
@@ -105,79 +114,45 @@ class Scoring:
         rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
         if not np.array_equal(scored.scores.head[rows], np.broadcast_to(heads[..., None], rows.shape)):
             raise UnreadableError("weighs another head of V than it scored of K")
-        row, column = np.broadcast_arrays(rows[..., None], dimensions)
-        mixed = Mixed(scored.scores, cache.name, axes, row, column, cache.factor)
-        return mixed if scored.stage == "raised" else self._outside(mixed)
+        return self._outside(scored.scores, cache, axes, rows[..., None], dimensions)
 
-    def _outside(self, mixed: Mixed) -> Term:
+    def _outside(self, scores: Scores, cache: Cache, axes: CacheAxes, row: Ids, dimension: Ids) -> Term:
         """What heads mixed of V, as a vector of ``[heads, width]``: a value outside of attentions."""
-        rotated, width = mixed.scores.rotated, self.graph.inputs[mixed.value].tensor.shape[mixed.axes[2]]
+        rotated, width = scores.rotated, self.graph.inputs[cache.name].tensor.shape[axes[2]]
         if rotated.number.shape[1] != width:
             raise UnreadableError("mixes rows of another size than it scored")
         heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
         head: Ids = heads.max(1)
         if ((heads != head[:, None]) & (heads >= 0)).any() or (head < 0).any():
             raise UnreadableError("mixes what several heads scored")
-        expr = self.expressions.expr("mixed", mixed.scores, mixed.value, mixed.axes, size=rotated.query.size)
-        windows = frozenset(self.windows.get(mixed.scores, ()))
-        self.attentions.setdefault(expr, Attention(mixed.scores, mixed.value, mixed.axes, windows))
-        return Term(mixed.factor, expr, head[mixed.row] * width + mixed.dimension)
-
-    def divided(self, node: Node, mixed: Mixed, operands: Sequence[Form | None]) -> Form:
-        """What raised scores mixed, over their total."""
-        by = next((form for form in operands if isinstance(form, Scored)), None)
-        stage = "total" if node.kind == "DIV" and operands[0] is mixed else "share" if node.kind == "MUL" else ""
-        if by is None or by.scores is not mixed.scores or by.stage != stage:
-            raise UnreadableError("computes something of what is mixed of V, which is not divided by its total yet")
-        rows = np.broadcast_to(by.view.places(range(len(by.view.axes)), "row"), mixed.row.shape)
-        if not np.array_equal(rows, mixed.row):
-            raise UnreadableError("divides by the total of another head")
-        return self._outside(mixed)
+        expr = self.expressions.expr("mixed", scores, cache.name, axes, size=rotated.query.size)
+        windows = frozenset(self.windows.get(scores, ()))
+        self.attentions.setdefault(expr, Attention(scores, cache.name, axes, windows))
+        return Term(cache.factor, expr, head[row] * width + dimension)
 
     # From scores to weights.
 
     def scored(self, node: Node, operands: Sequence[Form | None]) -> Scored:
         """What operators make of scores, stage by stage."""
-        kind, rows = node.kind, [form for form in operands if isinstance(form, Scored)]
-        if any(isinstance(form, Rotated | Cache | Mixed) for form in operands):
+        rows = [form for form in operands if isinstance(form, Scored)]
+        if any(isinstance(form, Rotated | Cache) for form in operands):
             raise UnreadableError("brings a score together with a query or a cache")
-        first, stages = rows[0], [form.stage if isinstance(form, Scored) else None for form in operands]
-        if kind == "SOFTMAX":
-            return self._softmax(node, first)
-        if kind in ("REDUCE_MAX", "SUM", "REDUCE_ANY"):
-            return self._reduced(node, first)
-        if len(operands) == 1 and (kind, first.stage) in _STAGES_OF_ONE:
-            return replace(first, stage=_STAGES_OF_ONE[kind, first.stage])
-        made = self._spelled(kind, stages, operands, rows)
-        if made is not None:
-            return made
-        odd = next((form.stage for form in rows if form.stage != "score"), None)
-        if odd is not None:
+        if node.kind == "SOFTMAX":
+            return self._softmax(node, rows[0])
+        given = (f.stage if isinstance(f, Scored) else self.expressions.number_of(f) for f in operands)
+        stage = _STAGES.get((node.kind, *given))
+        if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
+            return self._masked(node, operands, rows)
+        if stage is None:
             raise UnreadableError(
-                f"computes something of {odd} scores, between the scores and the weights of an attention"
+                f"computes something of {rows[0].stage} scores, between the scores and the weights of an attention"
             )
-        return self._masked(node, operands, rows)
-
-    def _spelled(
-        self, kind: str, stages: list[str | None], operands: Sequence[Form | None], rows: Sequence[Scored]
-    ) -> Scored | None:
-        """A softmax spelled out; None for anything else."""
-        first, numbers = rows[0], [self.expressions.number_of(form) for form in operands]
-        if len(rows) == 2 and kind != "MUL" and _same_rows(first, rows[1]):
-            stage = {("SUB", "score", "largest"): "shifted", ("DIV", "raised", "total"): "weights"}
-            found = stage.get((kind, first.stage, rows[1].stage))
-            return replace(first, stage=found) if found else None
-        if kind == "MUL" and sorted(map(str, stages)) == ["raised", "share"]:
-            raised, share = sorted(rows, key=lambda row: row.stage)
-            return replace(raised, stage="weights") if _same_rows(raised, share) else None
-        if kind == "DIV" and stages == [None, "total"] and numbers[0] == 1:
-            return replace(first, stage="share")
-        if kind == "EQUAL" and first.stage == "score" and -np.inf in numbers:
-            return replace(first, stage="hidden")
-        if kind in ("SELECT", "SELECT_V2") and stages == ["none", None, "weights"] and numbers[1] == 0:
-            # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
-            return rows[1] if _same_rows(rows[1], first) else None
-        return None
+        if node.kind in REDUCTIONS:
+            return self._reduced(node, rows[0], stage)
+        whole = max(rows, key=lambda row: math.prod(row.view.shape))
+        if any(row is not whole and not _same_rows(whole, row) for row in rows):
+            raise UnreadableError("brings scores and a number of other rows together")
+        return replace(whole, stage=stage)
 
     def _all_slots(self, view: View, axis: int) -> bool:
         label, places, start = view.along(axis)
@@ -190,12 +165,11 @@ class Scoring:
         scores = scored.scores if beta == 1 else replace(scored.scores, tree=("times", scored.scores.tree, beta))
         return Scored("weights", scores, scored.view)
 
-    def _reduced(self, node: Node, scored: Scored) -> Scored:
+    def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
         """The largest score, the total, or whether any slot is seen: over all slots."""
         at, view, axes = scored.slot_axis, scored.view, node.operand(1)
         over = {int(axis) % len(view.axes) for axis in self.graph.integers(axes)} if not axes.depends else set()
-        stage = _REDUCED.get((node.kind, scored.stage))
-        if over != {at} or stage is None or not self._all_slots(view, at):
+        if over != {at} or not self._all_slots(view, at):
             raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
         keeps = bool(Call(self.graph, node).option(0, "?", False))
         return Scored(stage, scored.scores, view.without(at, keeps=keeps))
@@ -204,7 +178,7 @@ class Scoring:
 
     def check_window(self, scored: Scored, view: View) -> None:
         """Note that the slots of ``view`` alone meet V."""
-        if scored.stage not in ("weights", "raised") or not set(view.starts) <= {"slot"}:
+        if scored.stage != "weights" or not set(view.starts) <= {"slot"}:
             raise UnreadableError(f"takes some {scored.stage} scores by the position")
         found = self.windows.setdefault(scored.scores, set())
         found.update((table, view.shape[scored.slot_axis]) for table in view.starts.values())

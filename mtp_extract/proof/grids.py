@@ -197,6 +197,4 @@ def _parts(expr: Expr) -> list[Expr]:
 def _function(name: str, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     if name == "TANH":
         return np.tanh(x)
-    if name == "LOGISTIC":
-        return (1 + np.tanh(x / 2)) / 2
     return gelu(x, tanh=name == "GELU_TANH")
