@@ -53,8 +53,6 @@ class Layer:
     masks: tuple[str, ...]  # the mask inputs that decide what it sees
     inverse_frequencies: np.ndarray
     frequency_rounding: np.ndarray
-    query: Value = field(repr=False)  # normalized; the attention lies between it and ``mixed``
-    mixed: Value = field(repr=False)  # what the o projection reads
     attention: Attention = field(repr=False, compare=False)
     rotation: Rotation = field(repr=False, compare=False)
     query_factor: float  # what a query is times the result of its norm
@@ -149,7 +147,6 @@ class _Drafter(Blocks):
         rotation = rotation_of(name, scores, heads, positions)
         frequencies, doubt = rotation.frequencies()
         inputs = {v.input_name for leaf in leaves_of(scores.tree) for v in ancestors(leaf) if v.input_name}
-        mixed = next(expr for expr, one in self.reading.attentions.items() if one is attention)
         return Layer(
             scores.key,
             attention.value,
@@ -160,8 +157,6 @@ class _Drafter(Blocks):
             tuple(sorted(filter(is_mask, inputs))),
             frequencies,
             np.maximum(rounding_of(frequencies, doubt, graph), doubt),
-            self.result_of(query)[0],
-            self.reading.first[mixed][0],
             attention,
             rotation,
             self.scale_of(query),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,16 +28,12 @@ class Matrix:
     Attributes:
         value: the constant.
         transposed: whether it is stored ``[in, out]``.
-        factor: what the graph multiplies it by.
         by_kernel: whether the operator itself reads its codes, and no operator before makes floats of them.
-        is_sum: whether it is one row of one number: a sum, spelled as a product.
     """
 
     value: Value
     transposed: bool
-    factor: float
     by_kernel: bool
-    is_sum: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,35 +43,27 @@ class Matrix:
         return sizes[::-1] if self.transposed else sizes
 
 
-def weight_of(graph: FlatGraph, node: Node, number_of: Callable[[Node, int], float | None]) -> Matrix:
+def weight_of(graph: FlatGraph, node: Node) -> Matrix:
     """The constant matrix that ``node`` multiplies by.
 
-    Args:
-        number_of: the number that an operand of an operator is; None where it is none.
-
     Raises:
-        UnreadableError: it is computed otherwise than by a factor, a transposition or a conversion to floats.
+        UnreadableError: it is computed otherwise than by a transposition or a conversion to floats.
     """
     transposed = node.kind == "BATCH_MATMUL" and not _option(node, 1)
-    value, factor, by_kernel = node.operand(1), 1.0, True
+    value, by_kernel = node.operand(1), True
     while (maker := value.producer) is not None:
-        if maker.kind in _RESHAPES or _makes_floats(maker):
-            by_kernel = by_kernel and maker.kind in _RESHAPES
-            value = maker.operand(0)
-        elif maker.kind in ("MUL", "DIV") and maker.binary and not maker.op.activation:
-            at = 0 if maker.kind == "MUL" and maker.operand(0).tensor.elements == 1 else 1
-            number = number_of(maker, at)
-            if not number:
-                raise UnreadableError("multiplies by a weight that is computed")
-            value, factor = maker.operand(1 - at), factor * (number if maker.kind == "MUL" else 1 / number)
-        elif maker.kind == "TRANSPOSE" and graph.integers(maker.operand(1)).tolist() == [1, 0]:
-            value, transposed = maker.operand(0), not transposed
-        else:
+        if maker.kind == "TRANSPOSE" and graph.integers(maker.operand(1)).tolist() == [1, 0]:
+            transposed = not transposed
+        elif _makes_floats(maker):
+            by_kernel = False
+        elif maker.kind not in _RESHAPES:
             raise UnreadableError("multiplies by a weight that is computed")
-    found = Matrix(value, transposed, factor, by_kernel, is_sum=False)
+        value = maker.operand(0)
+    found = Matrix(value, transposed, by_kernel)
     if not value.constant or len(found.shape) != 2:
         raise UnreadableError("multiplies by no matrix of constants")
-    return _checked(graph, node, found)
+    _check(graph, node, found)
+    return found
 
 
 def _makes_floats(maker: Node) -> bool:
@@ -86,32 +73,25 @@ def _makes_floats(maker: Node) -> bool:
     return floats and (maker.kind == "DEQUANTIZE" or (maker.kind == "CAST" and types <= FLOAT_TYPES))
 
 
-def _checked(graph: FlatGraph, node: Node, matrix: Matrix) -> Matrix:
-    """``matrix``, if LiteRT's kernel reads it as we do.
+def _check(graph: FlatGraph, node: Node, matrix: Matrix) -> None:
+    """Check that LiteRT's kernel reads ``matrix`` as we do.
 
     Raises:
         UnreadableError: it does not, or its numbers are none of a drafter.
     """
-    tensor, rows = matrix.value.tensor, matrix.shape[0]
+    tensor = matrix.value.tensor
     if tensor.quantization is not None and tensor.quantization.scale_count and tensor.type not in FLOAT_TYPES:
         scales = np.abs(tensor.quantization.scale)
         if not (np.isfinite(scales).all() and scales.max() < LARGEST):
             raise UnreadableError("multiplies by numbers that no drafter has")
     if matrix.by_kernel and tensor.type not in FLOAT_TYPES:
         _check_codes(QuantizedTensor.of(graph.model, tensor), node, matrix)
-    if tensor.elements > _MOST_ROTATED:
-        return matrix
-    if matrix.shape[0] == matrix.shape[1] > 1 and _is_hadamard(graph, matrix):
+    square = matrix.shape[0] == matrix.shape[1] > 1
+    if square and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, matrix):
         raise UnsupportedError(
             f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
             "weights of the model, and this release does not rotate them back."
         )
-    if rows == 1:
-        numbers = graph.floats(matrix.value)
-        if (numbers == numbers[0]).all():
-            factor = matrix.factor * float(numbers[0])
-            return Matrix(matrix.value, matrix.transposed, factor, matrix.by_kernel, is_sum=True)
-    return matrix
 
 
 def _check_codes(source: QuantizedTensor, node: Node, matrix: Matrix) -> None:
@@ -136,7 +116,7 @@ def _check_codes(source: QuantizedTensor, node: Node, matrix: Matrix) -> None:
 def _is_hadamard(graph: FlatGraph, matrix: Matrix) -> bool:
     """Whether all entries are ±1/√n."""
     size = matrix.shape[0]
-    return bool(np.allclose(np.abs(graph.floats(matrix.value) * matrix.factor), size**-0.5, rtol=1e-2))
+    return bool(np.allclose(np.abs(graph.floats(matrix.value)), size**-0.5, rtol=1e-2))
 
 
 def product_of(graph: FlatGraph, node: Node, matrix: Matrix, read: tuple[int, ...]) -> tuple[int, ...]:

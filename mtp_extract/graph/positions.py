@@ -57,7 +57,7 @@ class Positions:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
         value = self.canonical(value)
         if id(value) not in self._tables:
-            pieces = [numbers for _, (numbers,) in self.everywhere([value])]
+            pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
             self._tables[id(value)] = np.concatenate(pieces).astype(np.float64)
         return self._tables[id(value)]
 
@@ -112,16 +112,10 @@ class Positions:
                 found[name] = fill(self.graph.inputs[name].tensor, positions)
         return found
 
-    def everywhere(
-        self, values: Sequence[Value], *, rounds: bool = True
-    ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
-        """Some positions after others, and what ``values`` are there, ``[positions, elements]`` each."""
-        yield from self.at(np.arange(self.slots), values, rounds=rounds)
-
     def at(
         self, positions: Ids, values: Sequence[Value], *, rounds: bool = True
     ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
-        """The same at chosen positions."""
+        """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
         needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             some = positions[begin : begin + step]

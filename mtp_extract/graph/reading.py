@@ -244,7 +244,7 @@ class Reading:
     # Operators outside of attentions.
 
     def _matrix(self, node: Node) -> Term:
-        weight = weight_of(self.graph, node, lambda maker, at: self.expressions.number_of(self.operand(maker, at)))
+        weight = weight_of(self.graph, node)
         read = self.operand(node, 0)
         if not isinstance(read, Term):
             raise UnreadableError(
@@ -252,14 +252,10 @@ class Reading:
             )
         shape = product_of(self.graph, node, weight, tuple(read.ids.shape))
         size, ids = math.prod(shape), read.ids.reshape(-1)
-        if weight.is_sum and read.whole:
-            scaled = replace(read, factor=read.factor * weight.factor)
-            made = self.expressions.groups(scaled, ids.size // size, mean=False)
-            return replace(made, ids=made.ids.reshape(shape))
         inner = self.expressions.part(read.expr, ids)
         expr = self.expressions.expr("matrix", weight.value, weight.transposed, inner, size=size)
         self.products.setdefault(expr, node)
-        return Term(read.factor * weight.factor, expr, np.arange(size).reshape(shape), read.numbers)
+        return Term(read.factor, expr, np.arange(size).reshape(shape), read.numbers)
 
     def _move(self, node: Node, operands: list[Any], terms: list[Term]) -> Form | tuple[Form, ...]:
         if len({(term.expr, term.factor) for term in terms}) > 1:

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from mtp_extract.errors import FormatError, RoleError, UnsupportedError
+from mtp_extract.errors import FormatError, RoleError
+from mtp_extract.graph.call import grid_of
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.litertlm.storage import NUMBER_TYPES
@@ -128,12 +129,9 @@ def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside
 def activation_of(value: Value) -> Activation | None:
     """Static quantization of the tensor ``value``, if it is stored as integers."""
     tensor = value.tensors[-1]
-    quantization = tensor.quantization
-    if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or quantization is None:
+    grid = grid_of(tensor)
+    if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:
         return None
-    if quantization.scale_count != 1 or quantization.zero_point_count > 1:
-        raise UnsupportedError(f"{tensor.label}: an activation with {quantization.scale_count} scales.")
-    if not 0 <= quantization.scale[0] < np.inf:
-        raise FormatError(f"{tensor.label} has a scale of {quantization.scale[0]}: the file is damaged.")
-    zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
-    return Activation(tensor.type_name.lower(), float(quantization.scale[0]), zero_point)
+    if not 0 <= grid[0] < np.inf:
+        raise FormatError(f"{tensor.label} has a scale of {grid[0]}: the file is damaged.")
+    return Activation(tensor.type_name.lower(), *grid)
