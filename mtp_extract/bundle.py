@@ -29,8 +29,7 @@ from mtp_extract.litertlm.container import (
     scan_tflite,
 )
 from mtp_extract.litertlm.flatbuffer import Budget
-from mtp_extract.litertlm.tflite import Signature, TfliteModel
-from mtp_extract.litertlm.tflite_reading import read_model
+from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
 
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"

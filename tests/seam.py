@@ -47,8 +47,7 @@ from mtp_extract.io import laid
 from mtp_extract.io.regular import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
-from mtp_extract.litertlm.tflite import TfliteModel
-from mtp_extract.litertlm.tflite_reading import read_model
+from mtp_extract.litertlm.tflite import TfliteModel, read_model
 from mtp_extract.pipeline.check import verify
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint

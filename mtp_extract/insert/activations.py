@@ -70,7 +70,7 @@ def _pieces(drafter: Shard, tensor: Tensor, bounds: Range) -> Iterator[Piece]:
     scale = np.float32(span) / np.float32(steps)
     if not 0 < scale < np.inf:
         return
-    yield made(begin + quantization.scale_at, np.array([scale], "<f4").tobytes())
+    yield made(begin + quantization.scales.start, np.array([scale], "<f4").tobytes())
     if not symmetric:
         zero_point = np.rint(np.float32(lowest) - np.float32(low) / scale)
-        yield made(begin + quantization.zero_point_at, np.array([zero_point], "<i8").tobytes())
+        yield made(begin + quantization.zero_points.start, np.array([zero_point], "<i8").tobytes())

@@ -131,8 +131,8 @@ def _spans(model: TfliteModel, tensor: Tensor) -> Iterator[Span]:
     quantization, begin = tensor.quantization, model.region.begin
     if span is not None and quantization is not None:
         for at, size in (
-            (quantization.scale_at, 4 * quantization.scale_count),
-            (quantization.zero_point_at, 8 * quantization.zero_point_count),
+            (quantization.scales.start, 4 * quantization.scale_count),
+            (quantization.zero_points.start, 8 * quantization.zero_point_count),
         ):
             if size:
                 yield begin + at, begin + at + size
@@ -263,10 +263,10 @@ def _site_pieces(site: Site) -> Iterator[Piece]:
         yield _block_scales(site)
         return
     begin, held = model.region.begin, quantization.zero_point_count
-    yield _vector(begin + quantization.scale_at + 4 * row, content.scale.astype("<f4", copy=False))
+    yield _vector(begin + quantization.scales.start + 4 * row, content.scale.astype("<f4", copy=False))
     zero_point = content.zero_point[:1] if held == 1 else content.zero_point
     if held:
-        yield _vector(begin + quantization.zero_point_at + 8 * row, zero_point.astype("<i8", copy=False))
+        yield _vector(begin + quantization.zero_points.start + 8 * row, zero_point.astype("<i8", copy=False))
     if content.zero_point.any() and (not held or (held == 1 and np.ptp(content.zero_point))):
         raise UnsupportedError(f"{site.decision.role}: {tensor.label} has no place for its new zero points.")
 

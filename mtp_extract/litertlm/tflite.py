@@ -1,4 +1,4 @@
-"""A read-only view of one TFLite model: subgraphs, tensors, operators, signatures, and where constants lie.
+"""One TFLite model, read-only: subgraphs, tensors, operators, signatures, and where constants lie.
 
 Field slots are those of the TFLite schema, in the order in which it declares them. The published Python bindings
 (``tflite`` 2.18.0) predate INT2, blockwise quantization and external buffers, and misread operator codes that the
@@ -14,6 +14,7 @@ A constant's bytes lie in one of three places:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -22,9 +23,11 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.data import load_mapping
 from mtp_extract.errors import FormatError, TruncatedError, UnsupportedError, escape
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.flatbuffer import Table, Vector
+from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
+from mtp_extract.litertlm.flatbuffer import Budget, FlatBuffer, Table, Vector
 
 
 class TensorType(IntEnum):
@@ -68,9 +71,26 @@ ELEMENT_BITS = MappingProxyType({TensorType[n]: bits for bits, names in _TYPES_B
 """Bits an element takes in a buffer. Types under 8 bits are packed, first element in the low bits."""
 
 _LONGEST_LABEL = 90
+_LARGEST_DIMENSION_PRODUCT = 1 << 40
 # What Google's own externalizer writes for bytes as they would stand in Buffer.data; nothing of LiteRT reads it.
 _PLAIN_PACKINGS = frozenset({"", "unpacked"})
 _EXTERNAL_GROUP = "tflite_weights"
+
+_COMPOSITE_OPTIONS = 21
+_BLOCKWISE = 2
+_DETAILS = MappingProxyType({0: "none", 1: "custom", _BLOCKWISE: "blockwise", 3: "multi-axis"})
+
+# Id in the union of options, of the operators whose options matter here.
+_OPTION_TYPES: dict[str, int] = load_mapping("tflite_schema")["option_types"]
+
+# Slot of `fused_activation_function` in the options of the operators that have one.
+_ACTIVATION_SLOT = MappingProxyType(
+    {
+        **dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV", "L2_NORMALIZATION"), 0),
+        "CONCATENATION": 1,
+        "CONV_2D": 3,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -95,43 +115,34 @@ class Quantization:
     Attributes:
         axis: ``quantized_dimension``, the axis the scales run along.
         details: "none", "custom", "blockwise", "multi-axis" or "unknown (N)".
+        scales, zero_points: where they stand in the model, and how many there are; none of them is read yet.
     """
 
     axis: int
     details: str
     blockwise: Blockwise | None
-    _scale: Vector = field(repr=False)
-    _zero_point: Vector = field(repr=False)
+    scales: Vector = field(repr=False)
+    zero_points: Vector = field(repr=False)
 
     @property
     def scale_count(self) -> int:
         """Number of scales; 0 when there are none."""
-        return self._scale.count
+        return self.scales.count
 
     @property
     def zero_point_count(self) -> int:
         """Number of zero points; 0 when there are none."""
-        return self._zero_point.count
-
-    @property
-    def scale_at(self) -> int:
-        """Where the scales stand, from the start of the model; 0 when there are none."""
-        return self._scale.start
-
-    @property
-    def zero_point_at(self) -> int:
-        """Where the zero points stand, from the start of the model; 0 when there are none."""
-        return self._zero_point.start
+        return self.zero_points.count
 
     @cached_property
     def scale(self) -> npt.NDArray[np.float32]:
         """Scales as stored, float32 ``[scale_count]``."""
-        return np.frombuffer(self._scale.bytes(), "<f4")
+        return np.frombuffer(self.scales.bytes(), "<f4")
 
     @cached_property
     def zero_point(self) -> npt.NDArray[np.int64]:
         """Zero points as stored, int64 ``[zero_point_count]``."""
-        return np.frombuffer(self._zero_point.bytes(), "<i8")
+        return np.frombuffer(self.zero_points.bytes(), "<i8")
 
 
 @dataclass(frozen=True)
@@ -315,14 +326,28 @@ class TfliteModel:
 
     def _location(self, tensor: Tensor) -> BufferLocation:
         if tensor.external_buffer:
-            return self._external_location(tensor)
-        data, offset, size = self._buffers[tensor.buffer]
-        # Of a buffer with both, LiteRT takes the data.
-        if offset > 1 and not data.count:
-            return _location_in(self.region, tensor, offset, size, "appended")
-        return BufferLocation(self.region, data.start, data.count, "inline")
+            region, place = self.weights, "external"
+            offset, size = self._external_range(tensor)
+        else:
+            data, offset, size = self._buffers[tensor.buffer]
+            # Of a buffer with both, LiteRT takes the data.
+            if offset <= 1 or data.count:
+                return BufferLocation(self.region, data.start, data.count, "inline")
+            region, place = self.region, "appended"
+        if region is None:
+            raise FormatError(
+                f"{self.region.source.name}: {tensor.label} lies in a TFLiteWeights section with the model_type of "
+                f"{self.region.what}, and there is none. Give the whole .litertlm, not the model alone."
+            )
+        if offset + size > region.size:
+            raise TruncatedError(
+                f"{region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + size} of {region.what}, "
+                f"which has {region.size}. Fetch the file again."
+            )
+        return BufferLocation(region, offset, size, place)
 
-    def _external_location(self, tensor: Tensor) -> BufferLocation:
+    def _external_range(self, tensor: Tensor) -> tuple[int, int]:
+        """(offset, length) in the TFLiteWeights section."""
         external = self._external.get(tensor.external_buffer)
         if external is None:
             raise FormatError(
@@ -338,18 +363,152 @@ class TfliteModel:
                 f"{tensor.label} lies in external group {escape(external.group)!r}; only {_EXTERNAL_GROUP!r}, the "
                 "TFLiteWeights section of the bundle, can be read."
             )
-        if self.weights is None:
-            raise FormatError(
-                f"{self.region.source.name}: {tensor.label} lies in a TFLiteWeights section with the model_type of "
-                f"{self.region.what}, and there is none. Give the whole .litertlm, not the model alone."
-            )
-        return _location_in(self.weights, tensor, external.offset, external.length, "external")
+        return external.offset, external.length
 
 
-def _location_in(region: Region, tensor: Tensor, offset: int, length: int, place: str) -> BufferLocation:
-    if offset + length > region.size:
-        raise TruncatedError(
-            f"{region.source.name}: the bytes of {tensor.label} lie at {offset}…{offset + length} of {region.what}, "
-            f"which has {region.size}. Fetch the file again."
+def read_model(region: Region, weights: Region | None = None, budget: Budget | None = None) -> TfliteModel:
+    """Read the structure of the TFLite model in ``region``; no constant is read.
+
+    ``budget`` bounds the work; whoever tries many candidates lets them share one.
+
+    Raises:
+        FormatError: not a TFLite model, or one that contradicts itself.
+        TruncatedError: it leaves the region.
+    """
+    if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
+        raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
+    root = FlatBuffer(region, budget).root()
+    codes = tuple(_operator_code(table) for table in root.tables(1))
+    buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
+    subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
+    if not subgraphs:
+        raise FormatError(f"{region.source.name}: {region.what} has no subgraph.")
+    groups = tuple(table.string(0) or "" for table in root.tables(8))
+    external = {}
+    for table in root.tables(9):
+        group = table.integer(1, "I")
+        external[table.integer(0, "I")] = ExternalBuffer(
+            groups[group] if group < len(groups) else f"(group {group} of {len(groups)})",
+            table.integer(2, "Q"),
+            table.integer(3, "Q"),
+            table.string(4) or "",
         )
-    return BufferLocation(region, offset, length, place)
+    return TfliteModel(
+        region,
+        weights,
+        root.string(3) or "",
+        subgraphs,
+        tuple(_signature(table, subgraphs) for table in root.tables(7)),
+        buffers,
+        MappingProxyType(external),
+    )
+
+
+def _operator_code(table: Table) -> str:
+    # Ids up to 126 are in the old one-byte field as well; whichever writer, the larger of the two is meant.
+    code = max(table.integer(0, "b"), table.integer(3, "i"))
+    names: list[str] = load_mapping("tflite_schema")["builtin_operators"]
+    name = names[code] if 0 <= code < len(names) else f"unknown ({code})"
+    return f"CUSTOM:{table.string(1) or ''}" if name == "CUSTOM" else name
+
+
+def _subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: int) -> Subgraph:
+    tensors = tuple(_tensor(t, index, i, buffers) for i, t in enumerate(table.tables(0)))
+    return Subgraph(
+        index,
+        table.string(4) or "",
+        tensors,
+        tuple(_operators(table, index, codes, len(tensors))),
+        _tensor_indices(table, 1, len(tensors), f"the input list of subgraph {index}"),
+        _tensor_indices(table, 2, len(tensors), f"the output list of subgraph {index}"),
+    )
+
+
+def _tensor_indices(table: Table, slot: int, count: int, what: str) -> tuple[int, ...]:
+    """The indices in ``slot``, each of one of ``count`` tensors, or -1."""
+    indices = table.integers(slot, "i")
+    for tensor in indices:
+        if not -1 <= tensor < count:
+            raise table.buffer.error(f"{what} names tensor {tensor}, and it has {count}")
+    return indices
+
+
+def _operators(table: Table, subgraph: int, codes: tuple[str, ...], tensors: int) -> Iterator[Operator]:
+    for index, entry in enumerate(table.tables(3)):
+        code, what = entry.integer(0, "I"), f"op {index} of subgraph {subgraph}"
+        if code >= len(codes):
+            raise table.buffer.error(f"{what} has operator code {code} of {len(codes)}")
+        kind = codes[code]
+        # LiteRT takes options of another operator's type for none.
+        options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
+        composite = (
+            entry.table(12) if kind == "STABLEHLO_COMPOSITE" and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
+        )
+        slot = _ACTIVATION_SLOT.get(kind)
+        yield Operator(
+            subgraph,
+            index,
+            kind,
+            _tensor_indices(entry, 1, tensors, what),
+            _tensor_indices(entry, 2, tensors, what),
+            (composite.string(0) or "") if composite else None,
+            composite.integer(1, "i", -1) if composite else -1,
+            composite.vector(2, 1).bytes() if composite else b"",
+            options.integer(slot, "b") if options and slot is not None else 0,
+            options,
+        )
+
+
+def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
+    shape = table.integers(0, "i")
+    product = 1
+    for size in shape:
+        product *= size
+        if size < 0 or product > _LARGEST_DIMENSION_PRODUCT:
+            raise table.buffer.error(f"tensor {index} of subgraph {subgraph} has shape {list(shape[:8])}")
+    buffer = table.integer(2, "I")
+    if buffer >= buffers:
+        raise table.buffer.error(f"tensor {index} of subgraph {subgraph} names buffer {buffer} of {buffers}")
+    quantization = table.table(4)
+    return Tensor(
+        subgraph,
+        index,
+        table.string(3) or "",
+        shape,
+        table.integer(1, "b"),
+        buffer,
+        table.integer(10, "I"),
+        _quantization(quantization) if quantization else None,
+        table.table(6) is not None,
+        bool(table.integer(5, "B")),
+    )
+
+
+def _quantization(table: Table) -> Quantization | None:
+    kind, details = table.integer(4, "B"), table.table(5)
+    if not (table.at(2) or table.at(3) or kind):
+        return None
+    blockwise = None
+    if kind == _BLOCKWISE and details:
+        blockwise = Blockwise(details.integer(0, "i"), details.integer(1, "i"), details.integer(2, "i"))
+    name = _DETAILS.get(kind, f"unknown ({kind})")
+    return Quantization(table.integer(6, "i"), name, blockwise, table.vector(2, 4), table.vector(3, 8))
+
+
+def _signature(table: Table, subgraphs: tuple[Subgraph, ...]) -> Signature:
+    key, index = table.string(2) or "", table.integer(4, "I")
+    if index >= len(subgraphs):
+        raise table.buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
+
+    def names(slot: int) -> MappingProxyType[str, int]:
+        found = {}
+        for entry in table.tables(slot):
+            name, tensor = entry.string(0) or "", entry.integer(1, "I")
+            if tensor >= len(subgraphs[index].tensors):
+                raise table.buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
+            if name in found:
+                raise table.buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
+            found[name] = tensor
+        return MappingProxyType(found)
+
+    return Signature(key, index, names(0), names(1))

@@ -76,7 +76,7 @@ def test_one_scale_of_one_signature_is_named(sample: Path, base: Path, tmp_path:
     place = next(p for p in places_of(sample, "layers.1.down_proj") if p.signature == signature)
     assert place.found.tensor is not None and place.found.tensor.quantization is not None
     quantization = place.found.tensor.quantization
-    at = place.model.region.begin + quantization.scale_at + 4 * 5
+    at = place.model.region.begin + quantization.scales.start + 4 * 5
 
     def found(factor: float) -> BaseComparison:
         scale = np.float32(quantization.scale[5] * np.float32(factor))

@@ -87,7 +87,7 @@ def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: P
     assert place.found.tensor is not None and place.found.tensor.quantization is not None
     quantization = place.found.tensor.quantization
     scale = np.float32(quantization.scale[5] * np.float32(1.5))
-    at = place.model.region.begin + quantization.scale_at + 4 * 5
+    at = place.model.region.begin + quantization.scales.start + 4 * 5
     bundle, out = patched(tmp_path / "scale.litertlm", {at: scale.tobytes()}), tmp_path / "new.litertlm"
     base = base_with(tmp_path / "base", tuned)
     with planned_base_insertion(base, bundle) as plan:
@@ -107,7 +107,7 @@ def test_what_reads_back_differently_is_not_kept(sample: Path, tmp_path: Path, m
         assert place.found.tensor is not None and place.found.tensor.quantization is not None
         quantization = place.found.tensor.quantization
         with open(path, "r+b") as file:
-            file.seek(place.model.region.begin + quantization.scale_at)
+            file.seek(place.model.region.begin + quantization.scales.start)
             file.write((quantization.scale[:1] * np.float32(1.5)).tobytes())
 
     monkeypatch.setattr("mtp_extract.insert.plan.write_laid", spoiled)

@@ -21,8 +21,7 @@ from mtp_extract.litertlm.flatbuffer import FlatBuffer
 from mtp_extract.litertlm.graft import ALIGNMENT, Graft
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of, rebuilt
 from mtp_extract.litertlm.storage import Storage
-from mtp_extract.litertlm.tflite import TensorType, TfliteModel
-from mtp_extract.litertlm.tflite_reading import read_model
+from mtp_extract.litertlm.tflite import TensorType, TfliteModel, read_model
 
 
 def model_of(data: bytes) -> TfliteModel:

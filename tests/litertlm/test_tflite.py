@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[TfliteModel, Any, bytes]:
         data = opened.source.read(model.region.begin, model.region.size)
     # Reading after closing is an error; keep a model over the bytes instead.
     from mtp_extract.io.source import Region
-    from mtp_extract.litertlm.tflite_reading import read_model
+    from mtp_extract.litertlm.tflite import read_model
 
     return read_model(Region(Memory(data), 0, len(data), "model")), schema.ModelT.InitFromPackedBuf(data, 0), data
 
