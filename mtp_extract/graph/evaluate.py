@@ -24,8 +24,6 @@ from mtp_extract.litertlm.tflite import Tensor
 
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
 _IN_ALL = 1 << 35  # elements that are computed: minutes
-_BOUNDS = {1: (0.0, np.inf), 2: (-1.0, 1.0), 3: (0.0, 6.0)}  # of fused activation functions
-_TABLE = {"GATHER": 0, "GATHER_ND": 0, "EMBEDDING_LOOKUP": 1}  # the operand in which the other is looked up
 
 
 def inputs_of(values: Sequence[Value]) -> frozenset[str]:
@@ -124,11 +122,9 @@ class _Block:
         return self.read(value)
 
     def result(self, call: Call, tensor: Tensor, made: Array) -> Array:
-        """``made`` after the fused activation function, as ``tensor`` holds it."""
-        if activation := call.node.op.activation:
-            if activation not in _BOUNDS or made.dtype.kind != "f":
-                raise call.refuse(f"has the fused activation {activation}")
-            made = made.clip(*_BOUNDS[activation])
+        """``made`` as ``tensor`` holds it."""
+        if call.node.op.activation:
+            raise call.refuse(f"has the fused activation {call.node.op.activation}")
         if made.dtype != (np.float32 if grid_of(tensor) else DTYPES.get(tensor.type, np.void)):
             raise call.refuse(f"makes {made.dtype.name} where {tensor.label} should be")
         kept = rounded(made, tensor) if self.rounds else made
@@ -147,8 +143,8 @@ def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
         return (kernel(call, *operands),)
     if kind in LAYOUT and all(count == 1 for position, count in enumerate(counts) if position not in moved):
         return _moved(call, operands, moved)
-    if kind in _TABLE and counts[_TABLE[kind]] == 1:
-        return (_looked_up(call, operands),)
+    if kind == "GATHER" and counts[0] == 1:
+        return (_looked_up(call, *operands),)
     made = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(max(counts))]
     return tuple(np.stack(own, -1) for own in (zip(*made, strict=True) if isinstance(made[0], tuple) else [made]))
 
@@ -166,12 +162,10 @@ def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[A
     return tuple(np.asarray(each, order="C")[..., None].view(dtype) for each in results)
 
 
-def _looked_up(call: Call, operands: list[Array]) -> Array:
+def _looked_up(call: Call, table: Array, chosen: Array) -> Array:
     """What every sample takes of one table: the samples are one more axis of what is chosen, its first."""
-    at, axis = _TABLE[call.node.kind], call.option(0, "i") if call.node.kind == "GATHER" else 0
-    table, chosen = operands[at][..., 0], np.moveaxis(operands[1 - at], -1, 0)
-    made = KERNELS[call.node.kind](Call(call.graph, call.node), *((chosen, table) if at else (table, chosen)))
-    return np.moveaxis(made, axis % table.ndim, -1)
+    made = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
+    return np.moveaxis(made, call.option(0, "i") % (table.ndim - 1), -1)
 
 
 def _constant(graph: FlatGraph, tensor: Tensor) -> Array:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import FormatError
-from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, grid_of, one
-from mtp_extract.graph.moving import LAYOUT, MOVING, taken
+from mtp_extract.graph.call import DTYPES, Array, Call, Kernel, grid_of
+from mtp_extract.graph.moving import LAYOUT, MOVING
 from mtp_extract.litertlm.tflite import TensorType
 
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
@@ -58,12 +58,6 @@ def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = Fals
     return kernel
 
 
-def _divide(left: Array, right: Array) -> Array:
-    """C cuts quotients of integers towards zero, Python rounds them down."""
-    floor = left / right if left.dtype.kind == "f" else left // right
-    return np.asarray(floor if left.dtype.kind == "f" else floor + ((floor < 0) & (floor * right != left)))
-
-
 def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
     if call.node.kind == "SELECT" and 1 < condition.ndim < yes.ndim:
         raise call.refuse("chooses whole rows by a vector")
@@ -71,31 +65,16 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 
 def _cast(call: Call, x: Array) -> Array:
-    """Codes where a tensor has a scale; float64, which the evaluator refuses, where its type is unknown."""
+    """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
     target = call.node.outputs[0].tensor
-    grid, made, kind = grid_of(call.tensor(0)), grid_of(target), DTYPES.get(target.type)
-    if grid is not None:
-        x = np.rint(x / np.float32(grid[0]) + np.float32(grid[1])).astype(np.int64)
-    values = _converted(call, x, np.dtype(kind))
-    return values if made is None else (values.astype(np.float32) - np.float32(made[1])) * np.float32(made[0])
-
-
-def _converted(call: Call, x: Array, kind: np.dtype[Any]) -> Array:
-    """Floats to integers towards zero, up to the limits; what is no number becomes the upper one."""
-    if kind.kind == "b" or x.dtype.kind == "b" or kind.kind == "f":
+    kind = np.dtype(DTYPES.get(target.type))
+    if grid_of(call.tensor(0)) is not None or grid_of(target) is not None:
+        raise call.refuse("takes codes for numbers")
+    if kind.kind in "bf" or x.dtype.kind == "b":
         return x.astype(kind)
-    if x.dtype.kind != "f":
-        return _within(call, x, kind)
-    limits = np.iinfo(kind)
-    inside = x.astype(np.float64) < float(limits.max)
-    return np.where(inside, np.where(inside, x, 0).clip(float(limits.min)).astype(kind), limits.max).astype(kind)
-
-
-def _range(call: Call, start: Array, limit: Array, delta: Array) -> Array:
-    if start.dtype.kind == "f":
-        raise call.refuse("counts in floats")
-    call.check_size(max(-((one(start) - one(limit)) // one(delta)), 0))
-    return np.asarray(np.arange(one(start), one(limit), one(delta), dtype=start.dtype))
+    if x.dtype.kind == "f":
+        raise call.refuse("makes integers of floats")
+    return _within(call, x, kind)
 
 
 def _batch_matmul(call: Call, left: Array, right: Array) -> Array:
@@ -115,7 +94,7 @@ _ELEMENTWISE: dict[str, Kernel] = {
     **{function.__name__.upper(): _elementwise(function, function.nin) for function in _FUNCTIONS},
     **{kind: _elementwise(function, function.nin, whole=True) for kind, function in _WHOLE.items()},
     "CAST": _cast,
-    "DIV": _elementwise(_divide, 2, whole=True),
+    "DIV": _elementwise(np.divide, 2),
     "RSQRT": _elementwise(lambda x: 1 / np.sqrt(x), 1),
     **dict.fromkeys(("DEQUANTIZE", "QUANTIZE"), lambda call, x: x),
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
@@ -125,9 +104,6 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
         **MOVING,
         **_ELEMENTWISE,
         "BATCH_MATMUL": _batch_matmul,
-        "EMBEDDING_LOOKUP": lambda call, ids, table: taken(call, table, ids, 0),
-        "FILL": lambda call, shape, value: MOVING["BROADCAST_TO"](call, value, shape),
-        "RANGE": _range,
     }
 )
 """Kind → kernel. What is not here is refused."""
@@ -135,6 +111,6 @@ KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
 ELEMENTWISE = frozenset(_ELEMENTWISE)
 """Those whose result is, element by element, what its operands decide there, broadcast as NumPy does."""
 
-_CHOOSE = {"SELECT": (1, 2), "SELECT_V2": (1, 2), "MAXIMUM": (0, 1), "MINIMUM": (0, 1), "EMBEDDING_LOOKUP": (1,)}
+_CHOOSE = {"SELECT": (1, 2), "SELECT_V2": (1, 2), "MAXIMUM": (0, 1), "MINIMUM": (0, 1)}
 COPIES: MappingProxyType[str, tuple[int, ...]] = MappingProxyType({**LAYOUT, **_CHOOSE})
 """Those that hand the stored bytes of these operands on, whose types and scales must then be the result's."""

@@ -44,26 +44,14 @@ def _strided_slice(call: Call, x: Array, begin: Array, end: Array, strides: Arra
     return np.asarray(x[tuple(index)])
 
 
-def taken(call: Call, x: Array, chosen: Array, axis: int) -> Array:
-    """Elements of ``x`` along ``axis``: the axes of ``chosen`` stand in its place."""
+def _gather(call: Call, x: Array, chosen: Array) -> Array:
+    axis = call.option(0, "i")
+    if call.option(1, "i"):
+        raise call.refuse("chooses otherwise in each batch")
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
         raise call.refuse("takes elements that its operand lacks")
     call.check_size(x.size // max(x.shape[axis], 1), chosen.size)
     return np.take(x, chosen, axis)
-
-
-def _gather(call: Call, x: Array, chosen: Array) -> Array:
-    if call.option(1, "i"):
-        raise call.refuse("chooses otherwise in each batch")
-    return taken(call, x, chosen, call.option(0, "i"))
-
-
-def _gather_nd(call: Call, x: Array, chosen: Array) -> Array:
-    depth = chosen.shape[-1] if chosen.ndim else 0
-    if not 0 < depth <= x.ndim or not ((chosen >= 0) & (chosen < x.shape[:depth])).all():
-        raise call.refuse("takes elements that its operand lacks")
-    call.check_size(*chosen.shape[:-1], *x.shape[depth:])
-    return np.asarray(x[tuple(np.moveaxis(chosen, -1, 0))])
 
 
 def _joined(join: Callable[..., Array], slot: int) -> Kernel:
@@ -74,13 +62,6 @@ def _joined(join: Callable[..., Array], slot: int) -> Kernel:
     return kernel
 
 
-def _update(call: Call, x: Array, update: Array, starts: Array) -> Array:
-    made = np.array(x)
-    at = [min(max(s, 0), d - n) for s, d, n in zip(ints(starts), x.shape, update.shape, strict=True)]
-    made[tuple(slice(s, s + n) for s, n in zip(at, update.shape, strict=True))] = update
-    return made
-
-
 def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
     sizes = list(call.numbers(0)) if shape is None else ints(shape)
     if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
@@ -88,28 +69,16 @@ def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
     return x.reshape(sizes)
 
 
-def _split_v(call: Call, x: Array, sizes: Array, axis: Array) -> tuple[Array, ...]:
-    lengths, along = ints(sizes), one(axis)
-    if -1 in lengths:
-        lengths[lengths.index(-1)] = x.shape[along] - sum(lengths) - 1
-    if min(lengths, default=-1) < 0 or sum(lengths) != x.shape[along]:
-        raise call.refuse("splits its operand in parts that do not make it up")
-    return tuple(np.split(x, np.cumsum(lengths)[:-1], along))
-
-
 _ALL = tuple(range(256))
 _KERNELS: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
     "CONCATENATION": (_ALL, _joined(np.concatenate, 0)),
-    "DYNAMIC_UPDATE_SLICE": ((0, 1), _update),
     "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, one(axis))),
     "GATHER": ((0,), _gather),
-    "GATHER_ND": ((0,), _gather_nd),
     "PACK": (_ALL, _joined(np.stack, 1)),
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), one(axis)))),
-    "SPLIT_V": ((0,), _split_v),
     "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.numbers(0) or None)),
     "STRIDED_SLICE": ((0,), _strided_slice),
     "TILE": ((0,), _tile),
@@ -119,5 +88,7 @@ _KERNELS: dict[str, tuple[tuple[int, ...], Kernel]] = {
 MOVING: MappingProxyType[str, Kernel] = MappingProxyType({kind: made for kind, (_, made) in _KERNELS.items()})
 """Kind → kernel."""
 
-LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType({kind: at for kind, (at, _) in _KERNELS.items()})
-"""Kind → which operands are moved; the others say where to."""
+LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
+    {**{kind: at for kind, (at, _) in _KERNELS.items()}, "DYNAMIC_UPDATE_SLICE": (0, 1)}
+)
+"""Kind → which operands are moved; the others say where to. The last has no kernel: only scores may be written so."""

@@ -258,6 +258,8 @@ class Reading:
         return Term(read.factor, expr, np.arange(size).reshape(shape), read.numbers)
 
     def _move(self, node: Node, operands: list[Any], terms: list[Term]) -> Form | tuple[Form, ...]:
+        if node.kind not in KERNELS:
+            raise UnreadableError("is none that a drafter needs")
         if len({(term.expr, term.factor) for term in terms}) > 1:
             if len({term.expr for term in terms}) == 1:
                 # Half of a query and the other half negated.

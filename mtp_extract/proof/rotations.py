@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
-from mtp_extract.graph.call import grid_of
+from mtp_extract.graph.call import CONVERSIONS, grid_of
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.moving import LAYOUT
@@ -31,9 +31,8 @@ through another.
 """
 _SHARES = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
 """How far a number below 1 is rounded by a type."""
-_HANDED_ON = {**LAYOUT, "EMBEDDING_LOOKUP": (1,), **dict.fromkeys(("CAST", "DEQUANTIZE", "QUANTIZE"), (0,))}
+_HANDED_ON = {**LAYOUT, **dict.fromkeys(CONVERSIONS, (0,))}
 """Operators whose results are elements of their operands, and of which."""
-_LOOK_UP = frozenset({"GATHER", "EMBEDDING_LOOKUP"})
 _LARGEST_TABLE = 1 << 20
 
 
@@ -178,8 +177,8 @@ def _types_of_few_bits(values: Iterable[Value]) -> str:
 def _rounded_after(value: Value) -> float:
     """How far cosines and sines are rounded once they are computed, by the types that they pass through."""
     kinds = {id(v): v.producer.kind for v in ancestors(value) if v.producer is not None}
-    made = frozenset(key for key, kind in kinds.items() if kind in ("SIN", "COS", *_LOOK_UP))
+    made = frozenset(key for key, kind in kinds.items() if kind in ("SIN", "COS", "GATHER"))
     # What is looked up is on the grid of its table, which counts by itself.
-    passed = [v for v in ancestors(value, made) if not v.constant and kinds.get(id(v)) not in _LOOK_UP]
+    passed = [v for v in ancestors(value, made) if not v.constant and kinds.get(id(v)) != "GATHER"]
     grids = (grid[0] * _HALF_STEP for v in passed if (grid := grid_of(v.tensor)) is not None)
     return sum(grids) + sum(_SHARES.get(v.tensor.type, 0.0) for v in passed if v.tensor.type is not None)

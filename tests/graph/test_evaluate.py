@@ -79,11 +79,9 @@ def binary() -> Iterator[OneOp]:
     for kind, option in names.items():
         for left, right in SHAPES:
             yield OneOp(kind, (floats(*left), const(floats(*right, low=0.5))), options(option))
-        for activation in (1, 2, 3):
-            yield OneOp(kind, (floats(6), floats(6, low=0.5)), options(option, fusedActivationFunction=activation))
-        yield OneOp(kind, (ints(7), ints(7, low=1)), options(option), results=("int32",))
+        if kind != "DIV":
+            yield OneOp(kind, (ints(7), ints(7, low=1)), options(option), results=("int32",))
     signs = whole(-7, 7, -7, 7, 6), whole(2, 2, -2, -2, -3)
-    yield OneOp("DIV", signs, options("Div"), ("int32",))
     yield OneOp("FLOOR_DIV", signs, results=("int32",))
     yield OneOp("FLOOR_DIV", (floats(5), floats(5, low=0.5)))
     yield OneOp("FLOOR_DIV", (np.array([1, 0.9], np.float32), np.array([0.1, 0.3], np.float32)))
@@ -126,15 +124,9 @@ def moved() -> Iterator[OneOp]:
         yield OneOp("PACK", (x, x + 1), options("Pack", valuesCount=2, axis=axis))
     yield OneOp("UNPACK", (floats(2, 3),), options("Unpack", num=3, axis=1), ("float32",) * 3)
     yield OneOp("SPLIT", (number(-1), floats(2, 6)), options("Split", numSplits=3), ("float32",) * 3)
-    split = options("SplitV", numSplits=3)
-    yield OneOp("SPLIT_V", (floats(2, 6), const(np.array([1, 3, 2], np.int32)), number(-1)), split, ("float32",) * 3)
     for axis in (0, 1, -1):
         yield OneOp("GATHER", (x, ints(2, 2, low=0, high=1)), options("Gather", axis=axis))
         yield OneOp("GATHER", (const(x), ints(5, low=0, high=1)), options("Gather", axis=axis))
-    yield OneOp("GATHER_ND", (x, ints(4, 1, low=0, high=1)))
-    yield OneOp("GATHER_ND", (x, ints(3, 2, low=0, high=1)))
-    for begin in (-2, 0, 1, 9):
-        yield OneOp("DYNAMIC_UPDATE_SLICE", (floats(3, 5), floats(2, 2), whole(begin, 1)))
     rows = whole(1, 0), whole(3, 4), whole(1, 2)
     for masks in ({}, {"beginMask": 1}, {"endMask": 2}, {"shrinkAxisMask": 1}, {"beginMask": 3, "endMask": 3}):
         yield OneOp("STRIDED_SLICE", (floats(4, 5), *map(const, rows)), options("StridedSlice", **masks))
@@ -145,25 +137,14 @@ def moved() -> Iterator[OneOp]:
         yield OneOp("SELECT_V2", (bools(*shapes[1]), floats(*shapes[0]), const(np.float32(-1e9))))
     yield OneOp("SELECT_V2", (bools(2, 3), floats(2, 3), const(np.float32(-np.inf))))
     yield OneOp("SELECT_V2", (bools(1, 3), ints(2, 1), ints(2, 3)), results=("int32",))
-    yield OneOp("EMBEDDING_LOOKUP", (whole(2, 0), const(floats(3, 4))))
-
-
-def counted() -> Iterator[OneOp]:
-    """Operators that are given shapes or bounds."""
-    for bounds in ((2, 11, 3), (9, -1, -4)):
-        yield OneOp("RANGE", tuple(np.array(n, np.int32) for n in bounds), results=("int32",))
-    yield OneOp("FILL", (index(2, 3), np.array(4.5, np.float32)))
 
 
 def cast() -> Iterator[OneOp]:
     """From one type to another."""
-    wanted = (("float32", "int32"), ("int32", "float32"), ("bool", "float32"), ("float32", "bool"), ("int32", "int64"))
+    wanted = (("int32", "float32"), ("bool", "float32"), ("float32", "bool"), ("int32", "int64"))
     for source, target in (*wanted, ("int64", "int32"), ("int32", "int8")):
         x = floats(2, 5, low=-120, high=120).astype(source)
         yield OneOp("CAST", (x,), options("Cast"), results=(target,))
-    far = np.array([-3.7, 300, -300, 127.6, 70000, -70000, 3e9, -3e9, 1e19, -1e19, np.nan, np.inf, -np.inf], np.float32)
-    for target in ("uint8", "int8", "int16", "int32", "int64"):
-        yield OneOp("CAST", (far,), options("Cast"), results=(target,))
 
 
 def multiplied() -> Iterator[OneOp]:
@@ -193,11 +174,10 @@ def quantized() -> Iterator[OneOp]:
         yield OneOp("QUANTIZE", (halves,), options("Quantize"), (kind,), Grid((0.25,), (0,)))
     yield OneOp("QUANTIZE", (floats(40),), options("Quantize"), ("int8",), Grid((0.05,), (7,)))
     # The codes themselves, which a MUL may scale instead.
-    yield OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=Grid((0.25,), (3,)))
     yield OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), results=("int8",), input_grid=grid, result_grid=grid)
 
 
-CASES = [*elementwise(), *binary(), *moved(), *counted(), *cast(), *multiplied(), *quantized()]
+CASES = [*elementwise(), *binary(), *moved(), *cast(), *multiplied(), *quantized()]
 each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.kind}-{n}" for n, case in enumerate(CASES)])
 
 
@@ -262,8 +242,6 @@ WRAPS = [
     OneOp("NEG", (whole(LEAST),), results=("int32",)),
     OneOp("ABS", (whole(LEAST),), results=("int32",)),
     OneOp("POW", (whole(10), whole(10)), results=("int32",)),
-    OneOp("DIV", (whole(LEAST), whole(-1)), options("Div"), ("int32",)),
-    OneOp("DIV", (whole(1), whole(0)), options("Div"), ("int32",)),
     OneOp("FLOOR_DIV", (whole(1), whole(0)), results=("int32",)),
     OneOp("CAST", (whole(300),), options("Cast"), ("int8",)),
     OneOp("CAST", (whole(-1),), options("Cast"), ("uint8",)),
@@ -279,15 +257,11 @@ def test_an_integer_that_wraps_around_is_refused(case: OneOp) -> None:
 
 WIDE = 1 << 13
 LARGE = [
-    OneOp("RANGE", tuple(np.array(n, np.int32) for n in (LEAST, MOST, 1)), results=("int32",)),
     OneOp("BROADCAST_TO", (floats(1), index(WIDE, WIDE, WIDE))),
     OneOp("TILE", (floats(2, 2), index(WIDE, WIDE))),
-    OneOp("FILL", (index(WIDE, WIDE), np.array(1, np.float32))),
     OneOp("ADD", (floats(WIDE, 1), floats(1, WIDE)), options("Add")),
     OneOp("BATCH_MATMUL", (floats(WIDE, 1), floats(1, WIDE)), options("BatchMatMul")),
     OneOp("GATHER", (floats(1, WIDE), ints(WIDE, low=0, high=0)), options("Gather")),
-    OneOp("GATHER_ND", (floats(1, WIDE), ints(WIDE, 1, low=0, high=0))),
-    OneOp("EMBEDDING_LOOKUP", (ints(WIDE, low=0, high=0), const(floats(1, WIDE)))),
     OneOp("CONCATENATION", (const(np.zeros(1 << 24, np.int8)),) * 3, options("Concatenation"), ("int8",)),
 ]
 
@@ -307,6 +281,10 @@ def test_a_result_that_no_drafter_has_is_refused_before_it_is_made(case: OneOp) 
 
 GRID = Grid((0.5,), (0,))
 REFUSED: list[tuple[OneOp, str]] = [
+    (OneOp("CAST", (ints(2, 5, kind=np.int8),), options("Cast"), input_grid=GRID), "takes codes for numbers"),
+    (OneOp("CAST", (floats(4),), options("Cast"), ("int32",)), "makes integers of floats"),
+    (OneOp("DIV", (ints(4), ints(4)), options("Div"), ("int32",)), "makes float64"),
+    (OneOp("RANGE", tuple(np.array(n, np.int32) for n in (0, 4, 1)), results=("int32",)), "RANGE"),
     (OneOp("UNIQUE", (ints(4),), options("Unique"), ("int32", "int32")), "UNIQUE"),
     (OneOp("ADD", (floats(4), floats(4)), options("Add", fusedActivationFunction=4)), "fused activation"),
     (OneOp("ADD", (floats(4), ints(4)), options("Add")), "mixes FLOAT32 and INT32"),
@@ -316,7 +294,6 @@ REFUSED: list[tuple[OneOp, str]] = [
     (OneOp("COS", (ints(4),)), "mixes"),
     (OneOp("CAST", (floats(4),), options("Cast"), ("int4",)), "where tensor 1 'o0' .INT4"),
     (OneOp("ADD", (ints(4), ints(4)), options("Add", fusedActivationFunction=1), ("int32",)), "fused activation"),
-    (OneOp("RANGE", tuple(np.array(n, np.float32) for n in (0, 1, 0.1))), "in floats"),
     (OneOp("BATCH_MATMUL", (ints(2, 2), ints(2, 2)), options("BatchMatMul"), ("int32",)), "other types"),
     (
         OneOp("RESHAPE", (ints(4, kind=np.int8), index(2, 2)), None, ("int8",), Grid((0.25,), (0,)), input_grid=GRID),
@@ -344,7 +321,6 @@ def test_what_is_not_known_is_refused_by_name(case: OneOp, why: str) -> None:
         OneOp("COS", (floats(3), floats(3))),
         OneOp("RESHAPE", (floats(3), index(2, 2))),
         OneOp("TRANSPOSE", (floats(3), index(2))),
-        OneOp("RANGE", tuple(np.array(n, np.int32) for n in (0, 4, 0)), results=("int32",)),
     ],
     ids=lambda case: case.kind,
 )
