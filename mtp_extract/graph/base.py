@@ -25,9 +25,9 @@ import numpy as np
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks, close
-from mtp_extract.graph.call import computing
+from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
-from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, handed_on
 from mtp_extract.graph.reading import Reading
 from mtp_extract.graph.roles import FoundRole, SetAside, activation_of, in_order, set_aside
 from mtp_extract.litertlm.storage import NUMBER_TYPES
@@ -42,6 +42,7 @@ _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 _RELATIVE = 4e-3
 """How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
 _MOST_TABLES = 1024
+_UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
 """Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
 
@@ -87,8 +88,14 @@ class _Base(Blocks):
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (LOGITS, ACTIVATIONS) if name in graph.outputs]
         super().__init__(Reading(graph, (*outputs, *_caches(graph)), whole=False))
-        self.readers: dict[str, list[int]] = {}
+        self.first_readers: dict[str, int] = {}
         self.normed: dict[Expr, int] = {}
+        self.writers = _writers(graph)
+        terms = {key: form for key, form in self.reading.forms.items() if isinstance(form, Term)}
+        origins = {key: self.expressions.origin(term.expr, term.ids)[0] for key, term in terms.items()}
+        self.norms = {key: expr for key, expr in origins.items() if self.match(expr) is not None}
+        updated = (value for node in graph.nodes if node.kind == _UPDATE for value in node.outputs)
+        self.stops = frozenset({*self.norms, *map(id, updated)})
 
     def walk(self) -> BaseWalk:
         graph = self.graph
@@ -103,8 +110,8 @@ class _Base(Blocks):
         self.require_input("layers.0", stream, EMBEDDINGS)
         if sources:
             self._per_layer_inputs(sources[::-1])
-        for key, readers in self.readers.items():
-            self._owner(key, min(readers))
+        for key, first in self.first_readers.items():
+            self._owner(key, first)
         roles = in_order(self.roles)
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
         return BaseWalk(roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon())
@@ -118,9 +125,8 @@ class _Base(Blocks):
         middle = self.feed_forward(name, out)
         branch, stream, below = self.residual(name, middle)
         o_out, own = self.norm(f"{name}.post_attention_norm", branch)
-        query, keys = self._attention(name, self.linear(f"{name}.o_proj", o_out, own))
-        for key in keys:
-            self.readers.setdefault(key, []).append(index)
+        query, key = self._attention(name, self.linear(f"{name}.o_proj", o_out, own))
+        self.first_readers[key] = index
         q_out, own = self.norm(f"{name}.q_norm", query)
         fed = self.linear(f"{name}.q_proj", q_out, own)
         self.require_normed(f"{name}.pre_attention_norm", fed, stream, below)
@@ -176,52 +182,37 @@ class _Base(Blocks):
 
     # Attentions, and the caches that they read.
 
-    def _attention(self, name: str, mixed: Expr) -> tuple[Expr, list[str]]:
-        """The normed query of the attention that ``mixed`` is of, and the K caches that it reads."""
+    def _attention(self, name: str, mixed: Expr) -> tuple[Expr, str]:
+        """The normed query of the attention that ``mixed`` is of, and the K cache that it reads."""
         if mixed.kind != "unread":
             raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.shown(mixed)}.")
-        queries, writers = self._sources(mixed.parts[0])
+        queries, caches = self._sources(mixed.parts[0])
         if len(queries) != 1:
             raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
-        written = _written(self.graph)
-        keys = [written[id(node)] for node in writers if written.get(id(node), "").startswith(_KEYS)]
-        values = [written[id(node)] for node in writers if written.get(id(node), "").startswith(_VALUES)]
-        if len(keys) != 1 or [_VALUES + key.removeprefix(_KEYS) for key in keys] != values:
-            found = ", ".join(map(escape, (*keys, *values))) or "none"
+        key = min(caches, default="")
+        if caches != {key, _value_of(key)} or not key.startswith(_KEYS):
             raise RoleError(
-                f"{name}: expected it to read one K and one V cache that DYNAMIC_UPDATE_SLICE writes, found {found}."
+                f"{name}: expected it to read one K and one V cache that DYNAMIC_UPDATE_SLICE writes, found "
+                f"{', '.join(map(escape, sorted(caches))) or 'none'}."
             )
-        return queries.pop(), keys
+        return queries.pop(), key
 
-    def _sources(self, start: Value) -> tuple[set[Expr], list[Node]]:
-        """What ``start`` is computed from: the nearest norms, and the ops that write caches."""
-        norms, writers, seen, queue = set[Expr](), list[Node](), {id(start)}, [start]
-        while queue:
-            value = queue.pop()
-            term, node = self.reading.forms.get(id(value)), value.producer
-            expr = self.expressions.origin(term.expr, term.ids)[0] if isinstance(term, Term) else None
-            if expr is not None and self.match(expr) is not None:
-                norms.add(expr)
-            elif node is not None and node.kind == "DYNAMIC_UPDATE_SLICE":
-                writers.append(node)
-            elif node is not None:
-                new = [v for v in node.inputs if v is not None and id(v) not in seen]
-                seen.update(map(id, new))
-                queue.extend(new)
-        return norms, writers
+    def _sources(self, start: Value) -> tuple[set[Expr], set[str]]:
+        """What ``start`` is computed from: the nearest norms, and the caches that were written."""
+        found = list(ancestors(start, self.stops))
+        norms = {self.norms[id(value)] for value in found if id(value) in self.norms}
+        return norms, {name for name, node in self.writers.items() if any(value.producer is node for value in found)}
 
-    def _normed(self, cache: str, node: Node) -> Expr:
-        """The norm whose result ``node`` writes into ``cache``."""
-        norms, _ = self._sources(node.operand(1))
+    def _normed(self, cache: str) -> Expr:
+        """The norm whose result is written into ``cache``."""
+        norms, _ = self._sources(self.writers[cache].operand(1))
         if len(norms) != 1:
             raise RoleError(f"{escape(cache)}: expected one RMSNorm before it is written, found {len(norms)}.")
         return norms.pop()
 
     def _owner(self, cache: str, first: int) -> None:
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
-        nodes = {name: node for node in self.graph.nodes if (name := _written(self.graph).get(id(node))) is not None}
-        value = _VALUES + cache.removeprefix(_KEYS)
-        k_norm, v_norm = (self._normed(name, nodes[name]) for name in (cache, value))
+        k_norm, v_norm = self._normed(cache), self._normed(_value_of(cache))
         key, found = self.match(k_norm), self.match(v_norm)
         fed = key.of.parts[2] if key is not None and key.of.kind == "matrix" else None
         if fed not in self.normed:
@@ -248,16 +239,14 @@ def _caches(graph: FlatGraph) -> list[str]:
     return [name for name in graph.outputs if name.startswith((_KEYS, _VALUES))]
 
 
-def _written(graph: FlatGraph) -> dict[int, str]:
-    """By ``id`` of the op that writes it, the name of a cache."""
-    found: dict[int, str] = {}
-    for name in _caches(graph):
-        value = graph.outputs[name]
-        while value.producer is not None and value.producer.kind in ("QUANTIZE", "DEQUANTIZE", "CAST", "RESHAPE"):
-            value = value.producer.operand(0)
-        if value.producer is not None and value.producer.kind == "DYNAMIC_UPDATE_SLICE":
-            found[id(value.producer)] = name
-    return found
+def _value_of(key: str) -> str:
+    return _VALUES + key.removeprefix(_KEYS)
+
+
+def _writers(graph: FlatGraph) -> dict[str, Node]:
+    """By name of a cache, the operator that writes it."""
+    made = {name: handed_on(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
+    return {name: node for name, node in made.items() if node is not None and node.kind == _UPDATE}
 
 
 def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
@@ -328,9 +317,7 @@ def _tables(reading: Reading, value: Value, factor: float, role: str) -> Iterato
 
 
 def _table_role(graph: FlatGraph, role: str, node: Node) -> FoundRole:
-    table = node.operand(1)
-    while table.producer is not None and table.producer.kind in ("DEQUANTIZE", "RESHAPE"):
-        table = table.producer.operand(0)
+    table = handed_on(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
     if not table.constant or len(table.tensor.shape) != 2:
         raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
     quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])

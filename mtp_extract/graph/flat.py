@@ -7,7 +7,7 @@ whose body does something else than its name says is not taken at its word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntFlag
 from types import MappingProxyType
@@ -347,3 +347,10 @@ def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Val
             if source is not None and id(source) not in seen:
                 seen.add(id(source))
                 queue.append(source)
+
+
+def handed_on(value: Value, kinds: Collection[str]) -> Value:
+    """What operators of ``kinds`` handed on as ``value``: the first operand of the first of them."""
+    while value.producer is not None and value.producer.kind in kinds:
+        value = value.producer.operand(0)
+    return value

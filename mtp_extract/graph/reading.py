@@ -19,7 +19,7 @@ from mtp_extract.graph.attention import AttentionReader
 from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, REDUCTIONS, Call, computing, grid_of
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
-from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
 from mtp_extract.graph.forms import Form, Rotated, Scored, shape_of
 from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.graph.matrices import LARGEST, MATRICES, product_of, weight_of
@@ -229,9 +229,7 @@ class Reading:
             return None
         if tensor.elements == 1:
             number = float(evaluate(self.graph, {}, [value])[0].reshape(-1)[0])
-            stored = value
-            while stored.producer is not None and stored.producer.kind in ("DEQUANTIZE", "RESHAPE"):
-                stored = stored.producer.operand(0)
+            stored = handed_on(value, ("DEQUANTIZE", "RESHAPE"))
             return replace(self.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
         if value.producer is None:
             ids = np.arange(tensor.elements).reshape(tensor.shape)
