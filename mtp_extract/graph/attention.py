@@ -52,10 +52,10 @@ class AttentionReader:
 
         Of integers without a scale, the factor is the scale: only that says what they stand for.
         """
+        if cache.added:
+            raise UnreadableError(f"takes the codes of {cache.name} for what they stand for")
         tensor = self.graph.inputs[cache.name].tensor
         if tensor.type in FLOAT_TYPES or grid_of(tensor) is not None:
-            if cache.codes:
-                raise UnreadableError(f"takes the codes of {cache.name} for what they stand for")
             return cache.factor
         if cache.factor <= 0 or self.scales.setdefault(cache.name, cache.factor) != cache.factor:
             raise UnreadableError(f"multiplies {cache.name} by a number below 0, or by another one than elsewhere")
@@ -179,17 +179,18 @@ class AttentionReader:
 
     def _converted_cache(self, node: Node, cache: Cache) -> Cache:
         """From the grid of the input itself to floats, or its codes to a type that holds them all."""
-        source, target = node.operand(0).tensor, node.outputs[0].tensor
-        own = self.graph.inputs[cache.name].tensor
+        source, target, own = node.operand(0).tensor, node.outputs[0].tensor, self.graph.inputs[cache.name].tensor
         grid = grid_of(own)
-        stored = not cache.codes and (source.type, grid_of(source)) == (own.type, grid)
-        if grid is not None and stored:
-            if node.kind == "DEQUANTIZE" and target.type in FLOAT_TYPES:
+        stored = grid is not None and (source.type, grid_of(source)) == (own.type, grid)
+        if stored and node.kind == "DEQUANTIZE" and target.type in FLOAT_TYPES:
+            return cache
+        if stored and node.kind == "QUANTIZE" and (target.type, grid_of(target)) == (own.type, grid):
+            return cache
+        if node.kind == "CAST" and source.type not in FLOAT_TYPES and grid_of(target) is None and _holds(target, own):
+            if stored and grid is not None:
+                return replace(cache, factor=1 / grid[0], added=float(grid[1]))
+            if grid_of(source) is None:
                 return cache
-            if node.kind == "QUANTIZE" and (target.type, grid_of(target), cache.factor) == (own.type, grid, 1.0):
-                return cache
-        if node.kind == "CAST" and (stored or cache.codes) and grid_of(target) is None and _holds(target, own):
-            return replace(cache, codes=True)
         raise UnreadableError(f"holds {cache.name} as {target.type_name}, on another grid than its own")
 
     # Products.
@@ -213,24 +214,16 @@ class AttentionReader:
     # Element by element.
 
     def _scaled_cache(self, node: Node, cache: Cache, operands: list[Form | None]) -> Cache:
-        """A cache times a number; the zero point taken from its codes."""
+        """A cache times a number, or less one: of codes, the scale and the zero point."""
         at = next((i for i, form in enumerate(operands) if form is not cache), 0)
         number, floats = self.expressions.number_of(operands[at]), node.outputs[0].tensor.type in FLOAT_TYPES
-        if len(operands) != 2 or number is None or not floats or shape_of(cache) != tuple(node.outputs[0].tensor.shape):
+        if len(operands) != 2 or not number or not floats or shape_of(cache) != tuple(node.outputs[0].tensor.shape):
             raise UnreadableError("computes something of a cache")
-        grid = grid_of(self.graph.inputs[cache.name].tensor)
-        if cache.codes and grid is not None:
-            scale, zero_point = grid
-            if node.kind == "SUB" and at == 1 and number == zero_point and cache.factor == 1:
-                # From now on only the scale is missing.
-                return replace(cache, codes=False, factor=1 / scale)
-            if zero_point or node.kind not in ("MUL", "DIV"):
-                raise UnreadableError("computes something of the codes of a cache")
-            cache = replace(cache, codes=False, factor=cache.factor / scale)
-        if node.kind == "MUL" and number:
-            return replace(cache, factor=cache.factor * number)
-        if node.kind == "DIV" and at == 1 and number:
-            return replace(cache, factor=cache.factor / number)
+        if node.kind == "SUB" and at == 1:
+            return replace(cache, added=cache.added - number)
+        if node.kind == "MUL" or (node.kind == "DIV" and at == 1):
+            factor = number if node.kind == "MUL" else 1 / number
+            return replace(cache, factor=cache.factor * factor, added=cache.added * factor)
         raise UnreadableError("computes something of a cache")
 
     def is_query(self, form: Form | None) -> bool:
@@ -280,7 +273,7 @@ class AttentionReader:
 def _alike(one: Inside, other: Form | None) -> bool:
     """Whether they may be joined."""
     if isinstance(one, Cache):
-        return isinstance(other, Cache) and (one.name, one.factor, one.codes) == (other.name, other.factor, other.codes)
+        return isinstance(other, Cache) and (one.name, one.factor, one.added) == (other.name, other.factor, other.added)
     if not isinstance(one, Scored) or not isinstance(other, Scored):
         return False
     return one.scores is other.scores and one.stage == other.stage

@@ -38,16 +38,12 @@ CacheAxes = tuple[int | None, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """``factor`` × elements of the input ``name``, whose axes are the labels of ``view``.
-
-    Attributes:
-        codes: whether they are the integers that are stored, and not yet the numbers that these stand for.
-    """
+    """``factor`` × elements of the input ``name`` + ``added``; the axes of the input are the labels of ``view``."""
 
     name: str
     view: View
     factor: float = 1.0
-    codes: bool = False
+    added: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

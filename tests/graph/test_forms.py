@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a mean above a number": (of_mean(with_number("MAXIMUM", 1e-3)), "MAXIMUM"),
     "a mean less a number": (of_mean(with_number("SUB", 1e-3)), "may be negative"),
     "a row of unequal numbers": (by_row(ROW * np.linspace(0.5, 1.5, 64)), "may be negative"),
-    "a row of others": (by_row(ROW * 1.01), "times a norm"),
+    "a row of others": (by_row(ROW * 1.01), "may be negative"),
     "another root": (by_power(-0.499), MISSED),
     "nearly 1 more": (plus(1.0000001), MISSED),
     "a bound within reach": (edge("1.stream", with_number("MAXIMUM", -9e29)), "MAXIMUM"),

@@ -55,6 +55,12 @@ def through_bool(which: str) -> Change:
     return coded(lambda scale, zero_point: chain(cast(np.bool_), cast(np.float32), mul(scale)), which=which)
 
 
+def through_fewer(which: str) -> Change:
+    """A cache of codes that are halved, cut to whole numbers and doubled again."""
+    halved = chain(cast(np.float32), mul(0.5), cast(np.int8))
+    return coded(lambda scale, zero_point: chain(halved, cast(np.float32), mul(2 * scale)), which=which)
+
+
 def compared(kind: str, name: str) -> Change:
     """Positions and slots compared as small integers, of which LiteRT does not look at the scales."""
     as_type = {"INT8": np.int8, "UINT8": np.uint8, "INT16": np.int16}[name]
@@ -68,6 +74,7 @@ def compared(kind: str, name: str) -> Change:
 
 DECLARED: tuple[Case, ...] = (
     *(Case("declared", f"{which}_through_bool", through_bool(which), shows=(Sample(40),)) for which in "kv"),
+    *(Case("declared", f"{which}_of_halved_codes", through_fewer(which), shows=(Sample(40),)) for which in "kv"),
     *(
         Case(
             "declared",
