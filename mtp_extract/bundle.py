@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, known_drafter
@@ -55,7 +56,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Opened(AbstractContextManager["Opened"]):
     """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
 
     source: Source
@@ -103,25 +104,15 @@ class Opened:
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
-        section, found_by, model, signature = self._locate
+        section, found_by, model = self._locate
+        signature = self._require_signature(model)
         graph = flatten(model, signature)
         found = walk(graph)
         config = read_config(found, sliding_window)
         names = check_names(found.roles, config.num_layers)
         known = known_drafter(config)
-        positions = known["max_position_embeddings"] if known else None
-        return Shard(
-            opened=self,
-            section=section,
-            found_by=found_by,
-            model=model,
-            signature=signature,
-            graph=graph,
-            walk=found,
-            config=replace(config, max_position_embeddings=positions),
-            names=names,
-            known=known,
-        )
+        config = replace(config, max_position_embeddings=known["max_position_embeddings"] if known else None)
+        return Shard(self, section, found_by, model, signature, graph, found, config, names, known)
 
     def prefetch(self) -> None:
         """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
@@ -145,7 +136,7 @@ class Opened:
         Raises:
             NoDrafterError: there is no such section, or no model in it.
         """
-        models = [s for s in self.sections if s.data_type == TFLITE_MODEL]
+        models = self._models
         if self.section is None:
             return [s for s in models if s.model_type == MODEL_TYPE]
         chosen = [s for s in models if s.index == self.section]
@@ -157,35 +148,49 @@ class Opened:
             )
         return chosen
 
-    @cached_property
-    def _locate(self) -> tuple[Section | None, str, TfliteModel, Signature]:
-        """The drafter's section, how it was found, its model and its signature."""
-        section, found_by, model = self._in_bundle() if self.bundle is not None else self._bare()
-        return section, found_by, model, self._require_signature(model)
+    @property
+    def _models(self) -> list[Section]:
+        return [s for s in self.sections if s.data_type == TFLITE_MODEL]
 
-    def _in_bundle(self) -> tuple[Section | None, str, TfliteModel]:
-        typed = self.chosen()
-        self._only_one(typed)
-        if typed:
+    @cached_property
+    def _locate(self) -> tuple[Section | None, str, TfliteModel]:
+        """The drafter's section, how it was found (by the header, a signature, or all of the file), and its model."""
+        if self.bundle is None and self.is_model:
+            return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
+        if self.bundle is not None and (typed := self.chosen()):
+            self._require_one(typed)
             return typed[0], "model_type", self.model(typed[0])
+        found = list(self._with_drafter((s, partial(self.model, s)) for s in self._models))
+        if found:
+            self._require_one([section for section, _ in found if section])
+            return found[0][0], "signature", found[0][1]
+        if isinstance(self.source, LocalSource):
+            regions = scan_tflite(self.source)
+            for _, model in self._with_drafter((None, partial(read_model, region, None)) for region in regions):
+                return None, "scan", model
+        raise NoDrafterError(self._no_drafter())
+
+    def _with_drafter(
+        self, models: Iterable[tuple[Section | None, Callable[[Budget], TfliteModel]]]
+    ) -> Iterator[tuple[Section | None, TfliteModel]]:
+        """Those of ``models`` that can be read and have a drafter's signature; what they cost in all is bounded."""
         budget = Budget(_SEARCH_BUDGET)
-        found: list[tuple[Section, TfliteModel]] = []
-        for section in (s for s in self.sections if s.data_type == TFLITE_MODEL):
+        for section, read in models:
             try:
-                model = self.model(section, budget)
+                model = read(budget)
             except MtpExtractError:
-                # Another model's damage is not the drafter's; a missing drafter is reported below.
+                # Four bytes that happen to read TFL3, or another model's damage. A missing drafter is reported.
                 continue
             if self._candidates(model):
-                found.append((section, model))
-        self._only_one([section for section, _ in found])
-        return (found[0][0], "signature", found[0][1]) if found else self._scan()
+                yield section, model
 
-    def _only_one(self, sections: list[Section]) -> None:
+    def _require_one(self, sections: Sequence[Section]) -> None:
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
-            found = f"expected one drafter, found more than one drafter ({labels})"
-            raise NoDrafterError(f"{self.source.name}: {found}. Say which.", remedies=("section=N",))
+            raise NoDrafterError(
+                f"{self.source.name}: expected one drafter, found more than one drafter ({labels}). Say which.",
+                remedies=("section=N",),
+            )
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
         """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
@@ -203,43 +208,19 @@ class Opened:
         return list({(s.subgraph, *sorted(s.inputs.items()), *sorted(s.outputs.items())): s for s in found}.values())
 
     def _require_signature(self, model: TfliteModel) -> Signature:
-        """The drafter's signature.
-
-        Raises:
-            NoDrafterError: there is none, or more than one.
-        """
         found = self._candidates(model)
-        keys = ", ".join(escape(s.key) for s in found or model.signatures) or "none"
-        if not found:
+        if len(found) == 1:
+            return found[0]
+        name, keys = model.region.source.name, ", ".join(escape(s.key) for s in found or model.signatures) or "none"
+        if found:
             raise NoDrafterError(
-                f"{model.region.source.name}: expected the signature {escape(self.signature or SIGNATURE)} in "
-                f"{model.region.what}, found {keys}. Leave section and signature out, or give a file with a drafter.",
-                remedies=("section", "signature"),
+                f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
             )
-        if len(found) > 1:
-            raise NoDrafterError(
-                f"{model.region.source.name}: expected one signature of a drafter, found {keys}. Say which.",
-                remedies=("signature=NAME",),
-            )
-        return found[0]
-
-    def _bare(self) -> tuple[None, str, TfliteModel]:
-        if self.is_model:
-            return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
-        return self._scan()
-
-    def _scan(self) -> tuple[None, str, TfliteModel]:
-        if isinstance(self.source, LocalSource):
-            budget = Budget(_SEARCH_BUDGET)
-            for region in scan_tflite(self.source):
-                try:
-                    model = read_model(region, None, budget)
-                except MtpExtractError:
-                    # Four bytes that happen to read TFL3, or a damaged model: not a drafter.
-                    continue
-                if self._candidates(model):
-                    return None, "scan", model
-        raise NoDrafterError(self._no_drafter())
+        raise NoDrafterError(
+            f"{name}: expected the signature {escape(self.signature or SIGNATURE)} in {model.region.what}, found "
+            f"{keys}. Leave section and signature out, or give a file with a drafter.",
+            remedies=("section", "signature"),
+        )
 
     def _no_drafter(self) -> str:
         name = self.source.name
@@ -247,23 +228,17 @@ class Opened:
             kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind.name}. {kind.advice}"
         kinds = sorted({s.model_type for s in self.sections if s.model_type})
-        listed = ", ".join(escape(k) for k in kinds) or "none"
-        hint = (
-            "Files for GPU and web (one artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file "
-            "without a suffix, such as gemma-4-E4B-it.litertlm."
+        return (
+            f"{name}: no section holds an MTP drafter. Models in it: {', '.join(map(escape, kinds)) or 'none'}. Files "
+            "for GPU and web (one artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file without "
+            "a suffix, such as gemma-4-E4B-it.litertlm."
         )
-        return f"{name}: no section holds an MTP drafter. Models in it: {listed}. {hint}"
 
     def close(self) -> None:
         """Close the source."""
         self.source.close()
 
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -289,22 +264,19 @@ def open_source(
     """
     if isinstance(source, Source):
         return source
+    from mtp_extract.io.repository import cached_address, neither, not_here
+
     text = os.fspath(source)
     address = as_address(text)
     if address != text and os.path.lexists(text):
-        from mtp_extract.io.repository import cached_address
-
         if cached_address(Path(text)) is None:
             return LocalSource(text)
         from mtp_extract.io.remote import open_local
 
         return open_local(Path(text))
     if address is None:
-        from mtp_extract.io.repository import not_here
-
         raise SourceError(not_here(text))
     from mtp_extract.io.remote import open_remote
-    from mtp_extract.io.repository import neither
 
     try:
         return open_remote(address, download=download, token=token, progress=progress)
