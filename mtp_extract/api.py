@@ -92,7 +92,6 @@ def inspect(
     section: int | None = None,
     against: str | os.PathLike[str] | None = None,
     sliding_window: int | None = None,
-    download: bool = False,
     progress: Progress = _nothing_shown,
 ) -> Inspection | CheckpointInspection | BaseComparison:
     """What a bundle or a checkpoint holds.
@@ -117,12 +116,12 @@ def inspect(
         place = with_record(place)
         verification = None
         if against is not None:
-            with open_bundle(against, download=download, progress=progress) as opened:
+            with open_bundle(against, progress=progress) as opened:
                 verification = verify_against_source(place, opened, REPORT_FILES)
         elif (place / RECORD).exists():
             verification = verify(place, REPORT_FILES)
         return CheckpointInspection(inspect_checkpoint(place, tensors=tensors), verification)
-    with open_bundle(source, download=download, progress=progress) as opened:
+    with open_bundle(source, progress=progress) as opened:
         if against is not None:
             return compare_base(opened, Path(against), progress)
         return inspection.inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)

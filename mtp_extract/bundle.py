@@ -245,7 +245,6 @@ class Opened(AbstractContextManager["Opened"]):
 def open_source(
     source: str | os.PathLike[str] | Source,
     *,
-    download: bool = False,
     token: str | bool | None = None,
     progress: Progress | None = None,
 ) -> Source:
@@ -255,7 +254,6 @@ def open_source(
         source: a path; an id of the Hugging Face Hub, ``org/name[/file][@revision]``, with or without ``hf://`` before
             it; a URL of the Hub's site, or any other ``https://`` URL. Of a repository without a file, the one bundle
             in it. What is open already is returned as it is.
-        download: of a server without byte ranges, download the whole file instead of failing.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
         progress: called with bytes done and bytes in all while a remote range is fetched ahead.
 
@@ -279,7 +277,7 @@ def open_source(
     from mtp_extract.io.remote import open_remote
 
     try:
-        return open_remote(address, download=download, token=token, progress=progress)
+        return open_remote(address, token=token, progress=progress)
     except SourceError as error:
         raise (neither(text, error) if address == f"hf://{text}" else error) from None
 
@@ -287,7 +285,6 @@ def open_source(
 def open_bundle(
     source: str | os.PathLike[str] | Source,
     *,
-    download: bool = False,
     token: str | bool | None = None,
     progress: Progress | None = None,
     section: int | None = None,
@@ -297,7 +294,7 @@ def open_bundle(
 
     Args:
         source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched.
-        download, token: as for :func:`open_source`.
+        token: as for :func:`open_source`.
         progress: called with bytes done and bytes in all while a remote range is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
 
@@ -305,7 +302,7 @@ def open_bundle(
         SourceError: the bytes cannot be had.
         FormatError: the header of a bundle is damaged.
     """
-    opened = open_source(source, download=download, token=token, progress=progress)
+    opened = open_source(source, token=token, progress=progress)
     try:
         if opened.size == 0:
             raise SourceError(

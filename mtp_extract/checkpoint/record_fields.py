@@ -59,8 +59,7 @@ class Source(Record):
     kind: Literal["litertlm", "tflite", "checkpoint"]
     version: str | None  #: of the container; null for a bare model
     #: what identifies the bytes beyond their name. Hub: `repository`, `path`, `repository_type`, `revision`, `commit`,
-    #: `etag`, `sha256`; a URL: `url`, `etag`, `last_modified`; `validator` is `none` where the server gave neither a
-    #: strong ETag nor Last-Modified, so that ranges were looked at twice; empty for a local file
+    #: `etag`, `sha256`; a URL: `url`, `etag`, `last_modified`; empty for a local file
     provenance: dict[str, str]
     section: Section | None  #: the drafter's section; null for a checkpoint
 

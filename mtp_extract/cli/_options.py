@@ -12,5 +12,4 @@ SignatureKey = Annotated[
 SlidingWindow = Annotated[
     int | None, About("Length of the window; asked for only where the file leaves it to the runtime.", least=1)
 ]
-Download = Annotated[bool, About("From a server without byte ranges, download the whole file.")]
 AsJson = Annotated[bool, About("Print the whole result as JSON.", names=("--json",))]

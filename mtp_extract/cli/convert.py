@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
-from mtp_extract.cli._options import AsJson, Download
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, HEADS_ABOUT, checked_format, chosen_by, show_written
 from mtp_extract.cli.terminal import progress
@@ -53,7 +53,6 @@ def command(
     ] = None,
     overwrite: Overwrite = False,
     card: CardWords,
-    download: Download = False,
     print_json: AsJson = False,
 ) -> None:
     """Write a drafter that was extracted, tuned or published into another format.
@@ -79,7 +78,6 @@ def command(
             format=name,
             **vars(plan),
             source=source,
-            download=download,
             overwrite=overwrite,
             card=card,
             progress=tick,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._options import AsJson, Download
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run
 from mtp_extract.cli.terminal import doing_unless, say, say_all, say_report, write_json
@@ -28,7 +28,6 @@ def command(
         Path | None, About("Write doctor.json and pages of it there.", names=("--report",), metavar="DIR")
     ] = None,
     overwrite: Replace = False,
-    download: Download = False,
     print_json: AsJson = False,
 ) -> None:
     """Say why acceptance is what it is: does the pair fit, what is to be expected, what is served, what is to blame.
@@ -43,7 +42,7 @@ def command(
         if wrong := given(context, *_PAIR):
             what = "is no drafter's directory. Extract one from a bundle first."
             raise typer.BadParameter(f"{', '.join(wrong)}: {escape(plan.place)} {what}")
-        _file(plan.place, download, print_json)
+        _file(plan.place, print_json)
         return
     from mtp_extract.evaluate.extras import require
 
@@ -66,13 +65,13 @@ def command(
         say(f"Wrote {escape(out)}/: {', '.join(files)}")
 
 
-def _file(source: str, download: bool, print_json: bool) -> None:
+def _file(source: str, print_json: bool) -> None:
     """One line, and an exit status."""
     from dataclasses import asdict
 
     from mtp_extract.doctor.holds import holds
 
-    found = holds(source, download=download)
+    found = holds(source)
     if print_json:
         write_json(asdict(found))
     else:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in
-from mtp_extract.cli._options import AsJson, Download, SignatureKey, SlidingWindow
+from mtp_extract.cli._options import AsJson, SignatureKey, SlidingWindow
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import CHOICES, FORMATS_ABOUT, checked_format, chosen_by, show_written, tensors_of
 from mtp_extract.cli.terminal import progress
@@ -62,7 +62,6 @@ def command(
         int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
     ] = None,
     signature: SignatureKey = None,
-    download: Download = False,
     sample: Annotated[bool, About("Extract the sample that comes with mtp-extract.")] = False,
     print_json: AsJson = False,
 ) -> None:
@@ -78,7 +77,7 @@ def command(
     path = str(sample_bundle()) if source is None else source
     with (
         progress(quiet=print_json) as tick,
-        open_bundle(path, download=download, progress=tick, section=section, signature=signature) as opened,
+        open_bundle(path, progress=tick, section=section, signature=signature) as opened,
     ):
         result = extract(
             opened,

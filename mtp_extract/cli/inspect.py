@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._drafter import found_in, say_geometry, say_proof
-from mtp_extract.cli._options import AsJson, Download, SlidingWindow
+from mtp_extract.cli._options import AsJson, SlidingWindow
 from mtp_extract.cli._planned import given
 from mtp_extract.cli._run import new_app, run_lean
 from mtp_extract.cli._writing import is_rounded
@@ -52,7 +52,6 @@ def command(
         ),
     ] = None,
     sliding_window: SlidingWindow = None,
-    download: Download = False,
     print_json: AsJson = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or what a checkpoint holds, re-checked."""
@@ -67,9 +66,9 @@ def command(
                 f"{', '.join(wrong)}: describes a bundle or a model, {why}. Name the file alone, or leave it out."
             )
         if is_checkpoint:
-            _checkpoint(Path(source), tensors, against, download, print_json)
+            _checkpoint(Path(source), tensors, against, print_json)
         elif against is not None:
-            _hold_against(source, against, download, print_json)
+            _hold_against(source, against, print_json)
         return
     if section is not None and graph:
         raise typer.BadParameter("--graph describes the drafter, --section another model. Leave one of them out.")
@@ -77,14 +76,14 @@ def command(
     from mtp_extract.bundle import open_bundle
     from mtp_extract.pipeline.inspection import inspect
 
-    with progress(quiet=print_json) as tick, open_bundle(source, download=download, progress=tick) as opened:
+    with progress(quiet=print_json) as tick, open_bundle(source, progress=tick) as opened:
         found = inspect(opened, tensors=tensors, graph=graph, section=section, sliding_window=sliding_window)
     (write_json if print_json else _show)(found.as_json)
     if found.problem is not None:
         raise found.problem
 
 
-def _hold_against(source: str, directory: str, download: bool, print_json: bool) -> None:
+def _hold_against(source: str, directory: str, print_json: bool) -> None:
     """A bundle against a directory: a base's checkpoint, or a drafter's the other way round."""
     if not os.path.isdir(directory):
         raise typer.BadParameter(
@@ -97,9 +96,9 @@ def _hold_against(source: str, directory: str, download: bool, print_json: bool)
     if holds_drafter(Path(directory)):
         if not print_json:
             say(f"{escape(directory)} is a drafter's checkpoint: it is checked against the drafter of the bundle")
-        _checkpoint(Path(directory), False, source, download, print_json)
+        _checkpoint(Path(directory), False, source, print_json)
         return
-    with progress(quiet=print_json) as tick, open_bundle(source, download=download, progress=tick) as opened:
+    with progress(quiet=print_json) as tick, open_bundle(source, progress=tick) as opened:
         found = compare_base(opened, Path(directory), tick)
     if print_json:
         write_json(found.as_json())
@@ -125,7 +124,7 @@ def _show_comparison(found: BaseComparison) -> None:
     say("  Weights are compared, not what the graphs compute with them.")
 
 
-def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool, print_json: bool) -> None:
+def _checkpoint(place: Path, tensors: bool, against: str | None, print_json: bool) -> None:
     from mtp_extract.bundle import open_bundle
     from mtp_extract.errors import CheckpointError
     from mtp_extract.pipeline.check import verify, with_record
@@ -138,7 +137,7 @@ def _checkpoint(place: Path, tensors: bool, against: str | None, download: bool,
     place = with_record(place)
     result: Verification | None = None
     if against is not None:
-        with progress(quiet=print_json) as tick, open_bundle(against, download=download, progress=tick) as opened:
+        with progress(quiet=print_json) as tick, open_bundle(against, progress=tick) as opened:
             result = verify_against_source(place, opened, REPORT_FILES)
     elif (place / RECORD).exists():
         result = verify(place, REPORT_FILES)

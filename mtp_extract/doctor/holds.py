@@ -25,13 +25,13 @@ class Holding:
         return f"{self.name}: holds an MTP drafter, {self.drafter}, {base} ({self.why})."
 
 
-def holds(source: str, *, download: bool = False) -> Holding:
+def holds(source: str) -> Holding:
     """Look into a ``.litertlm`` or ``.tflite``, by path or address; no weight is read.
 
     Raises:
         MtpExtractError: it cannot be read, or holds a drafter that this release cannot read.
     """
-    with open_bundle(source, download=download) as opened:
+    with open_bundle(source) as opened:
         name, size = opened.source.name, opened.source.size
         try:
             drafter = opened.drafter()

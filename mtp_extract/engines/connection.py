@@ -1,8 +1,8 @@
 """Requests to one server, many at a time, in an event loop of their own.
 
 The loop runs in a thread, so that callers need none, and may have one. What a server sends is untrusted: a request has
-one deadline for all of it, head and body, and what cannot be HTTP ends it. The client of io/http.py is not used: it may
-be offline, or hold what an application put there for the Hub.
+one deadline for all of it, head and body, and what cannot be HTTP ends it. The client of `io/remote.py` is not used: it
+may be offline, or hold what an application put there for the Hub.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, close_session, constants, get_session, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_session, get_token
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -36,7 +36,6 @@ from mtp_extract.formats.gguf import FORMAT
 from mtp_extract.hub.pairing import Pair, paired
 from mtp_extract.io.http_library import HUB_STATUSES, bars, hide_queries, http_library
 from mtp_extract.io.regular import open_regular
-from mtp_extract.io.watchdog import LateError, watched
 from mtp_extract.pipeline.check import changed_card, files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import LEGAL
@@ -47,7 +46,6 @@ _HUB_OWN = frozenset({".gitattributes"})
 """What the Hub puts into a new repository by itself."""
 
 _CHUNK = 1 << 20
-_PATIENCE = 45.0  # seconds for what the Hub is asked before and after files are sent
 
 
 @dataclass(frozen=True)
@@ -231,18 +229,17 @@ def upload(
     with bars(progress), _explained(repo_id, secret):
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
-        with watched(_PATIENCE, close_session):
-            if not beside:
-                _ask_about_card(_card_text(files), secret)
-            held = _repository_files(api, repo_id)
-            if sidecar is not None:
-                pairs, notes = paired(repo_id, held or {}, sidecar)
-                held = {path: entry for path, entry in (held or {}).items() if path == sidecar}
-            sent = _differing(repo_id, files, held or {}, force)
-            if dry_run:
-                return UploadResult(repo_id, url, None, private, True, False, sent, files, notes, pairs)
-            if held is None:
-                api.create_repo(repo_id, private=private)
+        if not beside:
+            _ask_about_card(_card_text(files), secret)
+        held = _repository_files(api, repo_id)
+        if sidecar is not None:
+            pairs, notes = paired(repo_id, held or {}, sidecar)
+            held = {path: entry for path, entry in (held or {}).items() if path == sidecar}
+        sent = _differing(repo_id, files, held or {}, force)
+        if dry_run:
+            return UploadResult(repo_id, url, None, private, True, False, sent, files, notes, pairs)
+        if held is None:
+            api.create_repo(repo_id, private=private)
         commit: str | None = None
         if sent:
             operations = [
@@ -250,9 +247,8 @@ def upload(
                 for file in files
             ]
             commit = api.create_commit(repo_id, operations, commit_message="Upload MTP drafter with mtp-extract").oid
-        with watched(_PATIENCE, close_session):
-            commit = commit or str(api.repo_info(repo_id).sha)
-            _verify(api, repo_id, commit, files)
+        commit = commit or str(api.repo_info(repo_id).sha)
+        _verify(api, repo_id, commit, files)
     return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes, pairs)
 
 
@@ -356,8 +352,6 @@ def _reason(error: BaseException, token: str) -> str:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    if isinstance(error, LateError):
-        return f"the Hub is too slow: {error}. {_AGAIN}."
     for cause in causes:
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:

@@ -1,4 +1,8 @@
-"""The HTTP library under huggingface_hub's session: which it is, what its errors mean, what it may log."""
+"""The HTTP library under huggingface_hub: which it is, what its errors mean, what it may log.
+
+huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
+a client that an application installed apply here as they do there.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from email.utils import parsedate_to_datetime
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from mtp_extract.errors import SourceError, escape
-from mtp_extract.io.watchdog import LateError
+from mtp_extract.errors import MtpExtractError, SourceError, escape
 
 _LOGIN = "log in (hf auth login) or set HF_TOKEN"
 HUB_STATUSES: Mapping[int, str] = MappingProxyType(
@@ -35,11 +38,12 @@ _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 
 
 def http_library() -> ModuleType:
-    """The HTTP library under huggingface_hub's session: httpx, httpx2 or what comes after them."""
-    from huggingface_hub import get_session
+    """The HTTP library that huggingface_hub is built on: httpx, httpx2 or what comes after them."""
+    from huggingface_hub.errors import HfHubHTTPError
 
-    client = next(kind for kind in type(get_session()).__mro__ if kind.__name__ == "Client")
-    return importlib.import_module(client.__module__.partition(".")[0])
+    # Not of its session, which an application may have replaced: of the error that all of its errors are.
+    base = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return importlib.import_module(base.__module__.partition(".")[0])
 
 
 class FaultError(Exception):
@@ -47,7 +51,7 @@ class FaultError(Exception):
 
     Attributes:
         wait: seconds the server asked to be left alone; None if it did not say.
-        kind: "slow", "unreachable", "expired" (another address may do) or "".
+        kind: "unreachable", "expired" (another address may do) or "".
     """
 
     def __init__(self, what: str, wait: float | None = None, kind: str = "") -> None:
@@ -63,6 +67,8 @@ def faults(name: str) -> Iterator[None]:
     """
     try:
         yield
+    except (FaultError, MtpExtractError):
+        raise
     except Exception as error:
         known = _known_error(name, error)
         if known is None:
@@ -70,48 +76,51 @@ def faults(name: str) -> Iterator[None]:
         raise known from None
 
 
-def _known_error(name: str, error: Exception) -> Exception | None:
-    from huggingface_hub import errors
+# By name: an application may have given huggingface_hub a client of another library than its own. The first decides.
+_FINAL = {
+    "OfflineModeIsEnabled": f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}",
+    "HFValidationError": "this is not a repository's name",
+    "GatedRepoError": f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}",
+    "RevisionNotFoundError": "the repository has no such revision: check what follows the @",
+    "RemoteEntryNotFoundError": "the repository has no such file: check the path",
+    "DisabledRepoError": "the Hub has disabled access to the repository",
+    "RepositoryNotFoundError": f"there is no such repository, or it is private: check the name, or {_LOGIN}",
+    "InvalidURL": "this is not an address that can be requested",
+    "UnsupportedProtocol": "the address, or where the server redirects to, is none of http:// or https://",
+    "TooManyRedirects": "the server redirects in circles",
+}
+_PASSING = {
+    "TimeoutException": ("the server does not answer in time", "unreachable"),
+    "ConnectError": ("the server cannot be reached", "unreachable"),
+    "ProxyError": ("the server cannot be reached", "unreachable"),
+    "RemoteProtocolError": ("the connection was lost, or what came over it is not HTTP", ""),
+    "TransportError": ("the connection was lost", ""),
+}
 
-    http = http_library()
-    status = 0
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        if status in BUSY:
-            return busy_fault(error.response)
-    # Most derived first.
-    final: tuple[tuple[type[Exception], str], ...] = (
-        (errors.OfflineModeIsEnabled, f"offline mode is on (HF_HUB_OFFLINE) and the Hub's cache lacks it. {_OFFLINE}"),
-        (errors.HFValidationError, "this is not a repository's name"),
-        (errors.GatedRepoError, f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"),
-        (errors.RevisionNotFoundError, "the repository has no such revision: check what follows the @"),
-        (errors.RemoteEntryNotFoundError, "the repository has no such file: check the path"),
-        (errors.DisabledRepoError, "the Hub has disabled access to the repository"),
-        (errors.RepositoryNotFoundError, f"there is no such repository, or it is private: check the name, or {_LOGIN}"),
-        (errors.HfHubHTTPError, HUB_STATUSES.get(status, f"the Hub answered {status}")),
-        (http.InvalidURL, "this is not an address that can be requested"),
-        (http.UnsupportedProtocol, "the address, or where the server redirects to, is none of http:// or https://"),
-        (http.TooManyRedirects, "the server redirects in circles"),
-    )
-    for kind, text in final:
-        if isinstance(error, kind):
+
+def _known_error(name: str, error: Exception) -> Exception | None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    if isinstance(error, HfHubHTTPError) and status in BUSY:
+        return busy_fault(error.response)
+    for kind, text in _FINAL.items():
+        if kind in kinds:
             return SourceError(f"{name}: {text}.")
-    if isinstance(error, UnicodeError):
-        return SourceError(f"{name}: the address, or where the server redirects to, names no host.")
-    if isinstance(error, LateError):
-        return FaultError(f"the server is too slow: {error}", kind="slow")
-    if isinstance(error, http.TimeoutException):
-        return FaultError("the server does not answer in time", kind="unreachable")
-    if isinstance(error, (http.ConnectError, http.ProxyError)):
-        return FaultError(f"the server cannot be reached: {_ERRNO.sub('', escape(error))}", kind="unreachable")
-    if isinstance(error, http.RemoteProtocolError):
-        return FaultError("the connection was lost, or what came over it is not HTTP")
-    # Another thread's request may have ended the client: see `watched`.
-    closed = isinstance(error, RuntimeError) and "client has been closed" in str(error)
-    return FaultError("the connection was lost") if closed or isinstance(error, http.TransportError) else None
+    if status:
+        return SourceError(f"{name}: {HUB_STATUSES.get(status, f'the Hub answered {status}')}.")
+    for kind, (text, what) in _PASSING.items():
+        if kind in kinds:
+            why = f": {_ERRNO.sub('', escape(error))}" if text.endswith("reached") else ""
+            return FaultError(text + why, kind=what)
+    if isinstance(error, ValueError):
+        return SourceError(f"{name}: the server's answer cannot be read, or it redirects to what is no address.")
+    return None
 
 
 def busy_fault(response: Any) -> FaultError:
+    """The fault of an answer whose status is one of :data:`BUSY`."""
     status = int(response.status_code)
     what = "limits the rate of requests" if status == 429 else "is not available"
     return FaultError(f"the server {what} ({status})", _asked_wait(response.headers.get("retry-after", "").strip()))

@@ -14,11 +14,10 @@ from typing import Any
 from mtp_extract.errors import SourceError, escape, few, nearest
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, WebAddress, as_address, parse_address
 from mtp_extract.io.http_library import FaultError, bars, faults, hide_queries
-from mtp_extract.io.watchdog import watched
 
 _CONFIG, _GGUF = "config.json", ".gguf"
 _PATIENCE = 60.0
-"""Seconds that a listing may take."""
+"""Seconds that may pass until the next bytes of a listing come."""
 _LARGEST = 4_000_000_000
 """Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
 _KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -111,7 +110,7 @@ def _checkpoint_in(address: HubAddress, paths: Iterable[str]) -> list[str]:
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     """Path → bytes of all files of the repository that ``address`` names, or that lie in the folder it names."""
-    from huggingface_hub import HfApi, close_session, constants
+    from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         folder = _snapshot(address)
@@ -120,7 +119,7 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     else:
         api = HfApi(endpoint=constants.ENDPOINT, token=token)
         try:
-            with faults(address.name), watched(_PATIENCE, close_session):
+            with faults(address.name):
                 # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
                 found: Any = api.repo_info(
                     address.repository,

@@ -63,7 +63,6 @@ def convert(
     quantize: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | Opened | None = None,
-    download: bool = False,
     overwrite: bool = False,
     card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
@@ -79,7 +78,6 @@ def convert(
             exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
-        download: of ``source``, as for :func:`~mtp_extract.bundle.open_bundle`.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
@@ -97,7 +95,7 @@ def convert(
     with ExitStack() as stack:
         opened = source if isinstance(source, Opened) else None
         if source is not None and not isinstance(source, Opened):
-            opened = stack.enter_context(open_bundle(source, download=download, progress=progress))
+            opened = stack.enter_context(open_bundle(source, progress=progress))
         inputs = place, None if opened is None else opened.source.path, *files_of(tokenizer)
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         read = ReadDirectory.of(place)

@@ -73,7 +73,6 @@ def extract(
     tokenizer: str | os.PathLike[str] | None = None,
     section: int | None = None,
     signature: str | None = None,
-    download: bool = False,
     card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
@@ -94,7 +93,7 @@ def extract(
         overwrite: replace ``out`` if it is a checkpoint of ours.
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
-        section, signature, download: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
+        section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
         card: what to say on the card.
         progress: called with bytes done and bytes in all, from worker threads.
 
@@ -109,7 +108,7 @@ def extract(
     with (
         nullcontext(source)
         if isinstance(source, Opened)
-        else open_bundle(source, download=download, progress=progress, section=section, signature=signature)
+        else open_bundle(source, progress=progress, section=section, signature=signature)
     ) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
         inputs = opened.source.path, *files_of(tokenizer)

@@ -74,7 +74,7 @@ class Patient:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> Patient:
     patient = Patient()
-    monkeypatch.setattr("mtp_extract.io.http.time", patient)
+    monkeypatch.setattr("mtp_extract.io.remote.time", patient)
     return patient
 
 

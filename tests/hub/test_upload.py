@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from itertools import repeat
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -15,7 +14,6 @@ import pytest
 from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
-from helpers.raw_server import Say, drip, raw_server
 from helpers.report_document import REPORT
 
 import mtp_extract
@@ -46,24 +44,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
     }
-
-
-def dripping(request: str, say: Say) -> None:
-    say(b"HTTP/1.1 200 OK\r\n")
-    drip(say, repeat(b"X: y\r\n"))
-
-
-def test_a_hub_whose_heads_trickle(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked first; huggingface_hub asks some of it again by itself."""
-    monkeypatch.setattr("mtp_extract.hub.upload._PATIENCE", 0.2)
-    with raw_server(dripping) as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        assert "the Hub is too slow: it took more than 0.2 seconds. Run it again" in refused(directory)
-    monkeypatch.setattr("mtp_extract.io.watchdog._AGAIN", 0.1)
-    with raw_server(dripping) as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr("mtp_extract.hub.upload._ask_about_card", lambda card, token: None)
-        assert "the Hub is too slow" in refused(directory)
 
 
 def held(hub: HubServer, name: str = NAME) -> dict[str, object]:

@@ -15,6 +15,7 @@ HUB = "https://huggingface.co"
         ("hf://org/repo/a.litertlm@main", HubAddress("org/repo", "a.litertlm", "main")),
         ("hf://org/repo/sub/a.litertlm@refs/pr/3", HubAddress("org/repo", "sub/a.litertlm", "refs/pr/3")),
         ("hf://org/repo@v1/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1")),
+        ("hf://org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
         ("hf://org/repo@refs/pr/3/sub/a.tflite", HubAddress("org/repo", "sub/a.tflite", "refs/pr/3")),
         ("hf://org/repo@refs%2Fpr%2F3/a.tflite", HubAddress("org/repo", "a.tflite", "refs/pr/3")),
         ("hf://org/repo/a@2.litertlm", HubAddress("org/repo", "a@2.litertlm")),
@@ -62,6 +63,7 @@ def test_what_is_no_address(text: str) -> None:
     [
         ("litert-community/gemma-4-E4B-it-litert-lm", True),
         ("org/repo/sub/a.litertlm@v1", True),
+        ("org/repo@v1.5/a.litertlm", True),
         ("models/a.litertlm", False),
         ("a.litertlm", False),
         ("./org/repo", False),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-import huggingface_hub.constants
+import huggingface_hub
 import pytest
 from helpers.hub_fixtures import Patient, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
+from huggingface_hub.utils._http import default_client_factory
 
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import SourceError, TruncatedError
-from mtp_extract.io.http import NoRangesError
+from mtp_extract.io.http_library import http_library
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 
@@ -33,9 +32,9 @@ def bundle(hub: HubServer) -> HubServer:
     return hub
 
 
-def fails(url: str, patience: Patient, **options: bool) -> str:
+def fails(url: str, patience: Patient) -> str:
     """The message of the error that opening ``url`` and reading from it ends in."""
-    with pytest.raises(SourceError) as caught, open_remote(url, **options) as source:
+    with pytest.raises(SourceError) as caught, open_remote(url) as source:
         source.prefetch(1 << 20, 1 << 20)
         source.read(0, 2 << 20)
     for secret in (TOKEN, SIGNATURE):
@@ -123,10 +122,9 @@ def test_a_plain_url(hub: HubServer, patience: Patient) -> None:
     assert whole(hub.url() + "/files/a.litertlm", patience) == DATA
 
 
-def test_an_empty_file_is_empty(hub: HubServer, patience: Patient) -> None:
+def test_an_empty_file_is_refused(hub: HubServer, patience: Patient) -> None:
     hub.add("org/small", "a.tflite", b"")
-    with open_remote("hf://org/small/a.tflite") as source:
-        assert source.size == 0
+    assert "the file is empty" in fails("hf://org/small/a.tflite", patience)
 
 
 def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> None:
@@ -235,27 +233,19 @@ def test_a_server_that_always_sends_the_wrong_length(bundle: HubServer, patience
     assert "announced" in fails(URL, patience)
 
 
-def test_a_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_extract.io.http._SLOW_WINDOW", 0.2)
-    bundle.fault("storage", step=100, pause=0.01, skip=1, times=99)
-    assert "too slow: it took more than 0.2 seconds (attempt 2, the last)" in fails(URL, patience)
-    assert patience.waits == [0.5]
+def test_a_trickle(bundle: HubServer, patience: Patient) -> None:
+    """It brings a hundred bytes, and waits for as long as that takes."""
+    patience.per_look = 31.0
+    bundle.fault("storage", step=100, pause=0.01, times=99)
+    assert "the server is too slow: 200 bytes in 62 seconds (attempt 6, the last)" in fails(URL, patience)
 
 
-def test_slow_but_steady_is_no_trickle(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_but_steady_is_no_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than a window, and brings enough in each."""
-    monkeypatch.setattr("mtp_extract.io.http._SLOW_WINDOW", 0.5)
-    monkeypatch.setattr("mtp_extract.io.http._SLOW_BYTES", 4 * KIB)
-    hub.add("org/small", "a.tflite", DATA[: 256 * KIB])
-    hub.fault("storage", step=4 * KIB, pause=0.01, times=99)
-    assert whole("hf://org/small/a.tflite", patience) == DATA[: 256 * KIB]
-
-
-def test_patience_ends(bundle: HubServer, patience: Patient) -> None:
-    """However few failures there were."""
-    bundle.fault("storage", status=503, headers={"Retry-After": "20"}, skip=1, times=99)
-    assert "Try again in 20 seconds, as it asks" in fails(URL, patience)
-    assert patience.waits == [20.0, 20.0]
+    monkeypatch.setattr("mtp_extract.io.remote._LEAST", 2)
+    patience.per_look = 31.0
+    assert whole(URL, patience) == DATA
+    assert patience.waits == []
 
 
 def test_another_etag_between_ranges(bundle: HubServer, patience: Patient) -> None:
@@ -350,46 +340,27 @@ def test_a_hub_that_names_no_commit(hub: HubServer, patience: Patient) -> None:
 
 def test_a_server_without_ranges_is_told(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", ranges=False, times=99)
-    with pytest.raises(NoRangesError, match=r"whole file of 3\.1 MB"):
-        open_remote(URL)
-
-
-def test_the_command_names_its_option(hub: HubServer) -> None:
-    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
-    hub.fault("plain", ranges=False)
-    program = "import sys; from mtp_extract.cli.inspect import main; sys.argv[0] = 'mtp-inspect'; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, hub.url() + "/a.litertlm"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    assert "expected a server of byte ranges, found one of whole files. Download the file yourself" in fails(
+        URL, patience
     )
-    assert done.returncode == 1
-    assert done.stderr.endswith("or give the path of a copy (--download).\n")
 
 
-def test_the_whole_file_goes_into_the_hubs_cache(bundle: HubServer, patience: Patient, tmp_path: Path) -> None:
-    bundle.fault("storage", ranges=False, times=99)
-    with open_remote(URL, download=True) as source:
-        assert source.read(0, source.size) == DATA
-        assert source.name == URL
-        assert source.provenance["sha256"] == hashlib.sha256(DATA).hexdigest()
+def test_a_copy_in_the_hubs_cache_is_used(bundle: HubServer, patience: Patient) -> None:
+    with open_remote(URL) as source:
         first = source.provenance
+    huggingface_hub.hf_hub_download(REPO, FILE)
     sent = bundle.sent["storage"]
     with open_remote(URL) as source:
         assert isinstance(source, LocalSource)
+        assert source.name == URL
         assert source.provenance == first
         assert source.read(5, 5) == DATA[5:10]
     assert bundle.sent["storage"] == sent
-    assert (tmp_path / "hub-cache").is_dir()
 
 
 def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle.fault("storage", ranges=False, times=99)
-    with open_remote(URL, download=True) as source:
+    huggingface_hub.hf_hub_download(REPO, FILE)
+    with open_remote(URL) as source:
         online = source.provenance
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     asked = len(bundle.requests)
@@ -402,45 +373,29 @@ def test_offline(bundle: HubServer, patience: Patient, monkeypatch: pytest.Monke
     assert len(bundle.requests) == asked
 
 
-def test_the_whole_file_from_a_plain_server(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
-    content = hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
-    url = hub.url() + "/a.litertlm"
-    hub.fault("plain", ranges=False)
-    with pytest.raises(NoRangesError):
-        open_remote(url)
-    hub.fault("plain", ranges=False, cut=1 << 20)
-    hub.fault("plain", ranges=False, times=99)
-    seen: list[tuple[int, int]] = []
-    with open_remote(url, download=True, progress=lambda done, size: seen.append((done, size))) as source:
-        before = hub.sent["hub"]
-        source.prefetch(1 << 20, 1 << 20)
-        assert source.read(0, source.size) == DATA
-        assert hub.sent["hub"] == before
-        assert source.provenance == {"url": url, "etag": f'"{content.sha256}"'}
-    assert len(patience.waits) == 1
-    assert seen[-1] == (len(DATA), len(DATA))
-    assert list(tmp_path.iterdir()) == []
+def test_a_client_of_the_applications_own(bundle: HubServer, patience: Patient) -> None:
+    """It need not be called Client, nor be of the library that huggingface_hub is built on."""
 
+    class Own:
+        def __init__(self) -> None:
+            self._client: Any = http_library().Client()
 
-def test_a_whole_file_that_changes_between_two_attempts(hub: HubServer, patience: Patient) -> None:
-    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
-    hub.fault("plain", ranges=False, cut=1 << 20)
-    hub.fault("plain", ranges=False, etag="other")
-    assert "changed while it was being read" in fails(hub.url() + "/a.litertlm", patience, download=True)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._client, name)
+
+    huggingface_hub.set_client_factory(Own)  # type: ignore[arg-type]
+    try:
+        assert whole(URL, patience) == DATA
+        assert "no such file" in fails(f"hf://{REPO}/other.litertlm", patience)
+        assert "cannot be reached" in fails("http://127.0.0.1:1/a", patience)
+    finally:
+        huggingface_hub.set_client_factory(default_client_factory)
 
 
 def test_a_page_in_place_of_a_file(hub: HubServer, patience: Patient) -> None:
     hub.plain["/org/repo/discussions/1"] = hub.add("x/y", "z", b"<!doctype html><title>Not found</title>")
     hub.fault("plain", ranges=False, times=99, headers={"Content-Type": "text/html; charset=utf-8"})
-    assert "found an HTML page" in fails(hub.url() + "/org/repo/discussions/1", patience, download=True)
-
-
-def test_a_whole_file_that_never_arrives_leaves_nothing(hub: HubServer, patience: Patient, tmp_path: Path) -> None:
-    hub.plain["/a.litertlm"] = hub.add("x/y", "z", DATA)
-    hub.fault("plain", ranges=False, cut=2 << 20, times=99)
-    assert "connection was lost" in fails(hub.url() + "/a.litertlm", patience, download=True)
-    assert len(patience.waits) <= 6
-    assert list(tmp_path.iterdir()) == []
+    assert "found an HTML page" in fails(hub.url() + "/org/repo/discussions/1", patience)
 
 
 def test_no_room_for_what_is_fetched(

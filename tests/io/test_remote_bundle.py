@@ -19,11 +19,10 @@ from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
-from helpers.raw_server import Say, raw_server
 
 import mtp_extract
 from mtp_extract.base.insertion import planned_base_insertion
-from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError, SourceError
+from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError
 from mtp_extract.io.remote import RemoteSource, open_remote
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
@@ -202,38 +201,6 @@ def test_a_checkpoint_is_checked_against_a_remote_bundle(
         pytest.raises(CheckpointError, match=r"post_projection\.weight"),
     ):
         verify_against_source(result.directory, opened)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_server_without_a_validator(hub: HubServer, patience: Patient, tmp_path: Path, changed: bool) -> None:
-    """What it sends is looked at twice, and told of; where it changes meanwhile, nothing is kept."""
-    data = first_bundle().read_bytes()
-    swapped = data[:-1] + bytes([data[-1] ^ 1])
-    asked: list[int] = []
-
-    def script(request: str, say: Say) -> None:
-        begin, end = (int(number) for number in request.lower().partition("range: bytes=")[2].split()[0].split("-"))
-        end = min(end + 1, len(data))
-        # The last byte, which is a weight's, is another from the second time on.
-        asked.append(end)
-        content = swapped if changed and asked.count(len(data)) > 1 else data
-        head = f"Content-Range: bytes {begin}-{end - 1}/{len(data)}\r\nConnection: close\r\n\r\n"
-        say(b"HTTP/1.1 206 Partial Content\r\n" + head.encode() + content[begin:end])
-
-    out = tmp_path / "out"
-    with raw_server(script) as server:
-        url = server.url + "/a.litertlm"
-        if changed:
-            with pytest.raises(SourceError, match="changed while it was being read"):
-                mtp_extract.extract(url, out)
-            assert list(tmp_path.glob("*out*")) == []
-            return
-        result = mtp_extract.extract(url, out)
-        with mtp_extract.open(url) as opened:
-            found = inspect(opened).as_json
-    assert result.record["source"]["provenance"] == {"url": url, "validator": "none"} == found["provenance"]
-    for notes in (result.notes, found["notes"]):
-        assert any("The server gives no validator" in note for note in notes)
 
 
 def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path) -> None:
