@@ -29,7 +29,6 @@ from mtp_extract.pipeline.check import Verification, verify, with_record
 from mtp_extract.pipeline.inspection import Inspection, inspect_checkpoint
 from mtp_extract.pipeline.staging import RECORD
 from mtp_extract.pipeline.verification import verify_against_source
-from mtp_extract.report.card import CardWords
 from mtp_extract.report.tables import REPORT_FILES, REPORT_LISTED
 from mtp_extract.tune.head import HeadPlan, run_ordered_head
 from mtp_extract.tune.run import TuningPlan, default_directory, run_tuning
@@ -239,7 +238,6 @@ class TuneOptions(TypedDict, total=False):
     draft_vocab: int
     force: bool
     overwrite: bool
-    card: CardWords
     centroids: int | None
     top_k: int | None
     states: int | None

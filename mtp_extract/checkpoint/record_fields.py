@@ -37,8 +37,6 @@ class Extraction(Record, kw_only=True):
     #: by name, in the order of the weights file: where each came from
     tensors: dict[str, Annotated[Any, _one_of("Tensor", "Part")]]
     notes: list[str]  #: where an engine does not do what the file says
-    #: what was given for the card; left out where nothing was, null where that was published with a report
-    card: Card | UnsetType | None = UNSET
     set_aside: list[Constant]  #: every other constant of the graph
     kv_inputs: dict[str, Cache]  #: by input name: the base's caches that the drafter reads
     #: graph and checkpoint executed side by side; null for a checkpoint that no record says the origin of, and for one
@@ -214,14 +212,6 @@ class Part(Record):
     shape: Shape  #: as written
     dtype: str  #: as written
     xxh3: Xxh3  #: XXH3-128 of the data as written
-
-
-class Card(Record):
-    license: str | None  #: licence, as the Hub calls it; null where none was given
-    license_name: str | None  #: what one is called that the Hub calls "other"; null where none was given
-    license_link: str | None  #: where its text is; null where none was given
-    base_model: str | None  #: the Hub's id of the base; null where none was given
-    title: str | None  #: title of the card; null where none was given
 
 
 class Constant(FileTensor):

@@ -18,7 +18,6 @@ from mtp_extract.errors import escape
 from mtp_extract.formats import EVERY, HEADS, architecture_of
 from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.report.card import CardWords
 
 
 def command(
@@ -52,7 +51,6 @@ def command(
         ),
     ] = None,
     overwrite: Overwrite = False,
-    card: CardWords,
     print_json: AsJson = False,
 ) -> None:
     """Write a drafter that was extracted, tuned or published into another format.
@@ -79,7 +77,6 @@ def command(
             **vars(plan),
             source=source,
             overwrite=overwrite,
-            card=card,
             progress=tick,
         )
     show_written(result, print_json, [*_head(result.record), *chosen_by(plan, format, name)])

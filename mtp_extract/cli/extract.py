@@ -18,7 +18,6 @@ from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.options import About, Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.report.card import CardWords
 
 _USE = """\
 What was written, in an engine (the README.md in DIR says more):
@@ -56,7 +55,6 @@ def command(
     ] = None,
     plan: WritingPlan,
     overwrite: Overwrite = False,
-    card: CardWords,
     sliding_window: SlidingWindow = None,
     section: Annotated[
         int | None, About("Index of the drafter's section; asked for only where there are several.", least=0)
@@ -86,7 +84,6 @@ def command(
             **vars(plan),
             overwrite=overwrite,
             sliding_window=sliding_window,
-            card=card,
             progress=tick,
         )
     show_written(result, print_json, [*_head(result.record), *chosen_by(plan, format, name)])

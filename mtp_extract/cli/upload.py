@@ -44,8 +44,8 @@ def command(
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
     The directory is checked against its extraction.json first, and stays as it is. With a report.json in it, the model
-    card that is sent states the figures; what was changed in the card by hand stays. An upload that was interrupted is
-    resumed by running it again. The token is the one that 'hf auth login' or HF_TOKEN left.
+    card that is sent states the figures; one that was changed by hand is sent as it is. An upload that was interrupted
+    is resumed by running it again. The token is the one that 'hf auth login' or HF_TOKEN left.
     """
     from mtp_extract.hub.upload import upload
 

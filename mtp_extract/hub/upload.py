@@ -8,7 +8,6 @@ Afterwards every file is compared, by hash, with what the Hub says it has. The d
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,6 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not
     hf_raise_for_status,
     validate_repo_id,
 )
-from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
@@ -39,7 +37,7 @@ from mtp_extract.io.regular import open_regular
 from mtp_extract.pipeline.check import changed_card, files_in, verify
 from mtp_extract.pipeline.staging import CARD, RECORD
 from mtp_extract.pipeline.unexpected import LEGAL
-from mtp_extract.report.card import UNSAID, CardWords, merged, model_card
+from mtp_extract.report.card import UNSAID, CardWords, model_card
 from mtp_extract.report.tables import REPORT, REPORT_FILES
 
 _HUB_OWN = frozenset({".gitattributes"})
@@ -98,7 +96,7 @@ class UploadResult:
         created: the repository did not exist; None for a dry run, which asks nobody.
         sent: paths that were not there before.
         files: everything the repository now holds of the directory.
-        notes: what was made of a card that had been changed by hand, and of a base whose name is another.
+        notes: that the card was changed since it was written, and of a base whose name is another.
         pairs: with ``beside``, which base llama.cpp takes with which drafter.
     """
 
@@ -119,13 +117,12 @@ def plan_upload(
 ) -> tuple[tuple[HubFile, ...], tuple[str, ...]]:
     """Check a directory; the files that would be published from it, and notes on its card.
 
-    With a ``report.json`` in the directory the card that is published is the one that states its figures, and with
-    ``words`` the one that says them; what was changed in it by hand stays. The record that is published lists the card
-    as it was made; the files in the directory stay as they are.
+    The card is made anew where ``words`` are to be on it, or the figures of a ``report.json``; one that is not the one
+    that the record lists is sent as it is. The directory stays as it is.
 
     Raises:
         CheckpointError: the directory does not match its record, or the report cannot be read.
-        HubError: the card's metadata is not what the Hub accepts.
+        HubError: the card's metadata is not what the Hub accepts, or ``words`` are given and the card was changed.
     """
     folder = Path(directory)
     record = verify(folder, allowed=REPORT_FILES).record
@@ -138,23 +135,18 @@ def plan_upload(
         )
     notes: tuple[str, ...] = ()
     report = read_object(folder / REPORT, "Validate again.") if REPORT in contents else None
-    if report is not None or words.as_json():
-        before, record["card"] = model_card(record), words.over(record).as_json()
+    if changed_card(folder) is not None:
+        if words != UNSAID:
+            raise HubError(
+                f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
+                "one that was changed. Write them into it, or delete it: it is then made anew."
+            )
+        notes = (f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.",)
+    elif report is not None or words != UNSAID or CARD not in contents:
         try:
-            made = model_card(record, report)
+            contents[CARD] = model_card(record, report, words).encode()
         except CheckpointError as error:
             raise CheckpointError(f"{escape(folder)}: {error}") from error
-        card, left = made, 0
-        if (changed := changed_card(folder)) is not None:
-            card, left = merged(before, changed, made)
-            stay = f"; {left} places that were to be written anew stay as they were changed" if left else ""
-            notes = (f"{CARD} was changed by hand, and keeps those changes{stay}.",)
-        encoded = made.encode()
-        record["files"][CARD] = {"size": len(encoded), "xxh3": xxh3_128_hexdigest(encoded)}
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        contents |= {CARD: card.encode(), RECORD: text.encode("utf-8", "backslashreplace")}
-    if CARD not in contents:
-        raise CheckpointError(f"{escape(folder)}: no {CARD} in it. Extract again.")
     files = tuple(HubFile.of(path, contents[path]) for path in sorted(contents))
     _check_card(folder / CARD, _card_text(files))
     return files, notes
@@ -219,7 +211,7 @@ def upload(
         files = tuple(file for file in files if file.path == sidecar)
     elif beside:
         raise HubError(f"{escape(directory)}: expected a GGUF, as llama.cpp finds it, found none. Convert it first.")
-    if beside and card.as_json():
+    if beside and card != UNSAID:
         raise HubError("The card of the base stays as it is. Leave out what a card is to say.")
     url = f"{constants.ENDPOINT}/{repo_id}"
     pairs: tuple[Pair, ...] = ()

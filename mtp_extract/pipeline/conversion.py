@@ -38,7 +38,6 @@ from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import RECORD, recorded
 from mtp_extract.pipeline.unexpected import require_manifest
 from mtp_extract.pipeline.verification import verify_against_source
-from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.report.tables import REPORT_FILES
 
 _READ = 1 << 18
@@ -64,7 +63,6 @@ def convert(
     tokenizer: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | Opened | None = None,
     overwrite: bool = False,
-    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
@@ -74,7 +72,7 @@ def convert(
             then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
         out: a directory that does not exist yet; by default :func:`default_directory`.
         format: a name in :data:`mtp_extract.formats.EVERY`; None for the best that ``engine`` loads.
-        engine, dtype, codes, exact, quantize, tokenizer, overwrite, card, progress: as for extracting;
+        engine, dtype, codes, exact, quantize, tokenizer, overwrite, progress: as for extracting;
             exactness is towards ``directory``.
         source: the bundle that it was extracted from: the proof is run again, over what is written, and every tensor
             derived again and compared.
@@ -99,7 +97,6 @@ def convert(
         inputs = place, None if opened is None else opened.source.path, *files_of(tokenizer)
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         read = ReadDirectory.of(place)
-        choice = replace(choice, card=card.over(read.old))
         prepared = choice.prepare(read.checkpoint)
         with staging(prepared, target, inputs=inputs, progress=progress) as staged:
             check_codes(staged.written, prepared.checkpoint, prepared.holdings)

@@ -27,7 +27,7 @@ from mtp_extract.io.source import Progress, counter
 from mtp_extract.pipeline.check import changed_card, files_in
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import CARD, RECORD, recorded, write_file
-from mtp_extract.report.card import UNSAID, CardWords, model_card
+from mtp_extract.report.card import model_card
 
 _ORDERED = ("lm_head", CENTROIDS)
 
@@ -58,10 +58,9 @@ class Choice:
     quantize: str | None = None
     overwrite: bool = False
     tokenizer: Path | None = None
-    card: CardWords = UNSAID
 
     @classmethod
-    def of(cls, name: str | None, plan: WritingPlan, *, overwrite: bool, card: CardWords = UNSAID) -> Choice:
+    def of(cls, name: str | None, plan: WritingPlan, *, overwrite: bool) -> Choice:
         """What ``plan`` asks of the format called ``name``; in the format's own type where it names none.
 
         Where ``name`` is None, the engine decides.
@@ -83,7 +82,6 @@ class Choice:
             plan.quantize,
             overwrite,
             plan.tokenizer,
-            card,
         )
 
     def prepare(self, checkpoint: Checkpoint) -> Prepared:
@@ -296,7 +294,6 @@ def record_of(
             for planned in staged.weights.tensors
         },
         "notes": list(staged.weights.notes),
-        **({"card": words} if (words := choice.card.as_json()) else {}),
         "set_aside": set_aside,
         "kv_inputs": dict(kv_inputs),
         "proof": proof,

@@ -28,7 +28,6 @@ from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, S
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded
 from mtp_extract.proof.proof import Proof, prove
-from mtp_extract.report.card import UNSAID, CardWords
 
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
@@ -73,7 +72,6 @@ def extract(
     tokenizer: str | os.PathLike[str] | None = None,
     section: int | None = None,
     signature: str | None = None,
-    card: CardWords = UNSAID,
     progress: Progress = lambda done, total: None,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
@@ -94,7 +92,6 @@ def extract(
         sliding_window: used only where the file leaves the window to the runtime.
         tokenizer: a directory with the base's ``tokenizer.json``, for a format that keeps one.
         section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
-        card: what to say on the card.
         progress: called with bytes done and bytes in all, from worker threads.
 
     Raises:
@@ -104,7 +101,7 @@ def extract(
             or an ``engine`` that does not load it.
     """
     plan = WritingPlan(engine, dtype, codes, exact, quantize, None if tokenizer is None else Path(tokenizer))
-    choice = Choice.of(format, plan, overwrite=overwrite, card=card)
+    choice = Choice.of(format, plan, overwrite=overwrite)
     with (
         nullcontext(source)
         if isinstance(source, Opened)

@@ -38,7 +38,6 @@ UNTOLD: Mapping[str, str] = {
     "source.provenance*": "where the file lay",
     "converted_from": "which directories it was made of",
     f"files.{CARD}*": "the card",
-    "card": "the card",
     "tuning": "how it was tuned",
     "ordered_head": "how its head was made",
 }

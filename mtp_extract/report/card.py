@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -51,7 +50,7 @@ _UNKNOWN_LICENSE = "other"
 
 @dataclass(frozen=True)
 class CardWords:
-    """What whoever makes a checkpoint has to say on its card; None where that follows from the record.
+    """What whoever publishes a checkpoint says on its card; None where the record says it.
 
     Raises:
         ValueError: one of them is nothing of the kind.
@@ -83,64 +82,20 @@ class CardWords:
                 f"{_UNKNOWN_LICENSE} alone, found {escape(self.license)}."
             )
 
-    def over(self, record: Mapping[str, Any] | None) -> CardWords:
-        """What is said here, and where nothing is, what a ``record`` says.
-
-        Raises:
-            CheckpointError: it says something else.
-        """
-        known = asdict(_words(record or {}))
-        if self.license:
-            # What another licence is called, and where it is, goes with it.
-            known |= {"license_name": None, "license_link": None}
-        return CardWords(**{key: value or known[key] for key, value in asdict(self).items()})
-
-    def as_json(self) -> dict[str, str | None] | None:
-        """As ``extraction.json`` holds it; None where nothing is said."""
-        return asdict(self) if any(asdict(self).values()) else None
-
 
 UNSAID = CardWords()
 
 
-def merged(old: str, edited: str, new: str) -> tuple[str, int]:
-    """A three-way merge by lines: ``edited``, which was ``old``, with what changed from ``old`` to ``new``.
-
-    Returns:
-        The text, and how many changes of ``new`` fell on lines that were edited, and were left out.
-    """
-    before, lines, after = (text.splitlines(keepends=True) for text in (old, edited, new))
-    place = {
-        block.a + k: block.b + k
-        for block in SequenceMatcher(None, before, lines, autojunk=False).get_matching_blocks()
-        for k in range(block.size)
-    }
-    conflicts = 0
-    # From the end, so that places before stay where they are.
-    for tag, first, last, begin, end in reversed(SequenceMatcher(None, before, after, autojunk=False).get_opcodes()):
-        if tag == "equal":
-            continue
-        # The line before and those that change must stand one after the other in the edited text.
-        around = [place.get(line, -1) for line in range(max(first - 1, 0), last)]
-        begins = around[0] if around else 0
-        if begins < 0 or around != list(range(begins, begins + len(around))):
-            conflicts += 1
-            continue
-        start = begins + (first > 0)
-        lines[start : start + last - first] = after[begin:end]
-    return "".join(lines), conflicts
-
-
-def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
+def card_metadata(extraction: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
-    known, words, format_ = license_of(extraction), _words(extraction), EVERY.get(extraction["layout"])
+    known, format_ = license_of(extraction), EVERY.get(extraction["layout"])
     given = words.license or (_UNKNOWN_LICENSE if words.license_name or words.license_link else None)
     metadata: dict[str, str | list[str]] = {"license": given or (known.id if known else _UNKNOWN_LICENSE)}
     if words.license_name:
         metadata["license_name"] = words.license_name
     if link := words.license_link or (known.url if known and not given else None):
         metadata["license_link"] = link
-    if base := _base_of(extraction):
+    if base := _base_of(extraction, words):
         metadata["base_model"] = [base]
         # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
         # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
@@ -152,18 +107,21 @@ def card_metadata(extraction: Mapping[str, Any]) -> dict[str, str | list[str]]:
     return metadata
 
 
-def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> str:
+def model_card(
+    extraction: Mapping[str, Any], report: Mapping[str, Any] | None = None, words: CardWords = UNSAID
+) -> str:
     """The text of ``README.md`` for a checkpoint directory.
 
     Args:
         extraction: the content of ``extraction.json``.
         report: the content of the ``report.json`` that ``mtp-validate`` wrote, or None.
+        words: what whoever publishes it says on it.
 
     Raises:
         CheckpointError: one of them lacks what a card states.
     """
     try:
-        return _CARDS.render("eagle3.md" if _is_head(extraction) else "card.md", **_values(extraction, report))
+        return _CARDS.render("eagle3.md" if _is_head(extraction) else "card.md", **_values(extraction, report, words))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             "extraction.json or report.json lacks what the model card states "
@@ -171,7 +129,7 @@ def model_card(extraction: Mapping[str, Any], report: Mapping[str, Any] | None =
         ) from error
 
 
-def _values(extraction: Mapping[str, Any], report: Mapping[str, Any] | None) -> dict[str, object]:
+def _values(extraction: Mapping[str, Any], report: Mapping[str, Any] | None, words: CardWords) -> dict[str, object]:
     """What the templates are given."""
     source = extraction["source"]
     # A role may have more than one tensor in the file; those of its scales say nothing of their own here.
@@ -183,9 +141,9 @@ def _values(extraction: Mapping[str, Any], report: Mapping[str, Any] | None) -> 
         "report": report,
         "measurements": () if report is None else [part for part in measurements(report) if not part.detail],
         "yield": _yield(report),
-        "metadata": card_metadata(extraction),
-        "words": _words(extraction),
-        "base": _base_of(extraction),
+        "metadata": card_metadata(extraction, words),
+        "words": words,
+        "base": _base_of(extraction, words),
         "license": license_of(extraction),
         "source": source,
         "published": bundle_of(extraction),
@@ -219,17 +177,10 @@ _TRAINED: Mapping[str, str] = MappingProxyType(
 """Of a tuning's mode, what was trained."""
 
 
-def _base_of(extraction: Mapping[str, Any]) -> str | None:
+def _base_of(extraction: Mapping[str, Any], words: CardWords) -> str | None:
     """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
-    named = (_words(extraction).base_model, extraction["geometry"].get("base"), base_model_of(extraction))
+    named = (words.base_model, extraction["geometry"].get("base"), base_model_of(extraction))
     return next((name for name in named if name and _HUB_ID.fullmatch(name)), None)
-
-
-def _words(extraction: Mapping[str, Any]) -> CardWords:
-    try:
-        return CardWords(**(extraction.get("card") or {}))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"What the record says of the card is not what mtp-extract writes: {error}") from error
 
 
 def _is_head(extraction: Mapping[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from mtp_extract.architecture.roles import HEAD_ROLES
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluate.extras import require
 from mtp_extract.options import About, Overwrite, check_values
-from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Force, Setting
 from mtp_extract.tune.status import Status
 
@@ -57,7 +56,6 @@ class HeadPlan:
     steps: int = 600  # of the optimizer
     force: Force = False
     overwrite: Overwrite = False
-    card: CardWords = UNSAID
 
     def check(self) -> None:
         """What can be said before anything is loaded.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.report.card import CardWords
 from mtp_extract.tune.corpus import Corpus
 from mtp_extract.tune.pair import Pair
 from mtp_extract.tune.verdict import Comparisons
@@ -24,8 +23,6 @@ class Target(Protocol):
     def force(self) -> bool: ...
     @property
     def overwrite(self) -> bool: ...
-    @property
-    def card(self) -> CardWords: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ def conclude(
             describe(record),
             overwrite=target.overwrite,
             inputs=pair.setting.inputs,
-            card=target.card,
         )
     pair.accelerator.wait_for_everyone()
     notes = (*pair.loaded.notes, *corpus.notes, *comparisons.notes(), *notes)

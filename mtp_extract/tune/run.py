@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluate.extras import require
 from mtp_extract.options import About, Overwrite, check_values
-from mtp_extract.report.card import UNSAID, CardWords
 from mtp_extract.tune.setting import Force, Setting
 from mtp_extract.tune.status import Status
 
@@ -66,7 +65,6 @@ class TuningPlan:
     ] = 32000
     force: Force = False
     overwrite: Overwrite = False
-    card: CardWords = UNSAID
 
     def recipe(self) -> Recipe:
         from mtp_extract.tune.recipe import Recipe

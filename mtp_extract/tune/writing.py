@@ -22,7 +22,6 @@ from mtp_extract.formats import EVERY, format_named
 from mtp_extract.io.place import Inputs
 from mtp_extract.pipeline.conversion import ReadDirectory
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, finish, staging
-from mtp_extract.report.card import UNSAID, CardWords
 
 _MADE = "made here, from what the drafter's states look for"
 
@@ -76,9 +75,9 @@ def _dtype(origin: ReadDirectory) -> str:
     return CODES if CODES in dtypes and coded else origin.checkpoint.dtype
 
 
-def _choice(origin: ReadDirectory, *, overwrite: bool = False, card: CardWords = UNSAID) -> Choice:
+def _choice(origin: ReadDirectory, *, overwrite: bool = False) -> Choice:
     format_, codes = format_named(origin.layout), bool(origin.extra_codes)
-    return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite, card=card.over(origin.old))
+    return Choice(format_, _dtype(origin), codes=codes, overwrite=overwrite)
 
 
 Describe = Callable[[dict[str, Any], OutputFile], dict[str, Any]]
@@ -115,7 +114,6 @@ def write_made(
     *,
     overwrite: bool,
     inputs: Inputs,
-    card: CardWords = UNSAID,
 ) -> ExtractionResult:
     """Write ``made`` to ``target``, in the format, type and with the codes that ``origin`` has.
 
@@ -126,7 +124,7 @@ def write_made(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    prepared = _choice(origin, overwrite=overwrite, card=card).prepare(made)
+    prepared = _choice(origin, overwrite=overwrite).prepare(made)
     with staging(prepared, target, inputs=inputs) as staged:
         check_codes(staged.written, made, prepared.holdings)
         check_floats(staged.written, made, prepared.holdings)

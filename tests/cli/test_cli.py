@@ -62,7 +62,6 @@ def test_json(sample: Path, tmp_path: Path) -> None:
     [
         (["a", "--section", "x"], "--section: expected a whole number of at least 0, found 'x'"),
         (["a", "--json=1"], "--json: expected no value, found one"),
-        (["a", "--title", ""], "--title"),
     ],
 )
 def test_wrong_usage_is_said_in_a_users_words(arguments: list[str], said: str) -> None:

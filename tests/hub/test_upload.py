@@ -127,7 +127,7 @@ def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Pat
     ):
         assert stated in card
     assert "No figures were recorded" not in card
-    assert {path for path in published if published[path] != before[path]} == {"README.md", "extraction.json"}
+    assert {path for path in published if published[path] != before[path]} == {"README.md"}
     for path, data in published.items():
         (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / path).write_bytes(data)

@@ -232,15 +232,12 @@ def test_where_an_engine_does_otherwise_is_a_limit() -> None:
 
 def test_a_licence_that_the_hub_does_not_list() -> None:
     words = {"license": None, "license_name": "my-terms", "license_link": "https://example.org/terms"}
-    read = card_metadata({**RECORD, "card": {**words, "base_model": None, "title": None}})
+    read = card_metadata(RECORD, CardWords(**words))
     assert (read["license"], read["license_name"], read["license_link"]) == ("other", *list(words.values())[1:])
     with pytest.raises(ValueError, match="license_name 'my-terms': expected for a licence that the Hub calls other"):
         CardWords(license="mit", license_name="my-terms")
     with pytest.raises(ValueError, match="license_link 'javascript:x'"):
         CardWords(license_link="javascript:x")
-    # Another licence later is not called as the first one was.
-    old = {"card": {**words, "base_model": None, "title": None}}
-    assert CardWords(license="mit").over(old) == CardWords(license="mit")
 
 
 def test_the_first_screen_says_what_how_fast_and_how() -> None:
