@@ -90,7 +90,7 @@ def write_tensors(
     except OSError as error:
         raise output_error(path, error) from error
     laid = Laid(layout.size, (made(0, layout.header), *pieces))
-    _, *sums = write_laid(path, laid, advance, beside=beside, threads=workers())
+    sums = write_laid(path, laid, advance, beside=beside, threads=workers())
     if list(container.witnessed(path).items()) != [(t.name, (t.dtype, t.shape)) for t in tensors]:
         raise read_back_error(path)
     return dict(zip((tensor.name for tensor in tensors), sums, strict=True))

@@ -240,8 +240,7 @@ def pieces_of(sites: Iterable[Site], moved: frozenset[str] = frozenset()) -> lis
 
 
 def _digest(piece: Piece) -> str:
-    assert piece.produce is not None
-    return digest(piece.produce())
+    return digest(piece.produce() if piece.produce is not None else iter([piece.data or b""]))
 
 
 def _site_pieces(site: Site) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ from typing import Any
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.insert.caches import freshen, stale_caches
 from mtp_extract.insert.decision import Decision, beside
-from mtp_extract.io.laid import Laid, Piece, check_copied, write_laid
+from mtp_extract.io.laid import Laid, Piece, write_laid
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter
 from mtp_extract.io.threads import on_all_cores
@@ -85,7 +85,6 @@ class InsertionPlan:
         laid = Laid(self.size, (*self.layout.pieces, *self.pieces))
         with staged(target, overwrite=overwrite, inputs=self._inputs) as stage:
             write_laid(stage, laid, counter(progress, self.size))
-            check_copied(stage, laid)
             proof = self._verify(stage)
             freshen(stage, target, self._source)
         return InsertionResult(target, self.size, (*self.notes, *stale_caches(target)), proof)

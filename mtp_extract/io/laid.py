@@ -1,20 +1,20 @@
-"""Writing a large file: what is copied, what is made, and where it lies.
+"""Writing a large file: what is copied, what is put over it, and what is made.
 
-A file is planned as :class:`Piece` s, later ones over earlier ones, and each byte is written once: what is copied goes
-from file to file in the kernel, so that memory does not depend on how large a file is.
+A file is planned as :class:`Piece` s. What is copied, given bytes and zeros are written in order, later ones over
+earlier ones; a copy goes from file to file in the kernel, so that memory does not depend on how large it is. Then all
+cores make the rest, each piece in chunks; nothing that is planned later may lie over one of those. At the end the file
+is opened as any other and compared.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from operator import itemgetter
+from itertools import pairwise
 from pathlib import Path
 
 from xxhash import xxh3_128
@@ -30,22 +30,27 @@ Span = tuple[int, int]
 
 # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
 _WRITING = threading.Lock()
-_begin, _end = itemgetter(0), itemgetter(1)
 _COPY = 1 << 24
 _READ = 1 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` bytes at ``at`` of what is written: a range of ``source``, what ``produce`` yields, or zeros."""
+    """``length`` bytes at ``at`` of a file: a range of ``source``, ``data``, what ``produce`` yields, or zeros."""
 
     at: int
     length: int
     source: Source | None = field(default=None, repr=False)
     offset: int = 0
+    data: bytes | None = field(default=None, repr=False)
     produce: Produce | None = field(default=None, repr=False)
     beside: object = None
     """Equal for pieces whose chunks are made in turn, because they are of one place; None for one by itself."""
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.at + self.length
 
     def moved(self, by: int) -> Piece:
         """The same piece further on."""
@@ -54,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Laid:
-    """A file, or a section of one: ``size`` bytes, as ``pieces`` have them, later ones over earlier ones."""
+    """A file, or a section of one: ``size`` bytes, as ``pieces`` have them, zeros where there is none."""
 
     size: int
     pieces: tuple[Piece, ...]
@@ -67,34 +72,30 @@ def copied(source: Source, offset: int, size: int) -> Laid:
 
 def made(at: int, data: bytes) -> Piece:
     """A piece of bytes that are at hand."""
-    return Piece(at, len(data), produce=lambda: iter([data]))
+    return Piece(at, len(data), data=data)
 
 
 class LaidSource(Source):
-    """What is planned, to be read as if it were written."""
+    """What is planned, to be read as if it were written; zeros in place of what is still to be made."""
 
     def __init__(self, laid: Laid, name: str) -> None:
         self.name, self.size, self.provenance = name, laid.size, {}
         self.laid = laid
-        self._made: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
         result = bytearray(length)
-        for index, piece in enumerate(self.laid.pieces):
-            begin, end = max(piece.at, offset), min(piece.at + piece.length, offset + length)
+        for piece in self.laid.pieces:
+            begin, end = max(piece.at, offset), min(piece.end, offset + length)
             if begin < end:
-                result[begin - offset : end - offset] = self._part(index, piece, begin - piece.at, end - begin)
+                result[begin - offset : end - offset] = _part(piece, begin - piece.at, end - begin)
         return bytes(result)
 
-    def _part(self, index: int, piece: Piece, start: int, count: int) -> bytes:
-        if piece.source is not None:
-            return piece.source.read(piece.offset + start, count)
-        if piece.produce is None:
-            return bytes(count)
-        if index not in self._made:
-            self._made[index] = b"".join(piece.produce())
-        return self._made[index][start : start + count]
+
+def _part(piece: Piece, start: int, count: int) -> bytes:
+    if piece.source is not None:
+        return piece.source.read(piece.offset + start, count)
+    return bytes(count) if piece.data is None else piece.data[start : start + count]
 
 
 def write_laid(
@@ -105,38 +106,36 @@ def write_laid(
     beside: Iterable[Callable[[], object]] = (),
     threads: int | None = None,
 ) -> list[str]:
-    """Write the new file ``path``, read back what was made for it and compare.
+    """Write the new file ``path``, read it back and compare.
 
     Args:
         beside: further jobs for the same threads.
         threads: to make pieces with; by default one for each core.
 
     Returns:
-        Of each piece that was made, XXH3-128 (32 hex digits) of what of it was written.
+        Of each piece with ``produce``, XXH3-128 (32 hex digits) of what it yields.
 
     Raises:
         OutputError: it cannot be written, or reads back differently.
         SourceError: what is copied cannot be read.
     """
-    # No byte is written twice, so that the order does not matter.
-    placed = list(zip(laid.pieces, _shown(laid.pieces), strict=True))
-    mine = [each for each in placed if each[0].source is None]
+    own = [piece for piece in laid.pieces if piece.produce is not None]
+    given = Laid(laid.size, tuple(piece for piece in laid.pieces if piece.produce is None))
+    spans = _made_spans(laid.pieces)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             reserve(fd, laid.size)
-            for piece, spans in placed:
-                if piece.source is not None:
-                    _copy(fd, piece, spans, advance)
-            jobs: list[Job[str]] = [(_make(fd, *each, advance), each[0].length, each[0].beside) for each in mine]
-            sums = on_all_cores([*jobs, *((_alone(job), 0, None) for job in beside)], threads)[: len(mine)]
-            for source in {id(piece.source): piece.source for piece in laid.pieces if piece.source}.values():
-                source.confirm()
+            for piece in given.pieces:
+                _copy(fd, piece, advance)
+            jobs: list[Job[str]] = [(_make(fd, piece, advance), piece.length, piece.beside) for piece in own]
+            sums = on_all_cores([*jobs, *((_alone(job), 0, None) for job in beside)], threads)[: len(own)]
         finally:
             os.close(fd)
         with LocalSource(path) as back, ThreadPoolExecutor(threads or cores()) as pool:
-            checks = (partial(_reads_back, back, spans, own) for (_, spans), own in zip(mine, sums, strict=True))
-            same = back.size == laid.size and all(run_all(pool, checks))
+            checks = [partial(_reads_back, back, piece, digest) for piece, digest in zip(own, sums, strict=True)]
+            rest = partial(_is_as_given, back, given, spans)
+            same = back.size == laid.size and all(run_all(pool, [*checks, rest]))
     except OSError as error:
         raise output_error(path, error) from error
     if not same:
@@ -144,40 +143,43 @@ def write_laid(
     return sums
 
 
-def check_copied(path: Path, laid: Laid) -> None:
-    """Compare what :func:`write_laid` copied to ``path`` with what it was copied from.
+def _made_spans(pieces: Sequence[Piece]) -> list[Span]:
+    """Where pieces are made, in order of place.
 
     Raises:
-        OutputError: they differ.
+        ValueError: another one lies over one of them: threads would decide which stays.
     """
-    with LocalSource(path) as written:
-        for piece, spans in zip(laid.pieces, _shown(laid.pieces), strict=True):
-            if piece.source is not None:
-                shift = piece.offset - piece.at
-                for begin, end in spans:
-                    for at, chunk in _chunks(written, begin, end):
-                        if piece.source.read(at + shift, len(chunk)) != chunk:
-                            raise read_back_error(path)
+    first = next((index for index, piece in enumerate(pieces) if piece.produce is not None), len(pieces))
+    later = sorted((piece.at, piece.end) for piece in pieces[first:] if piece.length)
+    if any(before[1] > after[0] for before, after in pairwise(later)):
+        raise ValueError("two pieces are for one place, of which one is made")
+    return sorted((piece.at, piece.end) for piece in pieces if piece.produce is not None)
 
 
-def _copy(fd: int, piece: Piece, spans: Sequence[Span], advance: Advance) -> None:
-    assert piece.source is not None
-    for begin, end in spans:
-        for at in range(begin, end, _COPY):
-            count = min(_COPY, end - at)
-            piece.source.copy(piece.offset + at - piece.at, count, fd, at)
-            advance(count)
+def _copy(fd: int, piece: Piece, advance: Advance) -> None:
+    """Write a piece that is copied or given."""
+    for start in range(0, piece.length, _COPY):
+        count = min(_COPY, piece.length - start)
+        if piece.source is not None:
+            piece.source.copy(piece.offset + start, count, fd, piece.at + start)
+        else:
+            write_all(fd, _part(piece, start, count), piece.at + start)
+        advance(count)
 
 
-def _make(fd: int, piece: Piece, spans: Sequence[Span], advance: Advance) -> Turns[str]:
-    """Write what of ``piece`` is shown; its XXH3-128."""
-    digest = xxh3_128()
-    for at, chunk in _made(piece, spans):
+def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:
+    """Make ``piece`` and write it; its XXH3-128."""
+    assert piece.produce is not None
+    digest, at = xxh3_128(), piece.at
+    for chunk in piece.produce():
         digest.update(chunk)
         with _WRITING:
             write_all(fd, chunk, at)
+        at += len(chunk)
         advance(len(chunk))
         yield
+    if at != piece.end:
+        raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
     return digest.hexdigest()
 
 
@@ -187,43 +189,20 @@ def _alone(job: Callable[[], object]) -> Turns[str]:
     return ""
 
 
-def _made(piece: Piece, spans: Sequence[Span]) -> Iterator[tuple[int, bytes | memoryview]]:
-    """What of ``piece`` is shown, and where."""
-    at, end = piece.at, piece.at + piece.length
-    if piece.produce is None or spans != [(at, end)]:
-        with LaidSource(Laid(end, (piece,)), "what is made") as alone:
-            for span in spans:
-                yield from _chunks(alone, *span)
-        return
-    for chunk in piece.produce():
-        yield at, chunk
-        at += len(chunk)
-    if at != end:
-        raise OutputError(f"produced {at - piece.at} bytes for byte {piece.at}, planned {piece.length}.")
-
-
-def _reads_back(written: Source, spans: Sequence[Span], expected: str) -> bool:
+def _reads_back(written: Source, piece: Piece, expected: str) -> bool:
     digest = xxh3_128()
-    for span in spans:
-        for _, chunk in _chunks(written, *span):
-            digest.update(chunk)
+    for at in range(piece.at, piece.end, _READ):
+        digest.update(written.read(at, min(_READ, piece.end - at)))
     return digest.hexdigest() == expected
 
 
-def _chunks(source: Source, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    for at in range(begin, end, _READ):
-        yield at, source.read(at, min(_READ, end - at))
-
-
-def _shown(pieces: Sequence[Piece]) -> list[list[Span]]:
-    """Of each piece, the ranges that no later one lies over."""
-    covered: list[Span] = []
-    found: list[list[Span]] = []
-    for piece in reversed(pieces):
-        at, end = piece.at, piece.at + piece.length
-        over = slice(bisect_right(covered, at, key=_end), bisect_left(covered, end, key=_begin))
-        edges = [at, *chain.from_iterable(covered[over]), end]
-        found.append([span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1]])
-        if at < end:
-            covered[over] = [(min(at, edges[1]), max(end, edges[-2]))]
-    return found[::-1]
+def _is_as_given(written: Source, given: Laid, made_spans: list[Span]) -> bool:
+    """Whether ``written`` is ``given`` everywhere but in ``made_spans``, which are in order."""
+    planned = LaidSource(given, written.name)
+    edges = [0, *(edge for span in made_spans for edge in span), given.size]
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        for at in range(begin, end, _READ):
+            count = min(_READ, end - at)
+            if written.read(at, count) != planned.read(at, count):
+                return False
+    return True

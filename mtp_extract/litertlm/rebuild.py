@@ -94,7 +94,6 @@ class _Rebuild:
         for change in self.changes:
             at = aligned(at, _APPENDED_ALIGNMENT)
             places.append(at)
-            pieces.append(Piece(at, change.storage.length))
             at += change.storage.length
         front = self._front(places)
         assert len(front) == shift

@@ -12,9 +12,10 @@ import pytest
 from helpers.make_bundle import ALIGNMENT, Memory, Part, bundle
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
-from mtp_extract.io.laid import Laid, LaidSource, Piece, check_copied, made, write_laid
+from mtp_extract.io.laid import Laid, LaidSource, Piece, made, write_laid
 from mtp_extract.io.source import LocalSource
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
@@ -85,16 +86,20 @@ def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
                 made(100, b"over it"),
                 Piece(200, 50),
                 Piece(29_000, 1000, produce=lambda: iter([b"x" * 600, b"y" * 400])),
-                made(29_500, b"patched"),
+                Piece(1000, 50, produce=lambda: iter([b"z" * 50])),
             ),
         )
         planned = LaidSource(laid, "planned")
-        write_laid(tmp_path / "out", laid)
-        assert (tmp_path / "out").read_bytes() == planned.read(0, 30_000)
-    written = (tmp_path / "out").read_bytes()
+        sums = write_laid(tmp_path / "out", laid)
+        written = (tmp_path / "out").read_bytes()
+        # What is still to be made is not there yet.
+        for begin, end in ((0, 1000), (1050, 29_000)):
+            assert written[begin:end] == planned.read(begin, end - begin)
+    assert sums == [xxh3_128_hexdigest(b"x" * 600 + b"y" * 400), xxh3_128_hexdigest(b"z" * 50)]
+    assert written[29_000:] == b"x" * 600 + b"y" * 400
+    assert written[1000:1050] == b"z" * 50
     assert written[100:107] == b"over it"
     assert written[200:250] == bytes(50)
-    assert written[29_500:29_507] == b"patched"
 
 
 def test_copying_without_the_kernels_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,18 +170,41 @@ def test_an_error_stops_what_is_made_meanwhile(tmp_path: Path, monkeypatch: pyte
         write_laid(tmp_path / "out", Laid(20, (Piece(0, 10, produce=endless), Piece(10, 10, produce=failing))))
 
 
-def test_what_was_copied_can_be_compared(tmp_path: Path) -> None:
-    """And what lies over it is not what was copied."""
+@pytest.mark.parametrize("number", [5, 15, 30, 45])
+def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it copied, given, made or left as zeros: the file is read as any other, and compared."""
     (tmp_path / "source").write_bytes(bytes(range(100)))
+    real = os.close
+
+    def spoiled(fd: int) -> None:
+        monkeypatch.setattr(os, "close", real)
+        if os.fstat(fd).st_size == 50:
+            os.pwrite(fd, bytes([os.pread(fd, 1, number)[0] ^ 1]), number)
+        real(fd)
+
     with LocalSource(tmp_path / "source") as source:
-        laid = Laid(50, (Piece(0, 50, source=source, offset=30), made(10, b"other")))
-        write_laid(tmp_path / "out", laid)
-        check_copied(tmp_path / "out", laid)
-        written = bytearray((tmp_path / "out").read_bytes())
-        written[15] ^= 1
-        (tmp_path / "out").write_bytes(written)
+        pieces = (
+            Piece(0, 20, source=source, offset=30),
+            made(10, b"other12345"),
+            Piece(25, 10, produce=lambda: iter([b"made" + b"." * 6])),
+        )
+        monkeypatch.setattr(os, "close", spoiled)
         with pytest.raises(OutputError, match="reads back differently"):
-            check_copied(tmp_path / "out", laid)
+            write_laid(tmp_path / "out", Laid(50, pieces))
+
+
+@pytest.mark.parametrize(
+    "other", [made(9, b"ab"), made(12, b""), made(12, b"a"), Piece(0, 11, produce=lambda: iter([bytes(11)]))]
+)
+def test_nothing_else_lies_where_something_is_made(other: Piece, tmp_path: Path) -> None:
+    """Which of the two would stay is decided by threads."""
+    own = Piece(10, 10, produce=lambda: iter([bytes(10)]))
+    if not other.length:
+        write_laid(tmp_path / "out", Laid(20, (own, other)))
+        return
+    with pytest.raises(ValueError, match="made"):
+        write_laid(tmp_path / "out", Laid(20, (own, other)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_header_without_room() -> None:
