@@ -79,7 +79,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
     """
     text = _text_config(directory)
     layers = text["num_hidden_layers"]
-    stored = reading.read_shards(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
+    stored = reading.find_tensors(directory, _WEIGHTS, "fetch the checkpoint again", listed_only=True)
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
     if prefix is None:
         expected = " or ".join(f"{p}embed_tokens.weight" for p in _PREFIXES)

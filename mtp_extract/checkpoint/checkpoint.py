@@ -11,7 +11,6 @@ from typing import Protocol
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import Config, Role, shapes_of
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
-from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.roles import Activation
@@ -99,11 +98,13 @@ class Format(Protocol):
         name: as users call it.
         marker: the file with the configuration.
         weights_file: the file with the weights; of both a pattern where the name says more than the format's.
+        further_files: names of what else is written.
     """
 
     name: str
     marker: str
     weights_file: str
+    further_files: tuple[str, ...]
 
     def recognizes(self, directory: Path) -> bool:
         """Whether ``directory`` is of this format, from a look at its marker; that it is sound, reading will show."""
@@ -118,23 +119,17 @@ class Format(Protocol):
             UnsupportedError: something of ``checkpoint`` that the format cannot express.
         """
 
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        """Every file that belongs to the checkpoint in ``directory``, and what it may say.
-
-        Raises:
-            CheckpointError: as :meth:`read`.
-        """
-
     def read_config(self, directory: Path) -> Config:
-        """What the directory's configuration says, strictly.
+        """What the directory's configuration says.
 
         Raises:
-            CheckpointError: it is damaged, incomplete, or another model's.
+            CheckpointError: it is damaged, incomplete, another model's, or says something else than would be written
+                of what was read from it.
         """
 
     def read(self, directory: Path) -> Checkpoint:
         """What the directory holds; weights are read when asked for.
 
         Raises:
-            CheckpointError: it is damaged, or a tensor is missing, unexpected or of another shape.
+            CheckpointError: as :meth:`read_config`, or a tensor is missing, unexpected or of another shape.
         """

@@ -16,8 +16,8 @@ from mtp_extract._version import __version__
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import parse_json
+from mtp_extract.checkpoint.keys import HEADER, is_text, require_keys
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps
-from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.safetensors_file import CONTAINER
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_array, read_rows
@@ -63,12 +63,6 @@ def plan_codes(weights: OutputFile) -> list[OutputFile]:
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
 
 
-def said_of_codes(path: Path) -> Said:
-    """What the header of the file with the integers at ``path`` may say beside its tensors."""
-    header = said_by_header(path)
-    return replace(header, tolerated={**header.tolerated, _SCHEMES: is_text})
-
-
 def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint``, read from ``directory``, with the codes that lie beside its floats; without them as it is.
 
@@ -111,8 +105,10 @@ def with_codes(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
 
 def _schemes(path: Path) -> Mapping[str, Any]:
     """By name of weight, how many bits its codes have and what was folded into its scales."""
+    metadata = CONTAINER.read_metadata(path)
+    require_keys(path, metadata, {}, {**HEADER, _SCHEMES: is_text})
     try:
-        found: Mapping[str, Any] = parse_json(CONTAINER.read_metadata(path)[_SCHEMES])
+        found: Mapping[str, Any] = parse_json(metadata[_SCHEMES])
         return {name: dict(scheme) for name, scheme in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: nothing says how its codes are to be read.") from error

@@ -62,7 +62,7 @@ def engines_of(place: Path, kind: str | None) -> Iterator[Engine]:
         elif others:
             yield Engine(engine, False, f"does not load the {layout} layout: convert it to {' or '.join(others)}")
     for finding in findings_of(place):
-        yield Engine(finding.engine, False if finding.forbids else None, f"{finding.effect}: {finding.what}")
+        yield Engine(finding.engine, False if finding.is_error else None, f"{finding.effect}: {finding.what}")
     for what in unexpected_in(place, REPORT_FILES):
         yield Engine("engines", None, f"may read more than the drafter there: {what}")
     for note in _record(place).get("notes", ()):

@@ -13,16 +13,14 @@ from typing import Any
 
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.integers import RowCodes
-from mtp_extract.checkpoint.manifest import anything, is_number, is_text, off, some
+from mtp_extract.checkpoint.keys import anything, is_number, is_text, off, some
 from mtp_extract.checkpoint.packing import row_bytes
-from mtp_extract.errors import CheckpointError, NoCodesError, escape
-from mtp_extract.formats import reading
-from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat, group_of
+from mtp_extract.errors import NoCodesError
+from mtp_extract.formats.packed import GROUPS, HEAD, PackedFormat
 from mtp_extract.formats.parts import Packed, Part
 
 _QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
 _FIXED = {"num_bits": None, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False}
-_UNSAID = ("actorder", "block_structure", "scale_dtype", "zp_dtype")
 _OFF = ("kv_cache_scheme", "sparsity_config", "transform_config")
 """What would change the numbers that an engine computes."""
 
@@ -31,14 +29,16 @@ class CompressedTensorsFormat(PackedFormat):
     """``config.json`` with ``quantization_config``, ``generation_config.json`` and ``model.safetensors``."""
 
     key = "quantization_config"
+    groups = GROUPS
+    rows = True
+    unfit = "its blocks of {block} are none that engines have kernels for; the litert format has its floats"
     unties = True
     tolerated = MappingProxyType(
         {
             # Read here, or by nothing that computes.
             **dict.fromkeys(_OFF, off),
-            "config_groups.*.format": some(None, "pack-quantized"),
+            "config_groups.*.format": some("pack-quantized"),
             "config_groups.*.*_activations": off,
-            **dict.fromkeys((f"config_groups.*.weights.{key}" for key in _UNSAID), some(None)),
             "config_groups.*.weights.observer*": anything,
             "version": is_text,
             "global_compression_ratio": is_number,
@@ -53,13 +53,7 @@ class CompressedTensorsFormat(PackedFormat):
     def fit(self, role: Role, codes: RowCodes) -> int:
         if role.name == HEAD and self._dense_head_for:
             raise NoCodesError(f"{self._dense_head_for} takes a head of floats only; without it the codes are kept")
-        block = codes.steps.block
-        group = block if block == codes.shape[1] else group_of(codes)
-        if group is None:
-            raise NoCodesError(
-                f"its blocks of {block} are none that engines have kernels for; the litert format has its floats"
-            )
-        return group
+        return super().fit(role, codes)
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits, 4) // 4
@@ -91,50 +85,6 @@ class CompressedTensorsFormat(PackedFormat):
             },
             "ignore": [],
         }
-
-    def packed_modules(
-        self, document: Mapping[str, Any], modules: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, int]]:
-        if document.get("format") != "pack-quantized" or document.get("ignore", []) != []:
-            raise CheckpointError(
-                "expected compressed-tensors in the format pack-quantized with nothing ignored, found "
-                f"{escape(document.get('format'))}, ignoring {escape(document.get('ignore'))}; it is not supported"
-            )
-        for key in _OFF:
-            if document.get(key):
-                raise CheckpointError(
-                    f"expected no {key} in {self.key}, found {escape(document[key])}; it is not supported"
-                )
-        known = {_target(module, fused): module for module in modules for fused in (False, True)}
-        found: dict[str, tuple[int, int]] = {}
-        groups = reading.table(document, "config_groups")
-        for name in groups:
-            group = reading.table(groups, name)
-            weights = reading.table(group, "weights")
-            bits, size = reading.positive_integer(weights, "num_bits"), weights.get("group_size")
-            expected = {**_FIXED, "num_bits": bits, **_strategy(size), "actorder": None}
-            if size not in (None, *GROUPS) or {key: weights.get(key) for key in expected} != expected:
-                raise CheckpointError(
-                    f"expected signed integers around zero by channel or in groups of 32, 64 or 128 in {escape(name)}, "
-                    f"found {escape(weights)}; it is not supported"
-                )
-            if group.get("format") not in (None, document["format"]):
-                raise CheckpointError(f"expected {name} in the format pack-quantized, found {escape(group['format'])}")
-            if group.get("input_activations") or group.get("output_activations"):
-                raise CheckpointError(
-                    f"expected weights only in {escape(name)}, found activations; it is not supported"
-                )
-            for target in reading.sequence(group, "targets"):
-                if not isinstance(target, str) or target not in known:
-                    raise CheckpointError(
-                        f"expected targets that name a matrix of the drafter each, found {escape(target)}; extract the "
-                        "drafter anew"
-                    )
-                module = known[target]
-                how = (bits, modules[module][1] if size is None else size)
-                if found.setdefault(module, how) != how:
-                    raise CheckpointError(f"{escape(module)} is in two groups; the config contradicts itself")
-        return found
 
 
 FORMAT = CompressedTensorsFormat("compressed-tensors")

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.checkpoint.manifest import is_text, some
+from mtp_extract.checkpoint.keys import is_text, some
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS
@@ -32,42 +34,48 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+class _Eagle(Struct):
+    eagle_aux_hidden_state_layer_ids: llama.Layers | None = None
+    norm_before_fc: bool | None = None
+    use_aux_hidden_state: bool = True
+
+
+class _Config(Struct):
+    eagle_aux_hidden_state_layer_ids: llama.Layers | None = None
+    eagle_config: _Eagle | None = None
+    norm_before_fc: bool | None = None
+    base_model_name_or_path: Any = None
+
+
+def parse_config(document: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
     """As :attr:`HeadFormat.parse <mtp_extract.formats.llama.HeadFormat.parse>`."""
-    eagle = reading.table(config, "eagle_config") if config.get("eagle_config") is not None else {}
-    if eagle.get("use_aux_hidden_state", True) is not True:
+    found = reading.fields(document, _Config)
+    eagle = found.eagle_config or _Eagle()
+    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
+    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
+    if not layers:
         raise CheckpointError(
-            "expected use_aux_hidden_state to be true in an EAGLE-3 head, found otherwise; it is not supported"
-        )
-    entering, leaving = llama.read_ids(config, IDS), llama.read_ids(eagle, IDS)
-    shifted = None if leaving is None else tuple(layer + 1 for layer in leaving)
-    layers = entering or shifted
-    if layers is None:
-        raise CheckpointError(
-            f"expected {IDS} in the drafter's config, found none; engines take 2, n // 2 and n − 3 of a base of n "
-            "layers: write those that the head was trained with"
-        )
-    if entering is not None and shifted is not None and entering != shifted:
-        raise CheckpointError(
-            f"expected each layer of {IDS} in eagle_config to be one less than at the top level, found "
-            f"{list(leaving or ())} and {list(entering)}: SGLang and vLLM would read different states; check which of "
-            "the two the head was trained with"
+            f"expected {IDS}, found none; engines take 2, n // 2 and n − 3 of a base of n layers: write those that the "
+            "head was trained with"
         )
     return llama.parse_llama(
-        config,
-        config,
-        base_layers=layers,
-        norm_before_fc=reading.flag(eagle if "norm_before_fc" in eagle else config, "norm_before_fc"),
+        document,
+        document,
+        base_layers=tuple(layers),
+        norm_before_fc=bool(found.norm_before_fc if eagle.norm_before_fc is None else eagle.norm_before_fc),
         own_embedding=own_embedding,
-        base=llama.named_base(config.get(_BASE)),
+        base=llama.named_base(found.base_model_name_or_path),
     )
 
 
 _TOLERATED = {
     **llama.TOLERATED,
     _BASE: is_text,
-    "architectures": some(["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]),
-    **{f"eagle_config.{key}": some(True, False, None) for key in ("norm_before_fc", "use_aux_hidden_state")},
+    "architectures": some(["Eagle3LlamaForCausalLM"]),
+    "eagle_config": some(None),
+    "eagle_config.norm_before_fc": some(True, False),
+    "eagle_config.use_aux_hidden_state": some(None),
+    **dict.fromkeys((IDS, f"eagle_config.{IDS}"), some(None)),
 }
 
 FORMAT = llama.HeadFormat("eagle3", config_document, parse_config, _TOLERATED)

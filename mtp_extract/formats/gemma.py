@@ -13,13 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.integers import RowCodes
 from mtp_extract.checkpoint.packing import row_bytes
 from mtp_extract.checkpoint.planned import OutputFile
-from mtp_extract.errors import CheckpointError, NoCodesError, escape
-from mtp_extract.formats import reading
 from mtp_extract.formats.packed import EMBEDDING, HEAD, PackedFormat
 from mtp_extract.formats.parts import INPUT, OUTPUT, Packed, Part, static_scale
 
@@ -31,15 +27,12 @@ class GemmaFormat(PackedFormat):
 
     name = "gemma"
     key = "quantization_config"
+    rows = True
+    unfit = (
+        "its blocks of {block} have scales of their own, where this format has one a row; the compressed-tensors "
+        "format keeps blocks of 32, 64 and 128"
+    )
     unties = True
-
-    def fit(self, role: Role, codes: RowCodes) -> int:
-        if codes.steps.block != codes.shape[1]:
-            raise NoCodesError(
-                f"its blocks of {codes.steps.block} have scales of their own, where this format has one a row; the "
-                "compressed-tensors format keeps blocks of 32, 64 and 128"
-            )
-        return codes.steps.block
 
     def parts(self, packed: Packed) -> Sequence[Part]:
         columns = row_bytes(packed.shape[1], packed.bits)
@@ -76,35 +69,6 @@ class GemmaFormat(PackedFormat):
             "module_quant_configs": bits,
             "modules_to_not_convert": _skipped(floats),
         }
-
-    def packed_modules(
-        self, document: Mapping[str, Any], modules: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, int]]:
-        table = reading.table(document, "module_quant_configs")
-        skipped = reading.sequence(document, "modules_to_not_convert")
-        patterns = {_pattern(module): module for module in modules}
-        found = {}
-        for pattern, how in table.items():
-            if pattern in patterns and isinstance(how, dict):
-                module = patterns[pattern]
-                found[module] = reading.positive_integer(how, "num_bits"), modules[module][1]
-            elif pattern != _pattern(EMBEDDING):
-                raise CheckpointError(
-                    f"expected a pattern for each matrix of the drafter under module_quant_configs, found "
-                    f"{escape(pattern)}: {escape(how)}; extract the drafter anew"
-                )
-        others = _skipped([module for module in modules if module not in found])
-        if sorted(others) != sorted(map(str, skipped)):
-            raise CheckpointError(
-                f"expected {', '.join(others) or 'nothing'} under modules_to_not_convert, found "
-                f"{escape(skipped)}; the config contradicts itself"
-            )
-        if document.get("quantize_embeddings", False) is not (HEAD in found):
-            raise CheckpointError(
-                f"expected quantize_embeddings to be {str(HEAD in found).lower()}, as {HEAD} is, found "
-                f"{escape(document.get('quantize_embeddings'))}; the config contradicts itself"
-            )
-        return found
 
 
 FORMAT = GemmaFormat()

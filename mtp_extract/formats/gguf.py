@@ -21,10 +21,9 @@ from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, roles_of, s
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.ggml_blocks import BLOCK, BLOCK_TYPES, BlockType, blocks_of, steps_of, unpacked
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, as_stored, read_gguf
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, Header, Texts, read_gguf
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.lazy import LazyTensor, Steps, read_floats
-from mtp_extract.checkpoint.manifest import Said
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredCodes, StoredTensor, StoredWeight, read_rows
 from mtp_extract.errors import CheckpointError, NoCodesError, escape
@@ -32,10 +31,8 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.gguf_metadata import (
     ARCH,
     OWN,
-    TOLERATED,
     config_metadata,
     config_of,
-    needed_of,
     notes_of_config,
     rope_frequency_factors,
 )
@@ -64,6 +61,7 @@ class GgufFormat:
     name = "gguf"
     marker = "mtp-*.gguf"
     weights_file = marker
+    further_files: tuple[str, ...] = ()
 
     def recognizes(self, directory: Path) -> bool:
         return _file_in(directory).is_file()
@@ -134,11 +132,6 @@ class GgufFormat:
             if key.startswith((f"{OWN}source.", f"{OWN}section.")) and isinstance(value, str)
         }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype, MappingProxyType(provenance))
-
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        path = _file_in(directory)
-        made = config_metadata(_config(path)[1])
-        return [Said(path, as_stored(made), TOLERATED, needed_of(made))]
 
 
 FORMAT = GgufFormat()
@@ -237,8 +230,7 @@ def _config(path: Path) -> tuple[Header, DrafterConfig]:
     factors = None
     if _ROPE in header.tensors:
         factors = read_floats(StoredWeight(path, header.tensors[_ROPE])).reshape(-1)
-    with reading.naming(path):
-        return header, config_of(header.metadata, rows, factors)
+    return header, config_of(path, header.metadata, rows, factors)
 
 
 def _head_name() -> str:

@@ -7,18 +7,20 @@ decimal; one that does not come back as the same number stands in float64 under 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.checkpoint.gguf_file import ARCHITECTURE
-from mtp_extract.checkpoint.manifest import Keys, anything, is_number, is_text, some
+from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, as_stored
+from mtp_extract.checkpoint.keys import AllowedKeys, anything, is_number, is_text, is_whole, require_keys, some
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.keys import Table, fixed, held, made, positions, unwritten
+from mtp_extract.formats.reading import Activation, Number, Share, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats
 
 ARCH = "gemma4-assistant"
@@ -27,8 +29,6 @@ ARCH = "gemma4-assistant"
 OWN = "mtp_extract."
 """What keys of ours begin with."""
 
-
-_UNUSED_WINDOW = 512
 _NEVER_TURNED = 1e30
 """A frequency divided by this does not turn; llama.cpp's converter writes the same."""
 
@@ -40,45 +40,7 @@ _THETA, _THETA_SLIDING = "rope.freq_base", "rope.freq_base_swa"
 _NUMBERS = (_EPSILON, _THETA, _THETA_SLIDING, _CAP, _FACTOR)
 """Keys in FP32; the last is a factor of frequencies, which have a tensor."""
 
-
-_ONE = (None, 1.0, 1)
-
-
-def _kv_heads(config: DrafterConfig) -> int | list[int]:
-    heads = config.num_kv_heads
-    return heads[0] if len(set(heads)) == 1 else list(heads)
-
-
-_TABLE = Table(
-    made("block_count", "num_layers"),
-    made("vocab_size", "vocab_size", repeats=True),
-    positions("context_length"),
-    held(
-        reading.positive_integer, ("embedding_length", "hidden_size"), ("embedding_length_out", "backbone_hidden_size")
-    ),
-    fixed(embedding_length_per_layer_input=(0, None)),
-    held(reading.positive_integer, ("feed_forward_length", "intermediate_size")),
-    made("nextn_predict_layers", "num_layers", repeats=True),
-    held(reading.positive_integer, ("attention.head_count", "num_heads")),
-    made("attention.head_count_kv", _kv_heads, tolerated=anything),
-    made("attention.key_length", "full.head_dim"),
-    made("attention.value_length", "full.head_dim"),
-    made("attention.key_length_swa", "sliding.head_dim"),
-    made("attention.value_length_swa", "sliding.head_dim"),
-    made("attention.shared_kv_layers", "num_layers", repeats=True),
-    made("attention.sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
-    made("attention.sliding_window_pattern", lambda config: [kind == SLIDING for kind in config.layer_types]),
-    made("rope.dimension_count", "full.head_dim"),
-    made("rope.dimension_count_swa", "sliding.head_dim"),
-    held(reading.number, (_EPSILON, "rms_norm_eps")),
-    made(_THETA, "full.rope.theta"),
-    made(_THETA_SLIDING, "sliding.rope.theta"),
-    held(reading.optional_number, (_CAP, "final_logit_softcap")),
-    unwritten(fixed(**{"attention.scale": _ONE, "expert_count": (None, 0), "rope.scaling.factor": _ONE})),
-)
-"""The keys of the architecture; of a type of layer that a drafter has not, they repeat the other's."""
-
-TOLERATED: Keys = MappingProxyType(
+_TOLERATED: AllowedKeys = MappingProxyType(
     {
         # What it is called, who made it, and how one samples from a model that is no drafter.
         **{
@@ -94,22 +56,18 @@ TOLERATED: Keys = MappingProxyType(
         # Drafts are tokens of the base, whatever this file calls them; that they are as many is read.
         "tokenizer.*": anything,
         "quantize.imatrix.*": anything,
-        **_TABLE.allowed(f"{ARCH}."),
-        f"{ARCH}.expert_used_count": some(0),
+        f"{ARCH}.context_length": is_whole,
+        f"{ARCH}.attention.head_count_kv": anything,  # which is read in full
+        # Implied where they are missing.
+        **dict.fromkeys((f"{ARCH}.vocab_size", _ACTIVATION), some(None)),
+        **dict.fromkeys((f"{ARCH}.attention.scale", f"{ARCH}.rope.scaling.factor"), some(1)),
+        **dict.fromkeys((f"{ARCH}.expert_count", f"{ARCH}.expert_used_count"), some(0)),
         f"{OWN}version": is_text,
         **dict.fromkeys((f"{OWN}source.*", f"{OWN}section.*"), is_text),
         **dict.fromkeys((f"{OWN}rope.*", f"{OWN}attention.*", f"{OWN}{_CAP}"), is_number),
     }
 )
 """What a file may say beside what it is written here; by whom, of what, and for which tokens."""
-
-_IMPLIED = ("vocab_size", "context_length", _CAP)
-"""Keys of the architecture that llama.cpp does without: its converter writes all others."""
-
-
-def needed_of(made: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of :func:`config_metadata` without which llama.cpp takes something else."""
-    return tuple(key for key in made if key.startswith(f"{ARCH}.") and not key.endswith(_IMPLIED))
 
 
 def config_metadata(config: DrafterConfig) -> dict[str, Any]:
@@ -119,11 +77,11 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
         UnsupportedError: llama.cpp would compute something else.
     """
     config.require_uniform()
-    rope = config.sliding.rope
-    if SLIDING in config.layer_types and rope.kind != "default":
+    sliding, full = config.sliding, config.full  # each stands for the other where there is none
+    if SLIDING in config.layer_types and sliding.rope.kind != "default":
         raise UnsupportedError(
-            f"The sliding layers turn {rope.partial_rotary_factor:g} of a head, by frequencies divided by "
-            f"{rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
+            f"The sliding layers turn {sliding.rope.partial_rotary_factor:g} of a head, by frequencies divided by "
+            f"{sliding.rope.factor:g}; llama.cpp turns all of it, by the frequencies themselves. Choose the "
             "transformers format.",
             remedies=("format=transformers",),
         )
@@ -133,12 +91,37 @@ def config_metadata(config: DrafterConfig) -> dict[str, Any]:
             "litert format.",
             remedies=("format=litert",),
         )
-    keys = {key: value for key, value in _TABLE.write(config).items() if value is not None}
+    heads = config.num_kv_heads
+    keys: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings or MAX_POSITIONS,
+        "embedding_length": config.hidden_size,
+        "embedding_length_out": config.backbone_hidden_size,
+        "embedding_length_per_layer_input": 0,
+        "feed_forward_length": config.intermediate_size,
+        "nextn_predict_layers": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": heads[0] if len(set(heads)) == 1 else list(heads),
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": sliding.head_dim,
+        "attention.value_length_swa": sliding.head_dim,
+        "attention.shared_kv_layers": config.num_layers,
+        "attention.sliding_window": config.sliding_window or UNUSED_WINDOW,
+        "attention.sliding_window_pattern": [kind == SLIDING for kind in config.layer_types],
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": sliding.head_dim,
+        _EPSILON: config.rms_norm_eps,
+        _THETA: full.rope.theta,
+        _THETA_SLIDING: sliding.rope.theta,
+        **({} if config.final_logit_softcap is None else {_CAP: config.final_logit_softcap}),
+    }
     own: dict[str, Any] = {_ACTIVATION: config.hidden_activation}
     numbers = keys
     if FULL in config.layer_types:
-        own[_SHARE] = np.float64(config.full.rope.partial_rotary_factor)
-        numbers = {**keys, _FACTOR: config.full.rope.factor}
+        own[_SHARE] = np.float64(full.rope.partial_rotary_factor)
+        numbers = {**keys, _FACTOR: full.rope.factor}
     exact = {key: numbers[key] for key in _NUMBERS if key in numbers and _decimal(numbers[key]) != numbers[key]}
     own |= {OWN + key: np.float64(number) for key, number in exact.items()}
     return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **own}
@@ -155,13 +138,9 @@ def rope_frequency_factors(config: DrafterConfig) -> Floats | None:
     if full is None:
         return None
     factors = np.full(full.head_dim // 2, _NEVER_TURNED, np.float32)
-    factors[: _turned(full.rope.partial_rotary_factor, full.head_dim)] = full.rope.factor
+    # As many pairs of dimensions turn as mtp_extract.graph.rope.frequencies has it.
+    factors[: int(full.rope.partial_rotary_factor * full.head_dim // 2)] = full.rope.factor
     return factors
-
-
-def _turned(share: float, head_dim: int) -> int:
-    """Pairs of dimensions that turn; as :func:`mtp_extract.graph.rope.frequencies` has it."""
-    return int(share * head_dim // 2)
 
 
 def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
@@ -179,110 +158,115 @@ def notes_of_config(config: DrafterConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def config_of(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
-    """The shape that ``metadata`` says; the inverse of :func:`config_metadata`.
+_RENAMED = {
+    "layers": "block_count",
+    "context": "context_length",
+    "hidden": "embedding_length",
+    "backbone": "embedding_length_out",
+    "intermediate": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "head_dim_swa": "attention.key_length_swa",
+    "window": "attention.sliding_window",
+    "slides": "attention.sliding_window_pattern",
+    "epsilon": _EPSILON,
+    "theta": _THETA,
+    "theta_swa": _THETA_SLIDING,
+    "cap": _CAP,
+    "factor": _FACTOR,
+}
+
+
+class _Keys(Struct, rename=_RENAMED):
+    """The architecture's keys that count."""
+
+    layers: Size
+    hidden: Size
+    backbone: Size
+    intermediate: Size
+    heads: Size
+    kv_heads: Size | list[Size]
+    head_dim: Size
+    head_dim_swa: Size
+    window: Size
+    slides: list[bool]
+    epsilon: Number
+    theta: Number
+    theta_swa: Number
+    factor: Number = 1.0
+    cap: Number | None = None
+    context: Size | None = None
+
+
+class _Own(Struct, rename={"activation": _ACTIVATION, "share": _SHARE}):
+    """Keys of ours that llama.cpp has none for."""
+
+    activation: Activation = "gelu_pytorch_tanh"
+    share: Share | None = None
+
+
+def config_of(path: Path, metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
+    """The shape that the file at ``path`` says; the inverse of :func:`config_metadata`.
 
     Args:
+        metadata: as :func:`~mtp_extract.checkpoint.gguf_file.read_gguf` finds it.
         vocabulary: rows of the head.
         factors: as :func:`rope_frequency_factors` makes them; None where the file has none.
 
     Raises:
-        CheckpointError: another architecture, a key missing or of another type or range, keys that contradict each
-            other, or a feature that this drafter does not have.
-        DrafterError: a shape that no drafter has.
+        CheckpointError: another architecture, a key missing or of another type or range, or the file says something
+            else than would be written of what was read from it.
     """
-    if metadata.get(ARCHITECTURE) != ARCH:
-        raise CheckpointError(
-            f"expected {ARCHITECTURE} {ARCH}, found {escape(metadata.get(ARCHITECTURE))}; point to the drafter, not "
-            "the base model"
-        )
-    keys = _exact(metadata, factors)
-    found = DrafterConfig(
-        **_TABLE.read(keys),
-        vocab_size=vocabulary,
-        layers=_layers(metadata, keys, factors),
-        hidden_activation=reading.activation(metadata, _ACTIVATION, default=_TANH),
-    )
-    _TABLE.require_agreement(keys, found)
-    return found
-
-
-def _exact(metadata: Mapping[str, Any], factors: Floats | None) -> dict[str, Any]:
-    """The architecture's keys, without its name; numbers as exact as the file has them."""
-    keys = {key.removeprefix(f"{ARCH}."): value for key, value in metadata.items() if key.startswith(f"{ARCH}.")}
-    if factors is not None and factors.size:
-        keys[_FACTOR] = factors[0]
-    keys = {key: _decimal(value) if isinstance(value, np.float32) else value for key, value in keys.items()}
-    for key in _NUMBERS:
-        if OWN + key in metadata and key in keys:
-            found, exact = reading.number(keys, key), reading.number(metadata, OWN + key)
-            if np.float32(exact) != np.float32(found):
-                raise CheckpointError(
-                    f"expected {OWN}{key} {found:g}, as {key} says, found {exact:g}; the file contradicts itself"
-                )
-            keys[key] = exact
-    return keys
-
-
-def _layers(metadata: Mapping[str, Any], keys: Mapping[str, Any], factors: Floats | None) -> tuple[LayerConfig, ...]:
-    count = reading.positive_integer(keys, "block_count")
-    pattern = reading.require(keys, "attention.sliding_window_pattern")
-    if not isinstance(pattern, tuple) or len(pattern) != count or not all(isinstance(n, bool) for n in pattern):
-        raise CheckpointError(
-            f"expected attention.sliding_window_pattern to be {count} truth values, found {escape(pattern)}; check "
-            "the file"
-        )
-    kv_heads = reading.require(keys, "attention.head_count_kv")
-    if not isinstance(kv_heads, tuple):
-        kv_heads = (kv_heads,) * count
-    if len(kv_heads) != count:
-        raise CheckpointError(
-            f"expected attention.head_count_kv to be one number or {count}, found {len(kv_heads)}; check the file"
-        )
-    for kind, key in product(("", "_swa"), ("attention.value_length", "rope.dimension_count")):
-        width = keys.get(f"attention.key_length{kind}")
-        if (found := keys.get(key + kind, width)) != width:
-            raise CheckpointError(f"expected {key}{kind} {width}, found {escape(found)}; the file contradicts itself")
-    if (factors is None) != all(pattern):
-        raise CheckpointError(
-            "expected rope_freqs.weight in a file with full layers and in no other, found "
-            f"{'none' if factors is None else 'one'}; check the file"
-        )
-    sliding_rope = RopeConfig(reading.number(keys, _THETA_SLIDING)) if any(pattern) else None
-    full_rope = None if factors is None else _full_rope(metadata, keys, factors)
-    layers = []
-    for slides, heads in zip(pattern, kv_heads, strict=True):
-        rope = sliding_rope if slides else full_rope
-        assert rope is not None
-        layers.append(
-            LayerConfig(
-                layer_type=SLIDING if slides else FULL,
-                head_dim=reading.positive_integer(keys, f"attention.key_length{'_swa' if slides else ''}"),
-                num_kv_heads=reading.positive_integer({"head_count_kv": heads}, "head_count_kv"),
-                sliding_window=reading.positive_integer(keys, "attention.sliding_window") if slides else None,
-                rope=rope,
-            )
-        )
-    return tuple(layers)
-
-
-def _full_rope(metadata: Mapping[str, Any], keys: Mapping[str, Any], factors: Floats) -> RopeConfig:
-    """RoPE of the full layers, which llama.cpp keeps as factors of the frequencies."""
-    width = reading.positive_integer(keys, "attention.key_length")
-    turned = int(np.count_nonzero(factors < np.float32(_NEVER_TURNED)))
-    expected = np.full(width // 2, _NEVER_TURNED, np.float32)
-    expected[:turned] = factors[0] if factors.size else 1
-    if not turned or not np.array_equal(factors, expected):
-        raise CheckpointError(
-            f"expected rope_freqs.weight to be {width // 2} numbers, one factor and then {_NEVER_TURNED:g}, found "
-            "others; it is not supported"
-        )
-    share = 2 * turned / width
-    if _SHARE in metadata:
-        said = reading.number(metadata, _SHARE)
-        if said > 1 or _turned(said, width) != turned:
+    with reading.naming(path):
+        if metadata.get(ARCHITECTURE) != ARCH:
             raise CheckpointError(
-                f"expected {_SHARE} {share:g}, as rope_freqs.weight says, found {said:g}; the file contradicts itself"
+                f"expected {ARCHITECTURE} {ARCH}, found {escape(metadata.get(ARCHITECTURE))}; point to the drafter, "
+                "not the base model"
             )
-        share = said
-    return RopeConfig(reading.number(keys, _THETA), share, reading.number(keys, _FACTOR))
+        config = _config(metadata, vocabulary, factors)
+        made, turns = config_metadata(config), rope_frequency_factors(config)
+        if turns is not factors and (turns is None or factors is None or not np.array_equal(turns, factors)):
+            raise CheckpointError(
+                "expected rope_freqs.weight as the full layers' RoPE has it, one factor and then "
+                f"{_NEVER_TURNED:g}, found others; it is not supported"
+            )
+    require_keys(path, metadata, as_stored(made), _TOLERATED)
+    return config
+
+
+def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats | None) -> DrafterConfig:
+    plain = {key: float(value) if isinstance(value, float) else value for key, value in metadata.items()}
+    plain |= {key: _decimal(value) for key, value in metadata.items() if isinstance(value, np.float32)}
+    own = reading.fields(plain, _Own)
+    keys = {key.removeprefix(f"{ARCH}."): value for key, value in plain.items() if key.startswith(f"{ARCH}.")}
+    turned = 0 if factors is None else int(np.count_nonzero(factors < np.float32(_NEVER_TURNED)))
+    if factors is not None and turned:
+        keys[_FACTOR] = _decimal(factors[0])
+    keys |= {key: plain[OWN + key] for key in _NUMBERS if key in keys and OWN + key in plain}
+    found = reading.fields(keys, _Keys)
+    kv_heads = found.kv_heads if isinstance(found.kv_heads, list) else [found.kv_heads] * found.layers
+    if not found.layers == len(found.slides) == len(kv_heads):
+        raise CheckpointError(
+            f"expected attention.sliding_window_pattern and head_count_kv of {found.layers} layers, found "
+            f"{len(found.slides)} and {len(kv_heads)}; check the file"
+        )
+    full = RopeConfig(found.theta, own.share or 2 * turned / found.head_dim or 1.0, found.factor)
+    layers = tuple(
+        LayerConfig(SLIDING, found.head_dim_swa, heads, found.window, RopeConfig(found.theta_swa))
+        if slides
+        else LayerConfig(FULL, found.head_dim, heads, None, full)
+        for slides, heads in zip(found.slides, kv_heads, strict=True)
+    )
+    return DrafterConfig(
+        backbone_hidden_size=found.backbone,
+        hidden_size=found.hidden,
+        intermediate_size=found.intermediate,
+        vocab_size=vocabulary,
+        num_heads=found.heads,
+        layers=layers,
+        rms_norm_eps=found.epsilon,
+        final_logit_softcap=found.cap,
+        hidden_activation=own.activation,
+        max_position_embeddings=found.context,
+    )

@@ -6,9 +6,11 @@ A drafter needs none: the base's is used. With one, tools that open a single GGU
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from mtp_extract.checkpoint.json_file import read_object
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
@@ -45,7 +47,8 @@ def tokenizer_metadata(directory: Path, vocabulary: int) -> dict[str, Any]:
             raise _refused(directory, f"expected {name} there, found none")
     try:
         config = read_object(directory / _CONFIG, "")
-        tokens, added = _tokens(read_object(directory / _FILE, "", largest=_LARGEST))
+        parsed = reading.fields(read_object(directory / _FILE, "", largest=_LARGEST), _Tokenizer)
+        tokens, added = _tokens(parsed)
     except CheckpointError as error:
         # What to do about a drafter is nothing to do about a tokenizer.
         raise _refused(directory, str(error).partition("; ")[0].rstrip(". ")) from error
@@ -77,21 +80,32 @@ def _refused(directory: Path, why: str) -> UnsupportedError:
     )
 
 
-def _tokens(parsed: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+class _Model(Struct):
+    type: Literal["BPE"]
+    byte_fallback: bool
+    vocab: dict[str, int]
+
+
+class _Added(Struct):
+    content: str
+    id: int
+
+
+class _Tokenizer(Struct):
+    model: _Model
+    added_tokens: list[_Added] | None = None
+
+
+def _tokens(parsed: _Tokenizer) -> tuple[list[str], set[str]]:
     """All tokens by their number, and those that were added after the vocabulary."""
-    model = reading.table(parsed, "model")
-    if model.get("type") != "BPE" or model.get("byte_fallback") is not True:
+    if not parsed.model.byte_fallback:
         raise CheckpointError("expected a BPE tokenizer that falls back to bytes, as Gemma 4's, found another kind")
-    numbers = dict(reading.table(model, "vocab"))
+    numbers = parsed.model.vocab
     known = len(numbers)
-    for entry in parsed.get("added_tokens") or []:
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise CheckpointError(f"expected added_tokens to have content, found {escape(entry)}")
-        numbers[entry["content"]] = entry.get("id")
-    by_number = {number: token for token, number in numbers.items() if type(number) is int}
-    if by_number.keys() != set(range(len(numbers))):
-        raise CheckpointError(f"expected its {len(numbers)} tokens to be numbered from 0 on, found other numbers")
-    tokens = [by_number[number] for number in range(len(numbers))]
+    numbers |= {entry.content: entry.id for entry in parsed.added_tokens or []}
+    tokens = sorted(numbers, key=lambda token: numbers[token])
+    if [numbers[token] for token in tokens] != list(range(len(tokens))):
+        raise CheckpointError(f"expected its {len(tokens)} tokens to be numbered from 0 on, found other numbers")
     return tokens, set(tokens[known:])
 
 
@@ -111,13 +125,8 @@ def _special(config: Mapping[str, Any]) -> set[str]:
     for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
         more = config.get(key) or []
         found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-    return {text for entry in found for text in _content(entry)}
-
-
-def _content(entry: object) -> Iterator[str]:
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    if isinstance(text, str):
-        yield text
+    texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in found)
+    return {text for text in texts if isinstance(text, str)}
 
 
 def _special_keys(directory: Path, vocabulary: int) -> dict[str, Any]:

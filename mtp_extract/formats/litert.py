@@ -9,41 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import is_whole, require_keys
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor
-from mtp_extract.checkpoint.manifest import Said, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, json_text, plan_floats
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats
-from mtp_extract.formats.keys import Table, fixed, held, made, positions
-from mtp_extract.formats.transformers import parse_rope, rope_parameters
+from mtp_extract.formats.reading import Activation, Number, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, parse_rope, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
-_COLUMNS = ("layer_types", "head_dims", "num_kv_heads", "sliding_windows", "kv_bank_ids")
-_TABLE = Table(
-    fixed(format_version=(1,)),
-    held(reading.positive_integer, "backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size"),
-    made("num_layers", "num_layers"),
-    held(reading.positive_integer, "num_heads"),
-    # A value a layer.
-    made("head_dims", lambda config: list(config.head_dims)),
-    made("num_kv_heads", lambda config: list(config.num_kv_heads)),
-    made("layer_types", lambda config: list(config.layer_types)),
-    made("kv_bank_ids", lambda config: [_KV_BANKS[layer_type] for layer_type in config.layer_types]),
-    made("sliding_windows", lambda config: [layer.sliding_window for layer in config.layers]),
-    held(reading.number, "attention_scale", "rms_norm_eps"),
-    held(reading.activation, "hidden_activation"),
-    held(reading.optional_number, "final_logit_softcap"),
-    positions("max_position_embeddings"),
-    made("rope", lambda config: {t: p for t, p in rope_parameters(config).items() if t in config.rope}),
-)
-"""``mtp_drafter_config.json``, but for the names of tensors."""
 
 
 class LitertFormat:
@@ -52,6 +35,7 @@ class LitertFormat:
     name = "litert"
     marker = "mtp_drafter_config.json"
     weights_file = "mtp_drafter.safetensors"
+    further_files: tuple[str, ...] = ()
 
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
@@ -75,18 +59,26 @@ class LitertFormat:
     def read_config(self, directory: Path) -> DrafterConfig:
         return self._read_config(directory)[0]
 
-    def _read_config(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, Any]]:
+    def _read_config(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, str]]:
+        """The drafter's shape, and role → tensor name."""
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            return _parse_config(document), document
+            found = reading.fields(document, _Config)
+            config = _config(found)
+            roles = {role.name: role for role in shapes_of(config)}
+            if unknown := sorted(set(found.tensors) - set(roles)):
+                raise CheckpointError(f"expected no role {', '.join(map(escape, unknown))}; extract the drafter anew")
+            if missing := sorted(name for name in roles if name not in found.tensors and not roles[name].optional):
+                raise CheckpointError(f"expected roles {', '.join(missing)}, found none; extract the drafter anew")
+        require_keys(path, document, _document(config, found.tensors), {"max_position_embeddings": is_whole})
+        return config, found.tensors
 
     def read(self, directory: Path) -> Checkpoint:
-        config, document = self._read_config(directory)
+        config, names = self._read_config(directory)
         shapes = shapes_of(config)
-        names = _read_names(document, shapes)
         held = {role: shape for role, shape in shapes.items() if role.name in names}
-        stored = reading.read_tensors(directory / self.weights_file)
+        stored = reading.read_shards(directory, self.weights_file)
         weights = reading.weights_of(held, {role: names[role.name] for role in held}, stored)
         if (types := {weight.stored.dtype for weight in weights.values()}) != {"F32"}:
             where = escape(directory / self.weights_file)
@@ -94,11 +86,6 @@ class LitertFormat:
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {role.name: weights.get(role.name, FilledTensor(shape)) for role, shape in shapes.items()}
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32")
-
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        config, document = self._read_config(directory)
-        said = Said(directory / self.marker, _document(config, _read_names(document, shapes_of(config))), {})
-        return said, said_by_header(directory / self.weights_file)
 
 
 FORMAT = LitertFormat()
@@ -118,57 +105,83 @@ def _tensor_names(tensors: Mapping[str, LazyTensor], num_layers: int) -> dict[st
 
 def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
-    return {**_TABLE.write(config), "tensors": dict(names)}
+    return {
+        "format_version": 1,
+        "backbone_hidden_size": config.backbone_hidden_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        # A value a layer.
+        "head_dims": list(config.head_dims),
+        "num_kv_heads": list(config.num_kv_heads),
+        "layer_types": list(config.layer_types),
+        "kv_bank_ids": [_KV_BANKS[layer_type] for layer_type in config.layer_types],
+        "sliding_windows": [layer.sliding_window for layer in config.layers],
+        "attention_scale": config.attention_scale,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_activation": config.hidden_activation,
+        "final_logit_softcap": config.final_logit_softcap,
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
+        "rope": {layer_type: rope for layer_type, rope in rope_parameters(config).items() if layer_type in config.rope},
+        "tensors": dict(names),
+    }
 
 
-def _parse_config(document: Mapping[str, Any]) -> DrafterConfig:
-    """The parsed ``mtp_drafter_config.json``.
+class _Config(Struct):
+    format_version: Literal[1]
+    backbone_hidden_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_heads: Size
+    head_dims: list[Size]
+    num_kv_heads: list[Size]
+    layer_types: LayerTypes
+    sliding_windows: list[Size | None]
+    attention_scale: Number
+    rms_norm_eps: Number
+    hidden_activation: Activation
+    rope: dict[str, Any]
+    tensors: dict[str, str]
+    final_logit_softcap: Number | None = None
+    max_position_embeddings: Size | None = None
+
+
+def _config(found: _Config) -> DrafterConfig:
+    """The shape that ``mtp_drafter_config.json`` describes.
 
     Raises:
-        CheckpointError: another format version, a missing key, per-layer lists of unequal length, or a feature that
-            this drafter does not have.
+        CheckpointError: lists of unequal length, or another kind of RoPE.
         DrafterError: a shape that no drafter has.
     """
-    fields = _TABLE.read(document)
-    count = reading.positive_integer(document, "num_layers")
-    for column in _COLUMNS:
-        if len(reading.sequence(document, column)) != count:
-            raise CheckpointError(
-                f"expected {count} entries in {column}, found {len(document[column])}; extract the drafter anew"
+    columns = (found.layer_types, found.head_dims, found.num_kv_heads, found.sliding_windows)
+    if len({len(column) for column in columns}) > 1:
+        raise CheckpointError(
+            "expected as many head_dims, num_kv_heads and sliding_windows as layer_types, found others"
+        )
+    if any(kind == SLIDING and window is None for kind, *_, window in zip(*columns, strict=True)):
+        raise CheckpointError("expected a window for each sliding layer, found none; extract the drafter anew")
+    return DrafterConfig(
+        backbone_hidden_size=found.backbone_hidden_size,
+        hidden_size=found.hidden_size,
+        intermediate_size=found.intermediate_size,
+        vocab_size=found.vocab_size,
+        num_heads=found.num_heads,
+        layers=tuple(
+            LayerConfig(
+                layer_type,
+                head_dim,
+                heads,
+                window if layer_type == SLIDING else None,
+                parse_rope(found.rope, layer_type),
             )
-    return DrafterConfig(**fields, layers=tuple(_layer(document, index) for index in range(count)))
-
-
-def _layer(config: Mapping[str, Any], index: int) -> LayerConfig:
-    row = {column: config[column][index] for column in _COLUMNS}
-    layer_type = row["layer_types"]
-    if not isinstance(layer_type, str) or _KV_BANKS.get(layer_type) != row["kv_bank_ids"]:
-        raise CheckpointError(
-            f"layer {index}: expected layer type and KV bank to be one of {_KV_BANKS}, found "
-            f"{escape(layer_type)} with bank {escape(row['kv_bank_ids'])}; extract the drafter anew"
-        )
-    return LayerConfig(
-        layer_type=layer_type,
-        head_dim=reading.positive_integer(row, "head_dims"),
-        num_kv_heads=reading.positive_integer(row, "num_kv_heads"),
-        sliding_window=reading.positive_integer(row, "sliding_windows") if layer_type == SLIDING else None,
-        rope=parse_rope(reading.table(config, "rope"), layer_type),
+            for layer_type, head_dim, heads, window in zip(*columns, strict=True)
+        ),
+        attention_scale=found.attention_scale,
+        rms_norm_eps=found.rms_norm_eps,
+        final_logit_softcap=found.final_logit_softcap,
+        hidden_activation=found.hidden_activation,
+        max_position_embeddings=found.max_position_embeddings,
     )
-
-
-def _read_names(parsed: Mapping[str, Any], roles: Mapping[Role, Any]) -> dict[str, str]:
-    """Role → tensor name, as the config's table says; strict about roles."""
-    table = parsed.get("tensors")
-    if not isinstance(table, dict):
-        raise CheckpointError(
-            f"expected a table of roles under 'tensors' in {FORMAT.marker}, found none; extract the drafter anew"
-        )
-    if unknown := sorted(set(table) - {role.name for role in roles}):
-        raise CheckpointError(
-            f"expected no role {', '.join(map(escape, unknown))} in {FORMAT.marker}; extract the drafter anew"
-        )
-    if missing := sorted(role.name for role in roles if role.name not in table and not role.optional):
-        raise CheckpointError(
-            f"expected roles {', '.join(missing)} in {FORMAT.marker}, found none; extract the drafter anew"
-        )
-    return {role: str(name) for role, name in table.items()}

@@ -7,91 +7,48 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import AllowedKeys, anything, at, is_whole, off, require_keys, some
 from mtp_extract.checkpoint.lazy import LazyTensor, read_indices
-from mtp_extract.checkpoint.manifest import Keys, Said, anything, at, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype, read_array
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape
-from mtp_extract.formats import reading
+from mtp_extract.errors import CheckpointError, UnsupportedError
+from mtp_extract.formats import format_of, reading
 from mtp_extract.formats.eagle3_lint import LLAMA, Finding, lint
 from mtp_extract.formats.holding import hold_floats, plan_weight
-from mtp_extract.formats.keys import Table, constant, fixed, held, positions, unwritten
-from mtp_extract.formats.transformers import UNCOMPUTED
+from mtp_extract.formats.reading import Number, Size
+from mtp_extract.formats.transformers import MAX_POSITIONS, UNCOMPUTED
 
 MARKER, WEIGHTS_FILE = "config.json", "model.safetensors"
-LAYOUTS = ("eagle3", "speculators")
 _T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"
 
-
-def _theta(llama: Mapping[str, Any], key: str) -> float:
-    """Of flat RoPE, in the old form or in that of transformers 5, ``rope_parameters``."""
-    parameters = llama.get("rope_parameters")
-    if parameters is None:
-        return reading.number(llama, key)
-    found = reading.table(llama, "rope_parameters")
-    if found.get("rope_type", "default") != "default" or set(found) - {"rope_type", key}:
-        raise CheckpointError(
-            f"expected one {key} in rope_parameters, found {escape(parameters)}; engines that read a flat one "
-            f"take 10000 where there is none: write the {key} that the head was trained with"
-        )
-    theta = reading.number(found, key)
-    if reading.number(llama, key, default=theta) != theta:
-        raise CheckpointError(f"expected one {key}, found another in rope_parameters; the config contradicts itself")
-    return theta
-
-
-_LLAMA = Table(
-    fixed(
-        attention_bias=(False, None),
-        hidden_act=("silu",),
-        mlp_bias=(False, None),
-        num_hidden_layers=(1,),
-        rope_scaling=(None,),
-        tie_word_embeddings=(False, None),
-    ),
-    unwritten(fixed(bias=(False, None), layer_types=(None, ["full_attention"]), use_aux_norm=(False, None))),
-    unwritten(fixed(logit_scale=(None, 1.0, 1), partial_rotary_factor=(None, 1.0, 1), quantization_config=(None,))),
-    constant(attention_dropout=0.0, initializer_range=0.02, model_type="llama"),
-    held(
-        reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
-    ),
-    held(reading.optional_integer, "head_dim", ("num_key_value_heads", "num_kv_heads"), tolerated=some(None)),
-    held(reading.number, "rms_norm_eps"),
-    held(_theta, "rope_theta"),
-    positions("max_position_embeddings"),
-)
-"""A Llama configuration, which is written in the order of the alphabet."""
-
-_FLAGS = Table(
-    held(reading.optional_integer, "draft_vocab_size", tolerated=some(None)),
-    held(reading.flag, "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", tolerated=some(None)),
-    held(reading.optional_integer, ("target_hidden_size", "backbone_hidden_size"), tolerated=some(None)),
-    unwritten(fixed(quantization_config=(None,))),
-)
-"""The keys beside it that both layouts have, written whether they are the default or not."""
-
-TOLERATED: Keys = MappingProxyType(
+TOLERATED: AllowedKeys = MappingProxyType(
     at(
         ("", f"{LLAMA}."),
         {
             **UNCOMPUTED,
-            **_LLAMA.allowed(),
-            **_FLAGS.allowed(),
-            "rope_parameters": anything,
-            # By nothing that computes what is drafted.
+            # What a head has not, in other words.
+            **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "use_aux_norm"), some(False, None)),
+            **dict.fromkeys(("logit_scale", "partial_rotary_factor", "pretraining_tp"), some(1)),
             **dict.fromkeys(("sliding_window", "use_sliding_window"), off),
+            "layer_types": some(["full_attention"]),
+            "tie_word_embeddings": some(None),
+            # Implied where they are missing.
+            **dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta"), some(None)),
+            **dict.fromkeys(("draft_vocab_size", "target_hidden_size"), some(None)),
+            **dict.fromkeys(("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"), some(None)),
+            "rope_parameters": anything,  # which is read in full
             "max_window_layers": is_whole,
-            "pretraining_tp": some(1, None),
         },
     )
 )
@@ -108,12 +65,13 @@ class HeadFormat:
     parse: Callable[[Mapping[str, Any], bool], Eagle3Config]
     """The head of a parsed ``config.json``; the second argument is whether a table of embeddings lies beside it.
 
-    Raises CheckpointError where a key is missing, of the wrong type or range, or says what no such head has, and
-    DrafterError for a shape that no head has.
+    Raises CheckpointError where a key is missing or of the wrong type or range, and DrafterError for a shape that no
+    head has.
     """
-    tolerated: Keys  # what ``config.json`` may say otherwise than it is written here
+    tolerated: AllowedKeys  # what ``config.json`` may say otherwise than it is written here
     marker: str = MARKER
     weights_file: str = WEIGHTS_FILE
+    further_files: tuple[str, ...] = ()
 
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == self.name
@@ -136,9 +94,9 @@ class HeadFormat:
         if config.reduced:
             planned.append(_plan_marks(config, read_indices(checkpoint.tensors[_D2T])))
         document = self.document(config, DTYPES[dtype].transformers)
-        # What an engine that reads the layout would refuse, or load wrongly and not say so, is not written.
-        found = lint(self.name, document, {tensor.name: tensor.shape for tensor in planned})
-        if wrong := [finding for finding in found if finding.forbids]:
+        found = lint(self.name, document, config)
+        # What an engine that reads the layout would load wrongly and not say so is not written.
+        if wrong := [finding for finding in found if finding.is_error]:
             raise UnsupportedError(
                 f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
                 remedies=("format",),
@@ -149,10 +107,10 @@ class HeadFormat:
         ]
 
     def read_config(self, directory: Path) -> Eagle3Config:
-        return self._opened(directory)[0]
+        return self._read(directory)[0]
 
     def read(self, directory: Path) -> Checkpoint:
-        config, stored = self._opened(directory)
+        config, _, stored = self._read(directory)
         shapes = shapes_of(config)
         # A map of all tokens to themselves says nothing.
         more = (_T2D,) if config.reduced else (_T2D, _D2T)
@@ -163,61 +121,124 @@ class HeadFormat:
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(EAGLE3, config, MappingProxyType(tensors), dtype)
 
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        config, stored = self._opened(directory)
-        said = Said(directory / self.marker, self.document(config, ""), self.tolerated)
-        return *reading.said_by_shards(directory, self.weights_file, stored), said
+    def findings(self, directory: Path) -> tuple[Finding, ...]:
+        """What engines make of the head in ``directory``.
 
-    def _opened(self, directory: Path) -> tuple[Eagle3Config, reading.Stored]:
+        Raises:
+            CheckpointError: as :meth:`read_config`.
+        """
+        config, document, _ = self._read(directory)
+        return lint(self.name, document, config)
+
+    def _read(self, directory: Path) -> tuple[Eagle3Config, Mapping[str, Any], reading.Stored]:
         path = directory / self.marker
         document, stored = read_object(path), reading.read_shards(directory, self.weights_file)
         with reading.naming(path):
-            return self.parse(document, _EMBED in stored), stored
+            config = self.parse(document, _EMBED in stored)
+        require_keys(path, document, self.document(config, ""), self.tolerated)
+        return config, document, stored
 
 
 def llama_document(config: Eagle3Config) -> dict[str, Any]:
     """The keys of a Llama configuration, RoPE flat."""
-    return dict(sorted(_LLAMA.write(config).items()))
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size,
+    }
 
 
 def shape_flags(config: Eagle3Config) -> dict[str, Any]:
-    """The keys beside those of Llama that both layouts have."""
-    return _FLAGS.write(config)
+    """The keys beside those of Llama that both layouts have, written whether they are the default or not."""
+    return {
+        "draft_vocab_size": config.draft_vocab_size,
+        "fc_norm": config.fc_norm,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "target_hidden_size": config.backbone_hidden_size,
+    }
 
 
-def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **fields: Any) -> Eagle3Config:
+class _Rope(Struct, forbid_unknown_fields=True):
+    """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
+
+    rope_theta: Number
+    rope_type: Literal["default"] = "default"
+
+
+class _Llama(Struct):
+    model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    rms_norm_eps: Number
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rope_theta: Number | None = None
+    rope_parameters: _Rope | None = None
+    max_position_embeddings: Size | None = None
+
+
+class _Flags(Struct):
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+    fc_norm: bool | None = None
+    norm_before_fc: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+
+
+Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=64)]
+"""Numbers of layers of the base."""
+
+
+def parse_llama(llama: Mapping[str, Any], flags: Mapping[str, Any], **more: Any) -> Eagle3Config:
     """The head that a Llama configuration and the keys beside it describe; raises as :attr:`HeadFormat.parse`.
 
     Args:
-        fields: those of the shape that a layout has elsewhere.
+        more: fields of the shape that a layout has elsewhere.
     """
-    if (kind := llama.get("model_type")) != "llama":
-        why = "; in one of qwen3, which vLLM alone serves, queries and keys are normed" if kind == "qwen3" else ""
+    layer, beside = reading.fields(llama, _Llama), reading.fields(flags, _Flags)
+    theta = layer.rope_parameters.rope_theta if layer.rope_parameters else layer.rope_theta
+    if theta is None:
         raise CheckpointError(
-            f"expected model_type llama in an EAGLE-3 head, found {escape(kind)}{why}; it is not supported"
+            "expected rope_theta, found none, for which engines take 10000; write what the head was trained with"
         )
-    found = {**_LLAMA.read(llama), **_FLAGS.read(flags), **fields}
-    hidden, heads = found["hidden_size"], found["num_heads"]
-    implied = {"backbone_hidden_size": hidden, "draft_vocab_size": found["vocab_size"], "num_kv_heads": heads}
-    implied["head_dim"] = max(hidden // heads, 1)
-    return Eagle3Config(**{**found, **{field: value for field, value in implied.items() if found[field] is None}})
-
-
-def read_ids(place: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
-    """The layer ids under ``key``; None where there are none.
-
-    Raises:
-        CheckpointError: something else is there.
-    """
-    if place.get(key) is None:
-        return None
-    ids = reading.sequence(place, key)
-    if not all(isinstance(i, int) and not isinstance(i, bool) and -1 <= i < _MOST_LAYERS for i in ids):
-        raise CheckpointError(f"expected layer numbers in {key}, found {escape(ids)}; check the config")
-    return tuple(ids)
-
-
-_MOST_LAYERS = 4096
+    fields = {
+        "backbone_hidden_size": beside.target_hidden_size or layer.hidden_size,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "vocab_size": layer.vocab_size,
+        "draft_vocab_size": beside.draft_vocab_size or layer.vocab_size,
+        "num_heads": layer.num_attention_heads,
+        "num_kv_heads": layer.num_key_value_heads or layer.num_attention_heads,
+        "head_dim": layer.head_dim or max(layer.hidden_size // layer.num_attention_heads, 1),
+        "rope_theta": theta,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "fc_norm": bool(beside.fc_norm),
+        "norm_before_fc": bool(beside.norm_before_fc),
+        "norm_before_residual": bool(beside.norm_before_residual),
+        "norm_output": bool(beside.norm_output),
+        "max_position_embeddings": layer.max_position_embeddings,
+    }
+    return Eagle3Config(**{**fields, **more})
 
 
 def named_base(name: object) -> str | None:
@@ -266,14 +287,10 @@ def _plan_marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> Planned
 
 
 def findings_of(directory: Path) -> tuple[Finding, ...]:
-    """What engines make of the head in ``directory``; nothing where there is none.
+    """What engines make of the EAGLE-3 head in ``directory``; nothing where that holds another drafter.
 
     Raises:
-        CheckpointError: its files cannot be read.
+        CheckpointError: it holds none, or a damaged one.
     """
-    path = directory / MARKER
-    layout = reading.kind_of(path)
-    if layout not in LAYOUTS:
-        return ()
-    stored = reading.read_shards(directory, WEIGHTS_FILE)
-    return lint(layout, read_object(path), {name: tensor.shape for name, (_, tensor) in stored.items()})
+    found = format_of(directory)
+    return found.findings(directory) if isinstance(found, HeadFormat) else ()

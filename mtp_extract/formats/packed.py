@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +18,21 @@ from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Checkpoint, Holdin
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.integers import RowCodes, row_codes
 from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import AllowedKeys, at
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.manifest import Keys, Said, at, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, PlannedTensor, json_text
-from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
+from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
+from mtp_extract.errors import NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats, plan_weight
 from mtp_extract.formats.parts import Activations, Matrix, Packed, Part, plan_parts
-from mtp_extract.formats.transformers import GENERATION, GENERATION_FILE, config_document, parse_config, said_of
+from mtp_extract.formats.transformers import (
+    GENERATION,
+    GENERATION_FILE,
+    config_document,
+    parse_config,
+    require_documents,
+)
 
 HEAD = "lm_head"
 """Role of the head, and name of its module where it is none with the embedding."""
@@ -40,29 +47,20 @@ GROUPS = (128, 64, 32)
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
-def group_of(codes: RowCodes) -> int | None:
-    """The longest of :data:`GROUPS` whose elements share a step; None where there is none."""
-    return next((group for group in GROUPS if codes.steps.block % group == 0), None)
-
-
 class PackedFormat(ABC):
     """A directory with transformers' names and configuration, in which matrices are packed integers."""
 
     name: str
     key: str  # of the configuration's entry that says how
+    groups: tuple[int, ...] = ()  # neighbouring elements of a row that may share a scale, the longest first
+    rows: bool  # whether a whole row may share one
+    unfit: str  # why no other block of {block} elements is held, and what holds it
     unties: bool  # whether a packed head is a module of its own; else it is the embedding
     metadata: Mapping[str, str] = MappingProxyType({"format": "pt", "mtp_extract": __version__})  # of the weights file
-    tolerated: Keys = MappingProxyType({})  # what that entry may say otherwise than it is written here
+    tolerated: AllowedKeys = MappingProxyType({})  # what that entry may say otherwise than it is written here
     marker = "config.json"
     weights_file = "model.safetensors"
-
-    @abstractmethod
-    def fit(self, role: Role, codes: RowCodes) -> int:
-        """How many neighbouring elements of a row will share a scale.
-
-        Raises:
-            NoCodesError: it will not be: why, and what keeps its codes.
-        """
+    further_files = (GENERATION_FILE,)
 
     @abstractmethod
     def parts(self, packed: Packed) -> Sequence[Part]:
@@ -72,15 +70,19 @@ class PackedFormat(ABC):
     def document(self, packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
         """The configuration's entry: modules that are packed, and matrices that stay in floats."""
 
-    @abstractmethod
-    def packed_modules(
-        self, document: Mapping[str, Any], modules: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[int, int]]:
-        """What :meth:`document` says: packed module → bits and group, of all ``modules`` (name → shape) there may be.
+    def fit(self, role: Role, codes: RowCodes) -> int:
+        """How many neighbouring elements of a row will share a scale.
 
         Raises:
-            CheckpointError: it says something that this format does not write.
+            NoCodesError: it will not be: why, and what keeps its codes.
         """
+        block = codes.steps.block
+        if self.rows and block == codes.shape[1]:
+            return block
+        group = next((group for group in self.groups if block % group == 0), None)
+        if group is None:
+            raise NoCodesError(self.unfit.format(block=block))
+        return group
 
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == self.name
@@ -150,59 +152,31 @@ class PackedFormat(ABC):
         ]
 
     def read_config(self, directory: Path) -> DrafterConfig:
-        return self._read_config(directory)[0]
+        return self._read(directory)[0]
 
-    def _read_config(self, directory: Path) -> tuple[DrafterConfig, dict[str, Packed], bool]:
-        """The drafter's shape, how each module is packed that is, and whether head and embedding are one."""
+    def _read(self, directory: Path) -> tuple[DrafterConfig, Mapping[str, StoredTensor], dict[str, Packed], bool]:
+        """The drafter's shape, its tensors, how each module is packed that is, and whether head and embedding are one.
+
+        The shapes of a matrix's tensors say how it is packed: the configuration that would be written of that is the
+        one that has to be there.
+        """
         path = directory / self.marker
         document = read_object(path)
+        stored = {name: tensor for name, (_, tensor) in reading.read_tensors(directory / self.weights_file).items()}
+        tied = not any(name.startswith(f"{HEAD}.") for name in stored)
         with reading.naming(path):
-            text = reading.table(document, "text_config")
-            tied = [place.get("tie_word_embeddings", True) for place in (document, text)]
-            if tied[0] != tied[1] or not isinstance(tied[0], bool):
-                raise CheckpointError(
-                    f"expected tie_word_embeddings to be the same in config.json and its text_config, found "
-                    f"{escape(tied[0])} and {escape(tied[1])}; extract the drafter anew"
-                )
-            if not (tied[0] or self.unties):
-                raise CheckpointError("expected tie_word_embeddings to be true, found false; check the config")
-            plain = {key: value for key, value in document.items() if key not in (self.key, "tie_word_embeddings")}
-            plain["text_config"] = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
-            config = parse_config(plain)
-            modules = _modules(shapes_of(config), tied[0])
-            packed = {
-                module: _packed(module, modules[module], *how)
-                for module, how in self.packed_modules(reading.table(document, self.key), modules).items()
-            }
-            if EMBEDDING in packed and tied[0] and self.unties:
-                raise CheckpointError(
-                    f"expected tie_word_embeddings to be false where {EMBEDDING} is packed, found true"
-                )
-        return config, packed, tied[0]
-
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        config, packed, tied = self._read_config(directory)
-        modules = _modules(shapes_of(config), tied)
-        made = config_document(config, "", tied=tied)
-        made[self.key] = self.document(
-            {module: packed[module] for module in modules if module in packed},
-            [module for module in modules if module not in packed],
-        )
-        said = said_of(directory, config, made, at([f"{self.key}."], self.tolerated))
-        return said_by_header(directory / self.weights_file), *said
-
-    def read(self, directory: Path) -> Checkpoint:
-        config, packed, tied = self._read_config(directory)
-        path = directory / self.weights_file
-        stored = {name: tensor for name, (_, tensor) in reading.read_tensors(path).items()}
-        shapes = shapes_of(config)
+            config = parse_config(document)
+            shapes = shapes_of(config)
+            modules = _modules(shapes, tied)
+            packed = {name: how for name, shape in modules.items() if (how := self._found(name, shape, stored))}
+            made = config_document(config, "", tied=tied)
         expected: dict[str, tuple[str, Part]] = {}
         for role, shape in shapes.items():
             name = _name(role, tied)
-            floats = Part("", "floats", "I64" if role.kind == INDEX else "F32", shape)
-            how = packed.get(_module(name))
-            parts = [(_module(name) + part.suffix, part) for part in self.parts(how)] if how else [(name, floats)]
-            expected |= {name: (role.path, part) for name, part in parts}
+            parts = [Part("", "floats", "I64" if role.kind == INDEX else "F32", shape)]
+            if how := packed.get(_module(name)):
+                name, parts = _module(name), [*self.parts(how)]
+            expected |= {name + part.suffix: (role.path, part) for part in parts}
         reading.check_tensors(
             {name: (path, part.shape) for name, (path, part) in expected.items()},
             {name: tensor.shape for name, tensor in stored.items()},
@@ -213,9 +187,35 @@ class PackedFormat(ABC):
             if stored[name].dtype != part.dtype
         ]:
             raise reading.mismatch(wrong)
+        head = EMBEDDING if tied else HEAD
+        if tied is (self.unties and head in packed):
+            raise reading.mismatch(
+                [f"{head}: expected {HEAD} packed, or tied to the embedding in floats, found neither"]
+            )
+        if packed:
+            made[self.key] = self.document(packed, [module for module in modules if module not in packed])
+        require_documents(directory, document, config, made, at([f"{self.key}."], self.tolerated))
+        return config, stored, packed, tied
+
+    def _found(self, module: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Packed | None:
+        """How ``module``, a matrix of this ``shape`` [out, in], is packed, by the shapes of its codes and scales; None
+        where it is not.
+        """
+        row = shape[1]
+        for bits, group in product((2, 4, 8), (*self.groups, *((row,) if self.rows else ()))):
+            how = Packed(shape, bits, group)
+            parts = self.parts(how)[:2]
+            there = [stored.get(module + part.suffix) for part in parts]
+            if row % group == 0 and [part.shape for part in parts] == [tensor and tensor.shape for tensor in there]:
+                return how
+        return None
+
+    def read(self, directory: Path) -> Checkpoint:
+        config, stored, packed, tied = self._read(directory)
+        path = directory / self.weights_file
         tensors: dict[str, LazyTensor] = {}
         activations: dict[str, Activations] = {}
-        for role in shapes:
+        for role in shapes_of(config):
             name = _name(role, tied)
             how = packed.get(_module(name))
             if how is None:
@@ -228,15 +228,6 @@ class PackedFormat(ABC):
         return Checkpoint(
             GEMMA4_MTP, config, MappingProxyType(tensors), "f32", activations=MappingProxyType(activations)
         )
-
-
-def _packed(module: str, shape: tuple[int, ...], bits: int, group: int) -> Packed:
-    if bits not in (2, 4, 8) or group < 1 or shape[1] % group:
-        raise CheckpointError(
-            f"{escape(module)}: expected codes of 2, 4 or 8 bits in groups that divide its rows of {shape[1]}, "
-            f"found {escape(bits)} bits in groups of {escape(group)}; extract the drafter anew"
-        )
-    return Packed(shape, bits, group)
 
 
 def _name(role: Role, tied: bool) -> str:

@@ -1,21 +1,29 @@
-"""Reading strictly: typed values of a configuration, tensors of one file or several, and tensors matched to roles."""
+"""Reading strictly: the few fields of a configuration that count, tensors of one file or several, and their roles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
 
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.manifest import Said, said_by_header, said_by_index
+from mtp_extract.checkpoint.keys import HEADER, anything, require_keys
 from mtp_extract.checkpoint.stored import StoredTensor, StoredWeight
-from mtp_extract.checkpoint.tensor_file import read_header
-from mtp_extract.errors import CheckpointError, DrafterError, escape, few
+from mtp_extract.checkpoint.tensor_file import read_header, read_metadata
+from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, escape, few
 
 Stored = Mapping[str, tuple[Path, StoredTensor]]
 """Tensor → the file that holds it, and where in it."""
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+Number = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
+Share = Annotated[float, msgspec.Meta(ge=1e-30, le=1.0)]
+Activation = Literal["gelu_pytorch_tanh", "gelu"]
+"""transformers' name of a gate's function."""
 
 _QUANTIZED = ("compressed-tensors", "gemma")
 _EAGLE3 = "eagle3"
@@ -45,35 +53,76 @@ def kind_of(path: Path) -> str | None:
     return method if method in _QUANTIZED else ""
 
 
+Fields = TypeVar("Fields")
+
+
+def fields(document: object, kind: type[Fields]) -> Fields:
+    """The fields of ``kind``, a :class:`msgspec.Struct`, that ``document`` has; other keys are passed over.
+
+    Raises:
+        CheckpointError: one is missing, of another type or out of range; the message names its place.
+    """
+    try:
+        return msgspec.convert(document, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        said = escape(error).replace(" - at `$.", " at `")
+        raise CheckpointError(f"{said[0].lower()}{said[1:]}; check the config") from error
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """What is wrong with the shape that the file at ``path`` describes is said with its name.
 
     Raises:
-        CheckpointError: for any that is raised inside, and for a shape that no drafter has.
+        CheckpointError: for any that is raised inside, and for a shape that no drafter or no such file has.
     """
     try:
         yield
-    except (CheckpointError, DrafterError) as error:
+    except (CheckpointError, DrafterError, UnsupportedError) as error:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
 _ANEW = "extract the drafter anew"
 
 
-def read_tensors(path: Path, advice: str = _ANEW) -> Stored:
-    """The tensors of the safetensors file at ``path``; ``advice`` is for whoever lacks it.
+def read_tensors(path: Path) -> Stored:
+    """The tensors of the safetensors file at ``path``.
 
     Raises:
-        CheckpointError: it is not there, or is none.
+        CheckpointError: it is not there, is none, or its header says more than engines pass over.
     """
-    if not path.is_file():
-        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
-    return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
+    found = _tensors(path, _ANEW)
+    require_keys(path, read_metadata(path), {}, HEADER)
+    return found
 
 
-def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Stored:
+def read_shards(directory: Path, name: str) -> Stored:
     """The tensors of the safetensors file ``name`` in ``directory``, or of the files that its index lists instead.
+
+    Raises:
+        CheckpointError: as :func:`read_tensors`, or the index contradicts its files.
+    """
+    index = index_of(directory, name)
+    if index is None:
+        return read_tensors(directory / name)
+    found = find_tensors(directory, name)
+    for path in dict.fromkeys(path for path, _ in found.values()):
+        read_tensors(path)
+    places = {tensor: path.name for tensor, (path, _) in found.items()}
+    require_keys(index, read_object(index), {"weight_map": places}, {"metadata": anything})
+    return found
+
+
+def index_of(directory: Path, name: str) -> Path | None:
+    """The index of the shards in ``directory`` that stand for the safetensors file ``name``; None where that is whole
+    or there is no index.
+    """
+    index = directory / f"{name}.index.json"
+    return index if index.is_file() and not (directory / name).is_file() else None
+
+
+def find_tensors(directory: Path, name: str, advice: str = _ANEW, *, listed_only: bool = False) -> Stored:
+    """As :func:`read_shards`, whatever the files say beside their tensors.
 
     Args:
         advice: what to do where a file is missing.
@@ -82,18 +131,17 @@ def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only:
     Raises:
         CheckpointError: it is not there, is none, or the index contradicts its files.
     """
-    index = directory / f"{name}.index.json"
-    if (directory / name).is_file() or not index.is_file():
-        return read_tensors(directory / name, advice)
-    document = read_object(index)
+    index = index_of(directory, name)
+    if index is None:
+        return _tensors(directory / name, advice)
     with naming(index):
-        places = table(document, "weight_map")
-        files = dict.fromkeys(str(file) for file in places.values())
+        places = fields(read_object(index), _Index).weight_map
+        files = dict.fromkeys(places.values())
         if wrong := [file for file in files if Path(file).name != file]:
             raise CheckpointError(f"expected files beside it, found {escape(wrong[0])}; check the index")
         found: dict[str, tuple[Path, StoredTensor]] = {}
         for file in files:
-            stored = read_tensors(directory / file, advice)
+            stored = _tensors(directory / file, advice)
             if listed_only:
                 stored = {tensor: place for tensor, place in stored.items() if places.get(tensor) == file}
             if twice := sorted(stored.keys() & found.keys()):
@@ -107,96 +155,14 @@ def read_shards(directory: Path, name: str, advice: str = _ANEW, *, listed_only:
     return found
 
 
-def said_by_shards(directory: Path, name: str, places: Stored) -> list[Said]:
-    """The files of the tensors that :func:`read_shards` has found at ``places``, and what they may say."""
-    whole, index = directory / name, directory / f"{name}.index.json"
-    if whole.is_file() or not index.is_file():
-        return [said_by_header(whole)]
-    headers = [said_by_header(path) for path in dict.fromkeys(path for path, _ in places.values())]
-    return [*headers, said_by_index(index, {tensor: path.name for tensor, (path, _) in places.items()})]
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
-def require(config: Mapping[str, Any], key: str) -> Any:
-    """The value of ``key``, which must be there."""
-    if config.get(key) is None:
-        raise CheckpointError(f"expected {key} in the drafter's config, found no such key; the config is incomplete")
-    return config[key]
-
-
-def table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under ``key``."""
-    found: Mapping[str, Any] = _of_type(config, key, dict, "an object")
-    return found
-
-
-def sequence(config: Mapping[str, Any], key: str) -> list[Any]:
-    """The list under ``key``."""
-    found: list[Any] = _of_type(config, key, list, "a list")
-    return found
-
-
-def _of_type(config: Mapping[str, Any], key: str, kind: type, called: str) -> Any:
-    value = require(config, key)
-    if not isinstance(value, kind):
-        raise _unlike(key, called, value)
-    return value
-
-
-def _unlike(key: str, expected: str, value: object) -> CheckpointError:
-    return CheckpointError(f"expected {key} to be {expected}, found {escape(value)}; check the config")
-
-
-def flag(config: Mapping[str, Any], key: str) -> bool:
-    """The truth value under ``key``; False where it is absent or null."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _unlike(key, "true or false", value)
-    return bool(value)
-
-
-def positive_integer(config: Mapping[str, Any], key: str) -> int:
-    """The positive integer under ``key``."""
-    value = require(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
-        raise _unlike(key, "a positive integer", value)
-    return value
-
-
-_LARGEST_SIZE = 1 << 24
-_LARGEST_NUMBER = 1e30
-
-
-def number(config: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
-    """The positive number under ``key``, neither vanishing nor vast; ``default`` where it is absent or null."""
-    if default is not None and config.get(key) is None:
-        return default
-    value = require(config, key)
-    # Compared as it is: an integer may be too large for a float.
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    if not sound or not 1 / _LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
-        raise _unlike(key, "a positive number", value)
-    return float(value)
-
-
-def optional_integer(config: Mapping[str, Any], key: str) -> int | None:
-    """As :func:`positive_integer`; None where it is absent or null."""
-    return None if config.get(key) is None else positive_integer(config, key)
-
-
-def optional_number(config: Mapping[str, Any], key: str) -> float | None:
-    """As :func:`number`; None where it is absent or null."""
-    return None if config.get(key) is None else number(config, key)
-
-
-_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
-
-
-def activation(config: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
-    """transformers' name of a gate's function under ``key``, if it is one that the drafter has."""
-    name = config.get(key, default)
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise CheckpointError(f"expected {key} {' or '.join(_ACTIVATIONS)}, found {escape(name)}; it is not supported")
-    return name
+def _tensors(path: Path, advice: str) -> Stored:
+    if not path.is_file():
+        raise CheckpointError(f"expected {path.name} in {escape(path.parent)}, found none; {advice}")
+    return {tensor: (path, stored) for tensor, stored in read_header(path).items()}
 
 
 def weights_of(

@@ -7,25 +7,24 @@ propose. SGLang reads no such directory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.checkpoint.manifest import anything, is_text
-from mtp_extract.errors import CheckpointError, escape
+from mtp_extract.checkpoint.keys import anything, is_text
 from mtp_extract.formats import llama, reading
 from mtp_extract.formats.eagle3_lint import IDS, LLAMA
 
 _TOKENS = 3
 """Proposed a round; whoever serves the head may say otherwise."""
 
-_TYPE = "speculators_model_type"
-
 
 def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """As :attr:`HeadFormat.document <mtp_extract.formats.llama.HeadFormat.document>`."""
     return {
         "architectures": ["Eagle3Speculator"],
-        _TYPE: "eagle3",
+        "speculators_model_type": "eagle3",
         "dtype": dtype,
         IDS: list(config.base_layers),
         **llama.shape_flags(config),
@@ -40,25 +39,24 @@ def config_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def parse_config(config: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+class _Config(Struct):
+    speculators_model_type: Literal["eagle3"]
+    eagle_aux_hidden_state_layer_ids: llama.Layers
+    norm_before_residual: bool  # speculators takes false where there is none, vLLM true
+    transformer_layer_config: dict[str, Any]
+    speculators_config: Any = None
+
+
+def parse_config(document: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
     """As :attr:`HeadFormat.parse <mtp_extract.formats.llama.HeadFormat.parse>`."""
-    if config.get(_TYPE) != "eagle3":
-        raise CheckpointError(f"expected {_TYPE} eagle3, found {escape(config.get(_TYPE))}; it is not supported")
-    layers = llama.read_ids(config, IDS)
-    if layers is None:
-        raise CheckpointError(
-            f"expected {IDS} in the drafter's config, found none; vLLM takes 2, n // 2 and n − 3 of a base of n "
-            "layers: write those that the head was trained with"
-        )
-    # speculators takes false where there is none, vLLM true.
-    reading.require(config, "norm_before_residual")
-    verifier = config.get("speculators_config")
+    found = reading.fields(document, _Config)
+    verifier = found.speculators_config
     for key in ("verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
     return llama.parse_llama(
-        reading.table(config, LLAMA),
-        config,
-        base_layers=layers,
+        found.transformer_layer_config,
+        document,
+        base_layers=tuple(found.eagle_aux_hidden_state_layer_ids),
         own_embedding=own_embedding,
         base=llama.named_base(verifier),
     )

@@ -7,113 +7,47 @@ favour of a per-layer form that llama.cpp's converter does not read; SGLang reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, Role, shapes_of
 from mtp_extract.checkpoint.checkpoint import INDICES, Checkpoint, Holding
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import (
+    AllowedKeys,
+    anything,
+    at,
+    is_number,
+    is_text,
+    is_whole,
+    off,
+    require_keys,
+    some,
+)
 from mtp_extract.checkpoint.lazy import LazyTensor
-from mtp_extract.checkpoint.manifest import Keys, Said, anything, at, is_number, is_text, is_whole, off, some
 from mtp_extract.checkpoint.planned import OutputFile, json_text
 from mtp_extract.checkpoint.stored import StoredWeight, common_dtype
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape
+from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.holding import hold_floats, plan_weight
-from mtp_extract.formats.keys import Table, constant, fixed, held, made, positions, unwritten
+from mtp_extract.formats.reading import Activation, Number, Share, Size
 
 GENERATION_FILE = "generation_config.json"
+MAX_POSITIONS = 131072
+"""Written of a drafter that does not say for how many positions it was made: the official assistants'."""
 
-_UNUSED_WINDOW = 512
-_ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Used by transformers' Gemma4TextConfig when the key is absent.
-_DEFAULT_GLOBAL_HEAD_DIM = 512
-_MOST_LAYERS = 1024
+UNUSED_WINDOW = 512
+"""Written of a drafter without sliding layers."""
+
+_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _LM_HEAD = "lm_head.weight"
-
-
-def _head(field: str, default: int) -> Callable[[DrafterConfig], int]:
-    """A number of the ordered head; where there is none, that of the official assistants, which nothing reads."""
-    return lambda config: getattr(config.ordered_head, field, default)
-
-
-def _two_kv_heads(config: DrafterConfig) -> bool:
-    return config.sliding.num_kv_heads != config.full.num_kv_heads
-
-
-def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
-    """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
-    parameters: dict[str, dict[str, Any]] = {
-        SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
-        FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-    }
-    for layer_type, rope in config.rope.items():
-        parameters[layer_type] = {"rope_theta": rope.theta, "rope_type": rope.kind}
-        if rope.kind == "proportional":
-            parameters[layer_type]["partial_rotary_factor"] = rope.partial_rotary_factor
-        if rope.factor != 1.0:
-            parameters[layer_type]["factor"] = rope.factor
-    return parameters
-
-
-_BOTH = (
-    *fixed(
-        attention_bias=(False, None),
-        enable_moe_block=(False, None),
-        hidden_size_per_layer_input=(0, None),
-        use_double_wide_mlp=(False, None),
-        # In the base "vision" is said of images, of which a drafter sees none.
-        use_bidirectional_attention=(None, False, "vision"),
-        # Embeddings and head are one tensor.
-        tie_word_embeddings=(True, None),
-    ),
-    *unwritten(fixed(quantization_config=(None,))),
-)
-"""What a drafter has not, wherever ``config.json`` says it."""
-
-_TOP = Table(
-    constant(architectures=["Gemma4AssistantForCausalLM"], model_type=_ASSISTANT_TYPES[0]),
-    held(reading.positive_integer, "backbone_hidden_size"),
-    constant(dtype="", tie_word_embeddings=True),
-    made("use_ordered_embeddings", lambda config: config.ordered_head is not None),
-    made("num_centroids", _head("num_centroids", 2048), tolerated=is_whole),
-    made("centroid_intermediate_top_k", _head("top_k", 32), tolerated=is_whole),
-    unwritten(_BOTH),
-)
-"""``config.json``, but for tokens and ``text_config``."""
-
-_TEXT = Table(
-    _BOTH,
-    constant(attention_dropout=0.0, dtype="", initializer_range=0.02, use_cache=True),
-    constant(bos_token_id=2, eos_token_id=1, pad_token_id=0, model_type="gemma4_text", vocab_size_per_layer_input=0),
-    held(
-        reading.positive_integer, "hidden_size", "intermediate_size", "vocab_size", ("num_attention_heads", "num_heads")
-    ),
-    held(reading.optional_number, ("final_logit_softcapping", "final_logit_softcap")),
-    held(partial(reading.activation, default="gelu_pytorch_tanh"), "hidden_activation"),
-    held(partial(reading.number, default=1e-6), "rms_norm_eps"),
-    positions("max_position_embeddings"),
-    made("num_hidden_layers", "num_layers", repeats=True),
-    # 0 is what transformers takes for all, before it is filled in.
-    made("num_kv_shared_layers", "num_layers", repeats=True, tolerated=some(0, None)),
-    # Of each layer, by its type.
-    made("layer_types", lambda config: list(config.layer_types)),
-    made("head_dim", "sliding.head_dim"),
-    made("global_head_dim", "full.head_dim"),
-    made("num_key_value_heads", "sliding.num_kv_heads"),
-    made("num_global_key_value_heads", lambda config: config.full.num_kv_heads if _two_kv_heads(config) else None),
-    # Gates num_global_key_value_heads; the drafter itself has neither K nor V projections.
-    made("attention_k_eq_v", _two_kv_heads, tolerated=some(True, False, None)),
-    made("rope_parameters", rope_parameters),
-    made("sliding_window", lambda config: config.sliding_window or _UNUSED_WINDOW),
-)
-"""``text_config``, which is written in the order of the alphabet."""
 
 
 class TransformersFormat:
@@ -122,6 +56,7 @@ class TransformersFormat:
     name = "transformers"
     marker = "config.json"
     weights_file = "model.safetensors"
+    further_files = (GENERATION_FILE,)
 
     def recognizes(self, directory: Path) -> bool:
         return reading.kind_of(directory / self.marker) == ""
@@ -145,7 +80,10 @@ class TransformersFormat:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            return parse_config(document)
+            config = parse_config(document)
+            made = config_document(config, "")
+        require_documents(directory, document, config, made)
+        return config
 
     def read(self, directory: Path) -> Checkpoint:
         config = self.read_config(directory)
@@ -156,12 +94,6 @@ class TransformersFormat:
             _check_tied(StoredWeight(*stored[_LM_HEAD]), tensors["lm_head"])
         dtype = common_dtype(tensors[role.name] for role in shapes if role.kind != INDEX)
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), dtype)
-
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        config = self.read_config(directory)
-        stored = reading.read_shards(directory, self.weights_file)
-        weights = reading.said_by_shards(directory, self.weights_file, stored)
-        return *weights, *said_of(directory, config, config_document(config, ""))
 
 
 FORMAT = TransformersFormat()
@@ -191,18 +123,85 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
             "configuration says. The litert layout can express it.",
             remedies=("format=litert",),
         )
-    tokens = load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {})
-    weights = {"dtype": dtype, "tie_word_embeddings": tied}
-    text = dict(sorted({**_TEXT.write(config), **weights}.items()))
-    return {**_TOP.write(config), **weights, **tokens, "text_config": text}
+    sliding, full, head = config.sliding, config.full, config.ordered_head
+    two_kv_heads = sliding.num_kv_heads != full.num_kv_heads
+    text = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": two_kv_heads,  # gates num_global_key_value_heads; there are no K and V projections
+        "bos_token_id": 2,
+        "dtype": dtype,
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": config.final_logit_softcap,
+        "global_head_dim": full.head_dim,
+        "head_dim": sliding.head_dim,
+        "hidden_activation": config.hidden_activation,
+        "hidden_size": config.hidden_size,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": list(config.layer_types),
+        "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
+        "model_type": "gemma4_text",
+        "num_attention_heads": config.num_heads,
+        "num_global_key_value_heads": full.num_kv_heads if two_kv_heads else None,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": sliding.num_kv_heads,
+        "num_kv_shared_layers": config.num_layers,
+        "pad_token_id": 0,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope_parameters(config),
+        "sliding_window": config.sliding_window or UNUSED_WINDOW,
+        "tie_word_embeddings": tied,
+        "use_bidirectional_attention": None,
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": config.vocab_size,
+        "vocab_size_per_layer_input": 0,
+    }
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": _TYPES[0],
+        "backbone_hidden_size": config.backbone_hidden_size,
+        "dtype": dtype,
+        "tie_word_embeddings": tied,
+        "use_ordered_embeddings": head is not None,
+        # Without an ordered head nothing reads these: they are the official assistants'.
+        "num_centroids": head.num_centroids if head else 2048,
+        "centroid_intermediate_top_k": head.top_k if head else 32,
+        **load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {}),
+        "text_config": text,
+    }
 
 
-_FLOATS = some(None, *(dtype.transformers for dtype in DTYPES.values()))
-UNCOMPUTED: Keys = MappingProxyType(
+def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
+    """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
+    parameters: dict[str, dict[str, Any]] = {
+        SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
+        FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    }
+    for layer_type, rope in config.rope.items():
+        parameters[layer_type] = {"rope_theta": rope.theta, "rope_type": rope.kind}
+        if rope.kind == "proportional":
+            parameters[layer_type]["partial_rotary_factor"] = rope.partial_rotary_factor
+        if rope.factor != 1.0:
+            parameters[layer_type]["factor"] = rope.factor
+    return parameters
+
+
+GENERATION: Mapping[str, Any] = {
+    "is_assistant": True,
+    "num_assistant_tokens": 6,
+    "num_assistant_tokens_schedule": "constant",
+}
+"""``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
+
+UNCOMPUTED: AllowedKeys = MappingProxyType(
     {
         # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
-        **dict.fromkeys(("dtype", "torch_dtype"), _FLOATS),
-        **dict.fromkeys(("*_token_id", "max_position_embeddings"), is_whole),
+        **dict.fromkeys(("dtype", "torch_dtype"), some(None, *(dtype.transformers for dtype in DTYPES.values()))),
+        **dict.fromkeys(("*_token_id", "*_token_index", "max_position_embeddings"), is_whole),
         **dict.fromkeys(("initializer_range", "attention_dropout"), is_number),
         **dict.fromkeys(("transformers_version", "_name_or_path", "problem_type"), is_text),
         # What a model gives beside its result, of which a drafter has none.
@@ -214,15 +213,31 @@ UNCOMPUTED: Keys = MappingProxyType(
 )
 """Keys of transformers' configurations from which nothing is computed."""
 
-_TOLERATED: Keys = MappingProxyType(
+_TOLERATED: AllowedKeys = MappingProxyType(
     {
         **at(("", "text_config."), UNCOMPUTED),
-        **_TOP.allowed(),
+        # What a drafter has not, in other words.
+        **at(
+            ("", "text_config."),
+            {
+                **dict.fromkeys(("attention_bias", "enable_moe_block", "use_double_wide_mlp"), some(False, None)),
+                # In the base "vision" is said of images, of which a drafter sees none.
+                "use_bidirectional_attention": some(False, "vision"),
+            },
+        ),
+        "hidden_size_per_layer_input": some(0),
         "architectures": some(None, ["Gemma4UnifiedAssistantForCausalLM"]),
-        "model_type": some(*_ASSISTANT_TYPES),
-        **_TEXT.allowed("text_config."),
-        # Of experts, where reading refuses any.
+        "model_type": some(*_TYPES),
+        **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k"), is_whole),
+        # Read as what transformers takes where they are missing.
+        "use_ordered_embeddings": some(None),
+        **{f"text_config.{key}": some(None) for key in ("hidden_activation", "rms_norm_eps", "global_head_dim")},
+        **{f"text_config.{key}": some(None) for key in ("model_type", "rope_parameters.*.rope_type")},
+        # Of experts, of which there is no block.
         **{f"text_config.{key}": is_whole for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
+        # 0 is what transformers takes for all, before it is filled in.
+        "text_config.num_kv_shared_layers": some(0, None),
+        "text_config.attention_k_eq_v": some(True, False, None),
         # In other words, all of which are read: by layer, or as what is on or off.
         "text_config.per_layer_config": anything,
         **{f"text_config.rope_parameters.*.{key}": some(1, None) for key in ("factor", "partial_rotary_factor")},
@@ -230,21 +245,11 @@ _TOLERATED: Keys = MappingProxyType(
 )
 """What ``config.json`` may say otherwise than it is written here."""
 
-_NEEDED = tuple(f"text_config.{size}_per_layer_input" for size in ("hidden_size", "vocab_size"))
-"""Without them transformers takes sizes of embeddings a layer, of which a drafter has none."""
-
-GENERATION: Mapping[str, Any] = {
-    "is_assistant": True,
-    "num_assistant_tokens": 6,
-    "num_assistant_tokens_schedule": "constant",
-}
-"""``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
-
-_GENERATION: Keys = MappingProxyType(
+_GENERATION: AllowedKeys = MappingProxyType(
     {
         **UNCOMPUTED,
         "_from_model_config": some(True, False, None),
-        "is_assistant": some(True, None),
+        "is_assistant": some(None),
         # How many drafts a round has, and how tokens are drawn: not what is drafted from.
         **dict.fromkeys(("num_assistant_tokens", "assistant_confidence_threshold"), is_number),
         "num_assistant_tokens_schedule": is_text,
@@ -252,31 +257,80 @@ _GENERATION: Keys = MappingProxyType(
         **dict.fromkeys(("temperature", "top_k", "top_p"), is_number),
     }
 )
-"""What ``generation_config.json`` may say."""
+"""What ``generation_config.json`` may say otherwise."""
 
 
-def said_of(
-    directory: Path, config: DrafterConfig, document: Mapping[str, Any], more: Keys = MappingProxyType({})
-) -> list[Said]:
-    """What both configurations in ``directory`` may say.
+def require_documents(
+    directory: Path,
+    document: Mapping[str, Any],
+    config: DrafterConfig,
+    made: Mapping[str, Any],
+    more: AllowedKeys = MappingProxyType({}),
+) -> None:
+    """Check that both configurations in ``directory`` say what would be written there, or what changes nothing.
 
     Args:
-        config: as it was read.
-        document: what would be written of it.
+        document: ``config.json`` as it lies there.
+        config: as it was read from that.
+        made: what would be written of it.
         more: what ``config.json`` may say besides.
+
+    Raises:
+        CheckpointError: one of them says something else.
     """
-    # What is said of layers of a type that there is none of is not read.
     tolerated = {**_TOLERATED, "text_config.num_global_key_value_heads": some(None, config.full.num_kv_heads), **more}
-    if SLIDING not in config.rope:
+    if SLIDING not in config.rope:  # what is said of them is not read
         tolerated |= {f"text_config.rope_parameters.{SLIDING}": anything}
         tolerated |= dict.fromkeys(("text_config.sliding_window", "text_config.head_dim"), is_whole)
-    return [
-        Said(directory / FORMAT.marker, document, tolerated, _NEEDED),
-        Said(directory / GENERATION_FILE, GENERATION, _GENERATION),
-    ]
+    if made["tie_word_embeddings"]:  # which is what engines take where nothing is said
+        tolerated |= dict.fromkeys(("tie_word_embeddings", "text_config.tie_word_embeddings"), some(None))
+    require_keys(directory / FORMAT.marker, document, made, tolerated)
+    path = directory / GENERATION_FILE
+    if path.is_file():
+        require_keys(path, read_object(path), GENERATION, _GENERATION)
 
 
-def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
+LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Meta(min_length=1, max_length=1024)]
+
+
+class _Layer(Struct, forbid_unknown_fields=True):
+    head_dim: Size | None = None
+    num_key_value_heads: Size | None = None
+
+
+class _Text(Struct):
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    layer_types: LayerTypes
+    rope_parameters: dict[str, Any]
+    sliding_window: Size | None = None
+    global_head_dim: Size = 512  # as in transformers' Gemma4TextConfig
+    num_global_key_value_heads: Size | None = None
+    attention_k_eq_v: bool | None = None
+    per_layer_config: dict[str, _Layer] | None = None
+    final_logit_softcapping: Number | None = None
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    rms_norm_eps: Number = 1e-6
+    max_position_embeddings: Size | None = None
+
+
+class _Config(Struct):
+    model_type: str
+    backbone_hidden_size: Size
+    text_config: _Text
+    use_ordered_embeddings: bool | None = None
+
+
+class _OrderedHead(Struct):
+    num_centroids: Size
+    centroid_intermediate_top_k: Size
+
+
+def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     """The parsed ``config.json`` of a ``gemma4_assistant`` (or ``gemma4_unified_assistant``).
 
     Head dims and KV heads of the full layers are read from ``global_head_dim`` and ``num_global_key_value_heads`` (the
@@ -284,64 +338,53 @@ def parse_config(config: Mapping[str, Any]) -> DrafterConfig:
     transformers' ``save_pretrained`` writes.
 
     Raises:
-        CheckpointError: another model type, a missing key, a value of the wrong type or range, or a feature that this
-            drafter does not have.
+        CheckpointError: another model type, a missing key, or a value of the wrong type or range.
         DrafterError: a shape that no drafter has.
     """
-    model_type = config.get("model_type")
-    if model_type not in _ASSISTANT_TYPES:
+    if document.get("model_type") not in _TYPES:
         raise CheckpointError(
-            f"expected model_type {' or '.join(_ASSISTANT_TYPES)}, found {escape(model_type)}; "
-            "point to the drafter's directory, not the base model's"
+            f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}; point to the "
+            "drafter's directory, not the base model's"
         )
-    text = reading.table(config, "text_config")
-    fields = {**_TOP.read(config), **_TEXT.read(text)}
-    if reading.flag(config, "use_ordered_embeddings"):
-        fields["ordered_head"] = OrderedHeadConfig(
-            num_centroids=reading.positive_integer(config, "num_centroids"),
-            top_k=reading.positive_integer(config, "centroid_intermediate_top_k"),
-        )
-    found = DrafterConfig(**fields, layers=tuple(_layers(text)))
-    _TEXT.require_agreement(text, found)
-    return found
+    top = reading.fields(document, _Config)
+    text, head = top.text_config, None
+    if top.use_ordered_embeddings:
+        ordered = reading.fields(document, _OrderedHead)
+        head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
+    return DrafterConfig(
+        backbone_hidden_size=top.backbone_hidden_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        vocab_size=text.vocab_size,
+        num_heads=text.num_attention_heads,
+        layers=tuple(_layer(text, index, layer_type) for index, layer_type in enumerate(text.layer_types)),
+        rms_norm_eps=text.rms_norm_eps,
+        final_logit_softcap=text.final_logit_softcapping,
+        hidden_activation=text.hidden_activation,
+        ordered_head=head,
+        max_position_embeddings=text.max_position_embeddings,
+    )
 
 
-def _layers(text: Mapping[str, Any]) -> list[LayerConfig]:
-    layer_types = reading.sequence(text, "layer_types")
-    if len(layer_types) > _MOST_LAYERS:
-        raise CheckpointError(
-            f"expected at most {_MOST_LAYERS} layer_types, found {len(layer_types)}; check the config"
-        )
-    full_kv_heads = text.get("num_global_key_value_heads") if reading.flag(text, "attention_k_eq_v") else None
-    by_type: dict[str, dict[str, Any]] = {
-        SLIDING: {"head_dim": text.get("head_dim"), "num_key_value_heads": text.get("num_key_value_heads")},
-        FULL: {
-            "head_dim": text.get("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM),
-            "num_key_value_heads": full_kv_heads or text.get("num_key_value_heads"),
-        },
-    }
-    per_layer: Mapping[str, Any] = {}
-    if text.get("per_layer_config") is not None:
-        per_layer = reading.table(text, "per_layer_config")
-        by_type[FULL] = dict(by_type[SLIDING])
-    layers = []
-    for index, layer_type in enumerate(layer_types):
-        if layer_type not in (SLIDING, FULL):
-            raise CheckpointError(
-                f"layer {index}: expected {SLIDING} or {FULL} in layer_types, found {escape(layer_type)}"
-            )
-        own = reading.table(per_layer, str(index)) if str(index) in per_layer else {}
-        shape = by_type[layer_type] | dict(own)
-        layers.append(
-            LayerConfig(
-                layer_type=layer_type,
-                head_dim=reading.positive_integer(shape, "head_dim"),
-                num_kv_heads=reading.positive_integer(shape, "num_key_value_heads"),
-                sliding_window=reading.positive_integer(text, "sliding_window") if layer_type == SLIDING else None,
-                rope=parse_rope(reading.table(text, "rope_parameters"), layer_type),
-            )
-        )
-    return layers
+def _layer(text: _Text, index: int, layer_type: str) -> LayerConfig:
+    head_dim, kv_heads = text.head_dim, text.num_key_value_heads
+    if text.per_layer_config is not None:
+        own = text.per_layer_config.get(str(index), _Layer())
+        head_dim, kv_heads = own.head_dim or head_dim, own.num_key_value_heads or kv_heads
+    elif layer_type == FULL:
+        head_dim = text.global_head_dim
+        kv_heads = (text.num_global_key_value_heads if text.attention_k_eq_v else None) or kv_heads
+    if layer_type == SLIDING and text.sliding_window is None:
+        raise CheckpointError("expected sliding_window for sliding layers, found none; check the config")
+    window = text.sliding_window if layer_type == SLIDING else None
+    return LayerConfig(layer_type, head_dim, kv_heads, window, parse_rope(text.rope_parameters, layer_type))
+
+
+class _Rope(Struct):
+    rope_theta: Number
+    rope_type: Literal["default", "proportional"] = "default"
+    partial_rotary_factor: Share | None = None
+    factor: Number | None = None
 
 
 def parse_rope(parameters: Mapping[str, Any], layer_type: str) -> RopeConfig:
@@ -350,16 +393,9 @@ def parse_rope(parameters: Mapping[str, Any], layer_type: str) -> RopeConfig:
     Raises:
         CheckpointError: another kind of RoPE, or a value of the wrong type or range.
     """
-    rope = reading.table(parameters, layer_type)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "proportional"):
-        raise CheckpointError(f"expected rope_type default or proportional, found {escape(kind)}; it is not supported")
-    proportional = kind == "proportional"
-    share = reading.number(rope, "partial_rotary_factor", default=1.0) if proportional else 1.0
-    if share > 1:
-        raise CheckpointError(f"expected partial_rotary_factor to be at most 1, found {share:g}; check the config")
-    return RopeConfig(
-        theta=reading.number(rope, "rope_theta"),
-        partial_rotary_factor=share,
-        factor=reading.number(rope, "factor", default=1.0) if proportional else 1.0,
-    )
+    if layer_type not in parameters:
+        raise CheckpointError(f"expected RoPE of {layer_type}, found none; check the config")
+    rope = reading.fields(parameters[layer_type], _Rope)
+    if rope.rope_type == "default":
+        return RopeConfig(rope.rope_theta)
+    return RopeConfig(rope.rope_theta, rope.partial_rotary_factor or 1.0, rope.factor or 1.0)

@@ -14,7 +14,7 @@ from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.lazy import LazyTensor
 from mtp_extract.checkpoint.record import caches, set_aside
 from mtp_extract.checkpoint.stored import StoredWeight
-from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError
+from mtp_extract.errors import MtpExtractError, NoDrafterError
 from mtp_extract.formats import format_of
 from mtp_extract.formats.llama import findings_of
 from mtp_extract.litertlm.published import known_bundle
@@ -210,14 +210,7 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         CheckpointError: it is damaged, or holds no drafter.
     """
     format_ = format_of(place)
-    findings = findings_of(place)
-    try:
-        found = format_.read(place)
-    except CheckpointError as error:
-        if not findings:
-            raise
-        lines = "\n  ".join(map(str, findings))
-        raise CheckpointError(f"{error}\nWhat engines make of it:\n  {lines}") from error
+    found = format_.read(place)
     known = known_drafter(found.config) if isinstance(found.config, DrafterConfig) else None
     shapes = {role: shape for role, shape in shapes_of(found.config).items() if role.name in found.tensors}
     types = {role.name: _stored_type(found.tensors[role.name]) for role in shapes}
@@ -230,7 +223,7 @@ def inspect_checkpoint(place: Path, *, tensors: bool = False) -> dict[str, Any]:
         "stored_types": dict(sorted(Counter(types.values()).items())),
     }
     if found.architecture == EAGLE3:
-        described["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings]
+        described["findings"] = [{**asdict(finding), "is_error": finding.is_error} for finding in findings_of(place)]
     if tensors:
         described["tensors"] = [
             {

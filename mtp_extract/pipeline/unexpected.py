@@ -7,12 +7,10 @@ from collections.abc import Container, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mtp_extract.checkpoint.codes import CODES_FILE, said_of_codes
+from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.json_file import read_object
-from mtp_extract.checkpoint.manifest import Said, beyond
-from mtp_extract.checkpoint.tensor_file import holds_tensors, read_metadata
 from mtp_extract.errors import CheckpointError, escape, few
-from mtp_extract.formats import format_of
+from mtp_extract.formats import format_of, reading
 from mtp_extract.pipeline.staging import RECORD
 
 _TOKENIZER = (
@@ -59,24 +57,30 @@ def require_manifest(place: Path, allowed: Container[str] = ()) -> None:
 
 
 def unexpected_in(place: Path, allowed: Container[str] = ()) -> list[str]:
-    """Files, keys and values that :func:`require_manifest` refuses, each as a clause that names its file.
+    """What :func:`require_manifest` refuses, each as a clause that names a file. What the drafter's own files say is
+    checked where they are read.
 
     Raises:
-        CheckpointError: it holds no drafter, or a damaged one.
+        CheckpointError: ``place`` holds no drafter, or a damaged one.
     """
-    own = format_of(place).manifest(place)
-    names = {one.path.name for one in own}
-    files = [] if place.is_file() else sorted(_unexpected_files(place, names, allowed))
-    expected = [*own, said_of_codes(place / CODES_FILE)]
-    there = [one for one in expected if one.path.is_file()]
-    keys = [f"{escape(one.path.name)} {what}" for one in there for what in _unexpected_keys(one)]
+    own = _own_files(place)
+    files = [] if place.is_file() else sorted(_unexpected_files(place, own, allowed))
     configs = [place / name for name in _TOKENIZER if name.endswith("_config.json") and (place / name).is_file()]
-    return files + keys + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
+    return files + [f"{path.name} names code" for path in configs if _CODE in read_object(path)]
 
 
-def _unexpected_keys(expected: Said) -> Iterator[str]:
-    read = read_metadata if holds_tensors(expected.path) else read_object
-    return beyond(read(expected.path), expected)
+def _own_files(place: Path) -> set[str]:
+    """Names of the files that are read as the drafter's, or that its format writes besides."""
+    found = format_of(place)
+    if place.is_file():
+        return {place.name}
+    own = {
+        min((path.name for path in place.glob(pattern)), default=pattern)
+        for pattern in (found.marker, found.weights_file, *found.further_files)
+    }
+    if (index := reading.index_of(place, found.weights_file)) is not None:
+        own |= {index.name, *(path.name for path, _ in reading.read_shards(place, found.weights_file).values())}
+    return own
 
 
 def _unexpected_files(folder: Path, own: Container[str], allowed: Container[str]) -> Iterator[str]:

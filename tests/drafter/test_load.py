@@ -125,16 +125,16 @@ def test_litert_shared_constants_and_absent_scalars(litert: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "expected format_version to be 1"),
-        ({"tensors": None}, "table of roles"),
+        ({"format_version": 2}, "invalid enum value 2 at `format_version`"),
+        ({"tensors": None}, "missing required field `tensors`"),
         ({"tensors": {"pre_projection": "x", "layers.0.k_proj": "y"}}, r"expected no role layers\.0\.k_proj"),
         ({"tensors": {"pre_projection": "x"}}, r"expected roles final_norm, layers\.0\.down_proj.*found none"),
-        ({"head_dims": [32, 32]}, "expected 4 entries in head_dims, found 2"),
-        ({"kv_bank_ids": [0, 0, 1, 1]}, "layer 2: expected layer type and KV bank"),
-        ({"hidden_activation": "relu"}, "found relu"),
-        ({"attention_scale": None}, "expected attention_scale"),
+        ({"head_dims": [32, 32]}, "as many head_dims"),
+        ({"kv_bank_ids": [0, 0, 1, 1]}, "says kv_bank_ids"),
+        ({"hidden_activation": "relu"}, "'relu' at `hidden_activation`"),
+        ({"attention_scale": None}, "missing required field `attention_scale`"),
         ({"num_heads": 3}, "layer 0: expected num_kv_heads to divide the 3 query heads"),
-        ({"hidden_size": "64"}, "expected hidden_size to be a positive integer, found 64"),
+        ({"hidden_size": "64"}, "expected `int`, got `str` at `hidden_size`"),
     ],
 )
 def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: str) -> None:
@@ -147,16 +147,20 @@ def test_litert_config_errors(litert: Path, changes: dict[str, Any], message: st
     ("changes", "text_changes", "message"),
     [
         ({"model_type": "gemma4"}, {}, "found gemma4; point to the drafter's directory, not the base model's"),
-        ({}, {"attention_bias": True}, "expected attention_bias to be false"),
-        ({}, {"layer_types": None}, "expected layer_types"),
+        ({}, {"attention_bias": True}, "says text_config.attention_bias True"),
+        ({}, {"layer_types": None}, "got `null` at `text_config.layer_types`"),
         (
             {},
             {"layer_types": ["sliding_attention", "full_attention"]},
-            "expected num_hidden_layers 2, found 3; the config contradicts itself",
+            "says text_config.num_hidden_layers 3",
         ),
-        ({}, {"layer_types": ["linear", "linear", "linear"]}, "layer 0: expected .* found linear"),
-        ({}, {"hidden_size": 0}, "expected hidden_size to be a positive integer, found 0"),
-        ({}, {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "found yarn"),
+        ({}, {"layer_types": ["linear", "linear", "linear"]}, "'linear' at `text_config.layer_types"),
+        ({}, {"hidden_size": 0}, "`int` >= 1 at `text_config.hidden_size`"),
+        (
+            {},
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "rope_theta": 1}}},
+            "'yarn' at `rope_type`",
+        ),
         ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "num_centroids to divide the vocabulary of 60"),
     ],
 )

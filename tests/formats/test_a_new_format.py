@@ -17,8 +17,8 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedH
 from mtp_extract.architecture.roles import roles_of, shapes_of
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Holding
 from mtp_extract.checkpoint.json_file import read_object
+from mtp_extract.checkpoint.keys import is_text, require_keys
 from mtp_extract.checkpoint.lazy import FilledTensor, LazyTensor, read_floats
-from mtp_extract.checkpoint.manifest import Said, is_text, said_by_header
 from mtp_extract.checkpoint.planned import OutputFile, plan_array, plan_floats
 from mtp_extract.checkpoint.stored import StoredWeight
 from mtp_extract.checkpoint.tensor_file import read_header, write_tensors
@@ -33,6 +33,7 @@ class ToyFormat:
     name = "toy"
     marker = "toy.json"
     weights_file = "toy.safetensors"
+    further_files: tuple[str, ...] = ()
 
     def recognizes(self, directory: Path) -> bool:
         return (directory / self.marker).is_file()
@@ -47,15 +48,13 @@ class ToyFormat:
             OutputFile(self.marker, text=json.dumps({"dtype": dtype, **asdict(checkpoint.config)})),
         ]
 
-    def manifest(self, directory: Path) -> Sequence[Said]:
-        path = directory / self.marker
-        said = Said(path, json.loads(json.dumps(asdict(self.read_config(directory)))), {"dtype": is_text})
-        return said, said_by_header(directory / self.weights_file)
-
     def read_config(self, directory: Path) -> DrafterConfig:
-        fields = {key: value for key, value in read_object(directory / self.marker).items() if key != "dtype"}
+        document = read_object(directory / self.marker)
+        fields = {key: value for key, value in document.items() if key != "dtype"}
         layers = (LayerConfig(**{**layer, "rope": RopeConfig(**layer["rope"])}) for layer in fields.pop("layers"))
-        return DrafterConfig(layers=tuple(layers), **fields)
+        config = DrafterConfig(layers=tuple(layers), **fields)
+        require_keys(directory / self.marker, document, asdict(config), {"dtype": is_text})
+        return config
 
     def read(self, directory: Path) -> Checkpoint:
         config, path = self.read_config(directory), directory / self.weights_file
