@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,8 +31,7 @@ def command(
     beside: Annotated[
         bool,
         About(
-            "Send a GGUF alone, into the repository of its base's GGUF, whose card and files stay: llama.cpp finds it "
-            "there by its name. Says with which."
+            "Send a GGUF alone, into a repository that exists, such as that of its base's GGUF: what is there stays."
         ),
     ] = False,
     force: Annotated[bool, About("Write into a repository that holds other content (its history keeps that).")] = False,
@@ -70,7 +68,6 @@ def command(
                 "created": result.created,
                 "sent": result.sent,
                 "notes": result.notes,
-                "pairs": [asdict(pair) for pair in result.pairs],
                 "files": {file.path: {"size": file.size, "sha256": file.sha256} for file in result.files},
             }
         )
@@ -82,17 +79,13 @@ def _show(result: UploadResult) -> None:
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:
-        new = "" if result.pairs else f" ({visibility} if it is new)"
-        say(f"Would go to {result.repository}{new}: {len(result.files)} files, {total}")
+        say(f"Would go to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
     elif result.sent:
         created = f", a new {visibility} repository" if result.created else ""
         say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
     else:
         say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
     table([[file.path, size(file.size), f"{file.sha256[:16]}…"] for file in result.files], ["file", "size", "SHA-256"])
-    if result.pairs:
-        say("llama-server with --spec-type draft-mtp then takes")
-        table([[pair.asked, pair.base, pair.drafter] for pair in result.pairs], ["-hf", "base", "drafter"])
     say_notes(result.notes)
     if result.dry_run:
         say("Nothing was sent.")

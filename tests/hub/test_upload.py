@@ -20,6 +20,7 @@ import mtp_extract
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
 from mtp_extract.hub.upload import upload
 from mtp_extract.pipeline.check import verify
+from mtp_extract.report.card import CardWords
 from mtp_extract.report.tables import REPORT_FILES
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
@@ -227,8 +228,8 @@ def test_offline_mode(hub: HubServer, directory: Path, monkeypatch: pytest.Monke
 
 def test_metadata_that_the_hub_refuses(hub: HubServer, directory: Path) -> None:
     hub.bad_card = True
-    assert "license" in refused(directory)
-    assert sent(hub) == []
+    assert "Invalid metadata in README.md" in refused(directory)
+    assert set(hub.repos[NAME].files) == {".gitattributes"}
 
 
 def test_a_server_that_quotes_the_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,3 +336,61 @@ def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
     (directory / ".env").write_text("HF_TOKEN=…")
     upload(directory, NAME)
     assert ".env" not in held(hub)
+
+
+# --- one file, into a repository of other things
+
+BASE = "org/sample-GGUF"
+GGUF = "mtp-sample-Q4_0.gguf"
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("extracted") / "gguf"
+    mtp_extract.extract(first_bundle(), directory, format="gguf")
+    return directory
+
+
+@pytest.fixture
+def base(hub: HubServer) -> HubServer:
+    hub.add(BASE, "sample-Q8_0.gguf", b"a base")
+    hub.add(BASE, "README.md", b"its card", lfs=False)
+    return hub
+
+
+def test_one_file_goes_there_and_the_rest_stays(base: HubServer, gguf: Path) -> None:
+    assert upload(gguf, BASE, beside=True, dry_run=True).sent == (GGUF,)
+    assert base.requests == []
+    done = upload(gguf, BASE, beside=True)
+    assert done.sent == (GGUF,)
+    assert held(base, BASE) == {
+        "sample-Q8_0.gguf": b"a base",
+        "README.md": b"its card",
+        GGUF: (gguf / GGUF).read_bytes(),
+    }
+    again = upload(gguf, BASE, beside=True)
+    assert (again.sent, again.commit) == ((), done.commit)
+
+
+def test_another_of_that_name_stays_unless_it_is_said(base: HubServer, gguf: Path) -> None:
+    base.add(BASE, GGUF, b"somebody's")
+    assert f"holds other files, {GGUF}." in refused(gguf, BASE, beside=True)
+    assert sent(base) == []
+    upload(gguf, BASE, beside=True, force=True)
+    assert held(base, BASE)[GGUF] == (gguf / GGUF).read_bytes()
+    assert held(base, BASE)["README.md"] == b"its card"
+
+
+def test_no_repository_is_made_for_it(hub: HubServer, gguf: Path) -> None:
+    assert "expected a repository that exists" in refused(gguf, "org/new", beside=True)
+    assert hub.repos == {}
+
+
+def test_what_does_not_go_there(base: HubServer, gguf: Path, directory: Path, tmp_path: Path) -> None:
+    assert "expected a GGUF" in refused(directory, BASE, beside=True)
+    with pytest.raises(HubError, match="without words on a card"):
+        upload(gguf, BASE, beside=True, card=CardWords(base_model="me/base"))
+    spoiled = Path(shutil.copytree(gguf, tmp_path / "spoiled"))
+    (spoiled / GGUF).write_bytes(b"GGUF")
+    assert GGUF in refused(spoiled, BASE, MtpExtractError, beside=True)
+    assert base.requests == []

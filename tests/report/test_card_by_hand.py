@@ -36,8 +36,8 @@ def edited(extracted: Path, tmp_path: Path) -> Path:
 
 def sent(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ...]]:
     files, notes = plan_upload(directory, words)
-    card = next(file for file in files if file.path == "README.md").content
-    return (card if isinstance(card, bytes) else card.read_bytes()).decode(), notes
+    with next(file for file in files if file.path_in_repo == "README.md").as_file() as card:
+        return card.read().decode(), notes
 
 
 def test_it_decides_nothing(edited: Path, sample: Path, tmp_path: Path) -> None:
