@@ -12,9 +12,10 @@ from adversary.judge import try_case
 from adversary.mutations.norms import normed_by
 from adversary.rewrites.norms import axis_of, rebuilt
 from adversary.rewrites.spelled import by_convolution
-from helpers.make_bundle import Memory
+from helpers.make_bundle import Memory, load
 from helpers.surgery import Graph, sound
-from seam import checkpoint_of, prove, read
+from helpers.variant_files import variant
+from seam import UnsupportedError, checkpoint_of, prove, read
 
 NORM = "layers.1.pre_ffw_norm"
 
@@ -142,3 +143,27 @@ def test_filters_of_codes_are_read() -> None:
     codes = np.concatenate([chunk.copy() for chunk in tensor.integers()]).reshape(tensor.shape)
     assert np.array_equal(codes, np.rint(weight / scale[:, None, None, None]).reshape(128, 64))
     assert prove(source).positions
+
+
+def gathered_windows(chosen: list[int]) -> Memory:
+    """Of a window's weights and of its V the slots ``chosen``."""
+    g = Graph(load(variant("jax_published").read_bytes()), {})
+    g.open_all()
+
+    def gathered(x: int) -> int:
+        made = g.gather(x, chosen, 3)
+        g.main.tensors[made].type = g.main.tensors[x].type
+        g.main.tensors[made].quantization = g.main.tensors[x].quantization
+        return made
+
+    slices = [op for op in g.ops if g.kind(op) == "SLICE" and g.shape(int(op.inputs[0]))[-1] == 256]
+    for op in slices:
+        g.insert(int(op.outputs[0]), gathered)
+    assert len(slices) == 6
+    return Memory(g.data())
+
+
+def test_every_slot_of_a_window_is_weighed() -> None:
+    assert prove(gathered_windows([*range(16)])).positions
+    with pytest.raises(UnsupportedError, match="weighs some slots alone"):
+        prove(gathered_windows([0, 0, *range(2, 16)]))
