@@ -195,9 +195,7 @@ class Masks:
         """Whether an operator that moves elements leaves every slot in its place."""
         moved = [v for i, v in enumerate(node.inputs) if i in LAYOUT.get(node.kind, ()) and v is not None]
         others = [v for v in node.inputs if v is not None and v not in moved]
-        same = node.kind in ("SLICE", "STRIDED_SLICE") and node.outputs[0].tensor.shape == moved[0].tensor.shape
-        kept = (node.kind in _KEEP_SLOTS or same) and all(map(self._is_by_slot, moved))
-        return kept and not any(v.depends for v in others)
+        return node.kind in _KEEP_SLOTS and all(map(self._is_by_slot, moved)) and not any(v.depends for v in others)
 
     # Rows that are alike.
 
@@ -289,7 +287,7 @@ SHIFTED = Line(-math.inf, math.inf)
 """Any function of *slot less position* and of a mask input at the slot."""
 
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
-_KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION", "PACK"})
+_KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
 
 
 def _step(steps: npt.NDArray[np.generic]) -> int | None:

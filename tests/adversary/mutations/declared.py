@@ -72,7 +72,23 @@ def compared(kind: str, name: str) -> Change:
     return visible(0, edit)
 
 
+def mask_turned_around(g: Graph) -> None:
+    """The mask input from its last slot to its first, by steps of −1, and what is past of that."""
+
+    def edit(g: Graph, x: int) -> int:
+        mask = g.input("mask")
+        rank = len(g.shape(mask))
+        begins = g.constant([*[0] * (rank - 1), -1], np.int32)
+        ends = g.constant([*g.shape(mask)[:-1], -257], np.int32)
+        steps = g.constant([*[1] * (rank - 1), -1], np.int32)
+        turned = g.call("STRIDED_SLICE", mask, begins, ends, steps, shape=g.shape(mask), dtype=np.bool_)
+        return both(g, x, turned)
+
+    visible(0, edit)(g)
+
+
 DECLARED: tuple[Case, ...] = (
+    Case("declared", "mask_turned_around", mask_turned_around),
     *(Case("declared", f"{which}_through_bool", through_bool(which), shows=(Sample(40),)) for which in "kv"),
     *(Case("declared", f"{which}_of_halved_codes", through_fewer(which), shows=(Sample(40),)) for which in "kv"),
     *(
