@@ -8,6 +8,7 @@ is opened as any other and compared.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from xxhash import xxh3_128
 
 from mtp_extract.errors import OutputError
 from mtp_extract.io.output import output_error, read_back_error, reserve, write_all
-from mtp_extract.io.source import Advance, LocalSource, Source
+from mtp_extract.io.source import Advance, FileSource, LocalSource, Source
 from mtp_extract.io.threads import Job, Turns, cores, on_all_cores, run_all
 
 Produce = Callable[[], Iterator[bytes | memoryview]]
@@ -158,13 +159,31 @@ def _made_spans(pieces: Sequence[Piece]) -> list[Span]:
 
 def _copy(fd: int, piece: Piece, advance: Advance) -> None:
     """Write a piece that is copied or given."""
-    for start in range(0, piece.length, _COPY):
-        count = min(_COPY, piece.length - start)
-        if piece.source is not None:
-            piece.source.copy(piece.offset + start, count, fd, piece.at + start)
-        else:
-            write_all(fd, _part(piece, start, count), piece.at + start)
-        advance(count)
+    if piece.source is not None:
+        # Of a remote file, one request, and no holes where nothing was read yet.
+        piece.source.prefetch(piece.offset, piece.length)
+    at = piece.at
+    while at < piece.end:
+        done = _copy_in_kernel(fd, piece, at)
+        if not done:
+            data = _part(piece, at - piece.at, min(_READ, piece.end - at))
+            write_all(fd, data, at)
+            done = len(data)
+        at += done
+        advance(done)
+
+
+def _copy_in_kernel(fd: int, piece: Piece, at: int) -> int:
+    """How many bytes were copied from file to file; 0 where the two are not on file systems that can."""
+    if not isinstance(piece.source, FileSource) or not hasattr(os, "copy_file_range"):
+        return 0
+    count = min(_COPY, piece.end - at)
+    try:
+        return os.copy_file_range(piece.source.fileno, fd, count, piece.offset + at - piece.at, at)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            raise
+        return 0
 
 
 def _make(fd: int, piece: Piece, advance: Advance) -> Turns[str]:

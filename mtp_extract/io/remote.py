@@ -182,11 +182,6 @@ class RemoteSource(FileSource):
                 self._fetch(offset // _BLOCK * _BLOCK, -(-(offset + length) // _BLOCK) * _BLOCK)
         return super().read(offset, length)
 
-    def copy(self, offset: int, length: int, fd: int, at: int) -> None:
-        # What is not here yet is a hole of the file that the kernel copies from, and would be zeros.
-        self.prefetch(offset, length)
-        super().copy(offset, length, fd, at)
-
     def prefetch(self, offset: int, length: int) -> None:
         """Fetch what is missing of a range, in one request, so that reading it costs none."""
         self.check(offset, length)

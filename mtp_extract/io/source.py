@@ -10,7 +10,6 @@ Remote sources (``hf://``, ``https://``) live in :mod:`mtp_extract.io.remote`.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
-from mtp_extract.io.output import write_all
 from mtp_extract.io.regular import regular_descriptor
 
 Progress = Callable[[int, int], None]
@@ -46,8 +44,6 @@ def counter(progress: Progress, total: int) -> Advance:
 _PAGE = 1 << 15
 _PAGES_KEPT = 256
 _LONGEST_PATH = 1 << 12
-_COPIED = 1 << 20
-_COPIED_AT_ONCE = 1 << 26
 
 
 class Source(ABC):
@@ -75,17 +71,6 @@ class Source(ABC):
             TruncatedError: the range leaves the source.
             SourceError: the bytes could not be read.
         """
-
-    def copy(self, offset: int, length: int, fd: int, at: int) -> None:
-        """Copy ``length`` bytes from ``offset`` into the file open as ``fd``, to ``at``.
-
-        Raises:
-            TruncatedError, SourceError: as :meth:`read`.
-            OSError: they could not be written.
-        """
-        self.check(offset, length)
-        for done in range(0, length, _COPIED):
-            write_all(fd, self.read(offset + done, min(_COPIED, length - done)), at + done)
 
     def prefetch(self, offset: int, length: int) -> None:  # noqa: B027 - a hint, which most sources need not take
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
@@ -136,21 +121,6 @@ class FileSource(Source):
             offset += len(piece)
             length -= len(piece)
         return b"".join(pieces)
-
-    def copy(self, offset: int, length: int, fd: int, at: int) -> None:
-        # From file to file in the kernel, where both are on file systems that can.
-        self.check(offset, length)
-        while length and hasattr(os, "copy_file_range"):
-            try:
-                done = os.copy_file_range(self.fileno, fd, min(length, _COPIED_AT_ONCE), offset, at)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-                    raise
-                break
-            if not done:
-                break
-            offset, at, length = offset + done, at + done, length - done
-        super().copy(offset, length, fd, at)
 
     def close(self) -> None:
         if self.fileno >= 0:

@@ -23,8 +23,9 @@ from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 import mtp_extract
 from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.errors import CheckpointError, NoDrafterError, OutputError
+from mtp_extract.io import laid
 from mtp_extract.io.remote import RemoteSource, open_remote
-from mtp_extract.io.source import LocalSource
+from mtp_extract.io.source import Advance, LocalSource
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.pipeline.inspection import inspect
 from mtp_extract.pipeline.verification import verify_against_source
@@ -237,13 +238,13 @@ def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_pa
 def test_what_is_copied_wrongly_is_not_kept(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is compared, and not only the drafter."""
     made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
-    real = LocalSource.copy
+    real = laid._copy
 
-    def copy(source: LocalSource, offset: int, length: int, fd: int, at: int) -> None:
-        real(source, offset, length, fd, at)
-        os.pwrite(fd, b"?", at + length - 1)
+    def copy(fd: int, piece: laid.Piece, advance: Advance) -> None:
+        real(fd, piece, advance)
+        os.pwrite(fd, b"?", piece.end - 1)
 
-    monkeypatch.setattr(LocalSource, "copy", copy)
+    monkeypatch.setattr(laid, "_copy", copy)
     with pytest.raises(OutputError, match=r"new\.litertlm: what was written reads back differently"):
         mtp_extract.insert(made.directory, sample, tmp_path / "new.litertlm")
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
