@@ -25,7 +25,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -85,13 +85,11 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
         OutputError: it may not; the message says why.
     """
     target = _absolute(place)
-    try:
+    with _errors_of(target):
         if _is_there(_stage(target)):
             with _held(target):
                 pass
         _check(target, overwrite, inputs, listed)
-    except OSError as error:
-        raise _cannot(target, "be written", error) from error
     nearest = next(parent for parent in target.parents if os.path.lexists(parent))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is read-only, or not yours to write to" if nearest.is_dir() else "is not a directory"
@@ -112,31 +110,37 @@ def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Lis
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
     target, inputs = _absolute(place), tuple(inputs)
-    try:
-        missing = [parent for parent in target.parents if not parent.exists()]
+    with _errors_of(target), ExitStack() as at_the_end:
         _check(target, overwrite, inputs, listed)
         if listed is not None:
+            missing = [parent for parent in target.parents if not parent.exists()]
+            at_the_end.callback(_remove_empty, missing)
             target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot(target, "be created", error) from error
+        stage = at_the_end.enter_context(_held(target))
+        _check(target, overwrite, inputs, listed)
+        new = stage / _NEW
+        if listed is not None:
+            new.mkdir()
+        yield new
+        _check(target, overwrite, inputs, listed)
+        check_interrupted()
+        _put_in_place(new, target, stage / _OLD)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that were made for a result, the innermost first, unless something lies there."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+@contextmanager
+def _errors_of(target: Path) -> Iterator[None]:
+    """Say of a system's error that ``target`` cannot be written."""
     try:
-        with _held(target) as stage:
-            _check(target, overwrite, inputs, listed)
-            new = stage / _NEW
-            if listed is not None:
-                new.mkdir()
-            yield new
-            _check(target, overwrite, inputs, listed)
-            check_interrupted()
-            _put_in_place(new, target, stage / _OLD)
+        yield
     except OSError as error:
-        raise _cannot(target, "be written", error) from error
-    finally:
-        # Folders that were made for a result that is not there go, too.
-        if not os.path.lexists(target):
-            with suppress(OSError):
-                for folder in missing:
-                    folder.rmdir()
+        raise _refusal(target, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.") from error
 
 
 @contextmanager
@@ -180,10 +184,6 @@ def shown(path: Path) -> str:
 
 def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
     return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
-
-
-def _cannot(target: Path, what: str, error: OSError) -> OutputError:
-    return _refusal(target, f"cannot {what}: {error.strerror or escape(error)}. Nothing was kept.")
 
 
 # May it be replaced?
