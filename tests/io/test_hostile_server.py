@@ -190,6 +190,10 @@ LIES = {
     "a redirect to no host": (redirect("http://"), "none of http|not an address|reached"),
     "a redirect to no port": (redirect("http://localhost:99999/"), "is not HTTP|not an address|lost|reached"),
     "a redirect to half an address": (redirect("http://[::1"), "is not HTTP|not an address|lost"),
+    **{
+        f"a redirect to {to}": (redirect(to), "no address|reached|not an address|lost|is not HTTP|none of http")
+        for to in ("http://[x]/", "//[x]/a", "http://localhost:x/", "http://[::1%]/")
+    },
     "a redirect to a long host": (
         redirect(f"http://{'a' * 300}.invalid/"),
         "no address|reached|not an address|lost|is not HTTP",
@@ -339,6 +343,10 @@ def test_a_redirect_to_less_safety() -> None:
         ({"Location": "http://[::1"}, "it redirects to what is no address|not an address"),
         ({"Location": "http://localhost:99999/"}, "it redirects to what is no address|not an address"),
         ({"Location": f"http://{'a' * 300}/"}, "no address|cannot be reached|not an address"),
+        *(
+            ({"Location": to}, "no address|reached|not an address|lost|is not HTTP|none of http")
+            for to in ("http://[x]/", "//[x]/a", "http://localhost:x/", "http://[::1%]/")
+        ),
         ({"X-Linked-Size": "-5"}, None),
         ({"X-Linked-Size": "many"}, None),
         ({"X-Linked-Size": "7"}, "7 bytes by one answer"),
