@@ -90,7 +90,7 @@ class Scoring:
             tables.append(table)
         head = np.broadcast_to(heads[..., None], shape).reshape(-1)
         view = View.whole(["row", "slot"], [rows, slots.size]).reshaped((*shape, slots.size))
-        view = view.with_axis(len(shape), np.outer(slots, [0, 1]))
+        view = view.with_axis(len(shape), np.outer([0, 1], slots))
         view = view if start is None else replace(view, starts={"slot": start})
         return Scored("score", Scores(cache.name, axes, head, Rotated(rotated.query, *tables), SCORE), view)
 
@@ -203,7 +203,7 @@ class Scoring:
         if numbers.size != 1 or not belongs or not fits or label is None or shape[at] != self.positions.slots:
             raise UnreadableError("puts scores where they do not belong")
         tree = ("window", scored.scores.tree, start, places.size, float(numbers[0]))
-        by_slot = np.outer(np.arange(shape[at]), [own == label for own in view.labels])
+        by_slot = np.outer([own == label for own in view.labels], np.arange(shape[at]))
         whole = replace(view.with_axis(at, by_slot), starts={})
         return Scored("score", replace(scored.scores, tree=tree), whole)
 

@@ -32,7 +32,7 @@ class View:
     Attributes:
         labels: along which elements have places.
         base: ``[labels]``, the place of the first element.
-        axes: per axis ``[size, labels]``, what each index adds; the first adds nothing.
+        axes: per axis ``[labels, size]``, what each index adds; the first adds nothing.
         starts: by label, the number of the table that says, by position, where its window begins.
     """
 
@@ -44,27 +44,27 @@ class View:
     @staticmethod
     def whole(labels: Sequence[Label], shape: Sequence[int]) -> View:
         """All elements of ``shape``, an axis a label."""
-        axes = (np.outer(np.arange(n), np.arange(len(labels)) == i) for i, n in enumerate(shape))
+        axes = (np.outer(np.arange(len(labels)) == i, np.arange(n)) for i, n in enumerate(shape))
         return View(tuple(labels), np.zeros(len(labels), np.int64), tuple(axes), {})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(map(len, self.axes))
+        return tuple(axis.shape[1] for axis in self.axes)
 
     def with_axis(self, axis: int, added: Ids) -> View:
         """With the axis ``axis`` as ``added`` says, which need not begin with 0."""
-        axes = (*self.axes[:axis], added - added[0], *self.axes[axis + 1 :])
-        return replace(self, axes=axes, base=self.base + added[0])
+        axes = (*self.axes[:axis], added - added[:, :1], *self.axes[axis + 1 :])
+        return replace(self, axes=axes, base=self.base + added[:, 0])
 
     def along(self, axis: int) -> tuple[Label | None, Ids, int | None]:
         """Label, places and window of an axis along which one label runs; no label for an axis of one element."""
-        running = np.flatnonzero(self.axes[axis].any(0))
-        if len(self.axes[axis]) == 1:
+        if self.shape[axis] == 1:
             return None, np.zeros(1, np.int64), None
+        running = np.flatnonzero(self.axes[axis].any(1))
         if running.size != 1:
             raise _tangled()
         column = int(running[0])
-        return self.labels[column], (self.base + self.axes[axis])[:, column], self.starts.get(self.labels[column])
+        return self.labels[column], self.base[column] + self.axes[axis][column], self.starts.get(self.labels[column])
 
     def places(self, axes: Sequence[int], label: Label) -> Ids:
         """The places along ``label`` by the indices of ``axes``, along which nothing else runs."""
@@ -73,7 +73,7 @@ class View:
             raise _tangled()
         made: Ids = self.base[column].reshape((1,) * len(axes))
         for number, axis in enumerate(axes):
-            made = made + self.axes[axis][:, column].reshape([-1 if i == number else 1 for i in range(len(axes))])
+            made = made + self.axes[axis][column].reshape([-1 if i == number else 1 for i in range(len(axes))])
         return made
 
     def only(self, label: Label) -> int:
@@ -85,7 +85,7 @@ class View:
 
     def running(self, axes: Sequence[int]) -> set[Label]:
         """The labels that run along ``axes``."""
-        return {self.labels[column] for axis in axes for column in np.flatnonzero(self.axes[axis].any(0))}
+        return {self.labels[column] for axis in axes for column in np.flatnonzero(self.axes[axis].any(1))}
 
     def same(self, other: View) -> bool:
         """Whether it holds the same elements in the same places."""
@@ -103,20 +103,20 @@ class View:
             raise _tangled()
         left, queue, axes = self._none(), list(self.axes), list[Ids]()
         for size in shape:
-            while len(left) % size:
-                left = (left[:, None] + queue.pop(0)).reshape(-1, len(self.labels))
-                if len(left) > _LARGEST_AXIS:
+            while left.shape[1] % size:
+                left = (left[:, :, None] + queue.pop(0)[:, None]).reshape(len(left), -1)
+                if left.shape[1] > _LARGEST_AXIS:
                     raise _tangled()
-            table = left.reshape(size, -1, len(self.labels))
-            outer, left = table[:, 0], table[0]
-            if not np.array_equal(table, outer[:, None] + left):
+            table = left.reshape(len(left), size, -1)
+            outer, left = table[:, :, 0], table[:, 0]
+            if not np.array_equal(table, outer[:, :, None] + left[:, None]):
                 raise _tangled()
             axes.append(outer)
         return replace(self, axes=tuple(axes))
 
     def _none(self) -> Ids:
         """An axis of one element."""
-        return np.zeros((1, len(self.labels)), np.int64)
+        return np.zeros((len(self.labels), 1), np.int64)
 
     def transposed(self, order: Sequence[int]) -> View:
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
@@ -125,14 +125,14 @@ class View:
         """Some indices of an axis, in any order."""
         if not chosen.size:
             raise _tangled()
-        return self.with_axis(axis, self.axes[axis][chosen])
+        return self.with_axis(axis, self.axes[axis][:, chosen])
 
     def window(self, axis: int, size: int, table: int) -> View:
         """``size`` indices of a whole axis, from where the table ``table`` says."""
         label, places, started = self.along(axis)
         if label is None or started is not None or not np.array_equal(places, np.arange(places.size)):
             raise _tangled()
-        return replace(self.with_axis(axis, self.axes[axis][:size]), starts={**self.starts, label: table})
+        return replace(self.with_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
 
     def without(self, axis: int, *, keeps: bool) -> View:
         """Reduced over ``axis``, which stays as one element if ``keeps``."""
@@ -145,7 +145,8 @@ def _stacked(views: Sequence[View], axis: int) -> View:
     for view in views:
         if not replace(view.with_axis(axis, first.axes[axis]), base=first.base).same(first):
             raise _tangled()
-    return first.with_axis(axis, np.concatenate([view.base - first.base + view.axes[axis] for view in views]))
+    added = [(view.base - first.base)[:, None] + view.axes[axis] for view in views]
+    return first.with_axis(axis, np.concatenate(added, 1))
 
 
 def moved(call: Call, kernel: Kernel, views: Sequence[View], constants: Sequence[Ids]) -> list[View]:
@@ -180,7 +181,7 @@ def _copied(view: View, sizes: list[int], *, to: bool) -> View:
     for axis, size in enumerate(sizes):
         if to and made.shape[axis] not in (1, size):
             raise _tangled()
-        made = made.with_axis(axis, np.tile(made.axes[axis], (size // made.shape[axis] if to else size, 1)))
+        made = made.with_axis(axis, np.tile(made.axes[axis], size // made.shape[axis] if to else size))
     return made
 
 

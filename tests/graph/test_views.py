@@ -26,7 +26,7 @@ def explicit(view: View) -> Places:
     """Per label, the place of every element: what all axes add, one by one."""
     found = {}
     for column, label in enumerate(view.labels):
-        added = [axis[:, column] for axis in view.axes]
+        added = [axis[column] for axis in view.axes]
         found[label] = view.base[column] + functools.reduce(np.add.outer, added, np.zeros((), np.int64))
     return found
 
