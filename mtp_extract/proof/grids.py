@@ -22,7 +22,6 @@ from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Scores
-from mtp_extract.graph.gelu import gelu
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
 from mtp_extract.litertlm.tflite import TensorType
@@ -116,15 +115,9 @@ class _Drawn:
         self.found: dict[Expr, npt.NDArray[np.float64]] = {}
 
     def numbers(self, expr: Expr) -> npt.NDArray[np.float64]:
-        """What ``expr`` is; the expressions that it is made of first, without recursion into deep ones."""
-        waiting = [expr]
-        while waiting:
-            parts = [part for part in _parts(waiting[-1]) if part not in self.found]
-            if parts:
-                waiting.extend(parts)
-            else:
-                last = waiting.pop()
-                self.found[last] = self._compute(last)
+        """What ``expr`` is."""
+        if expr not in self.found:
+            self.found[expr] = self._compute(expr)
         return self.found[expr]
 
     def _compute(self, expr: Expr) -> npt.NDArray[np.float64]:
@@ -134,17 +127,17 @@ class _Drawn:
         if kind == "weight":
             return self.graph.floats(parts[0]).astype(np.float64)[None]
         if kind == "matrix":
-            return self._product(parts[0], parts[1], self.found[parts[2]])
+            return self._product(parts[0], parts[1], self.numbers(parts[2]))
         if kind == "mixed":
             return self._mixed(parts[0], parts[1], parts[2], expr.size)
         if kind == "product":
-            factors = (self.found[e] ** p for e, p in expr.powers.items())
+            factors = (self.numbers(e) ** p for e, p in expr.powers.items())
             return np.asarray(math.prod(factors, start=np.ones((1, 1))))
         if kind == "sum":
-            return np.asarray(sum((f * self.found[e] for e, f in expr.terms.items()), start=np.zeros((1, 1))))
+            return np.asarray(sum((f * self.numbers(e) for e, f in expr.terms.items()), start=np.zeros((1, 1))))
         if kind == "function":
-            return _function(parts[0], parts[1] * self.found[parts[2]])
-        inner = self.found[parts[0]]
+            return applied(parts[0], parts[1] * self.numbers(parts[2]))
+        inner = self.numbers(parts[0])
         if kind == "groups":
             return np.asarray(inner.reshape(len(inner), -1, parts[1]).sum(-1))
         if kind == "part":
@@ -167,7 +160,7 @@ class _Drawn:
     def _mixed(self, scores: Scores, value: str, axes: tuple[object, ...], size: int) -> npt.NDArray[np.float64]:
         """Attention to a few slots of K and V of ordinary size; a rotation keeps lengths, so it is left out."""
         width = scores.rotated.number.shape[1]
-        queries = self.found[scores.rotated.query].reshape(_SAMPLES, -1, 1, width)
+        queries = self.numbers(scores.rotated.query).reshape(_SAMPLES, -1, 1, width)
         spread = 1.2 / max(float(np.sqrt(np.mean(np.square(queries)) * width)), 1e-30)
         random, shape = np.random.default_rng(crc32(value.encode())), (2, _SAMPLES, queries.shape[1], _SLOTS, width)
         keys, values = random.standard_normal(shape)
@@ -186,15 +179,11 @@ class _Drawn:
         return abs(scale) * code_range(tensor.type)[1] / 3**0.5
 
 
-def _parts(expr: Expr) -> list[Expr]:
-    if expr.kind in ("product", "sum"):
-        return list(expr.terms if expr.kind == "sum" else expr.powers)
-    if expr.kind == "mixed":
-        return [expr.parts[0].rotated.query]
-    return [part for part in expr.parts if isinstance(part, Expr)]
-
-
-def _function(name: str, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def applied(name: str, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """TANH, or GELU of ``x``: exact, or in its tanh form."""
     if name == "TANH":
         return np.tanh(x)
-    return gelu(x, tanh=name == "GELU_TANH")
+    if name == "GELU_TANH":
+        return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+    erf = [math.erf(number) for number in (x / math.sqrt(2)).reshape(-1).tolist()]  # NumPy has none.
+    return np.asarray(0.5 * x * (1 + np.reshape(erf, x.shape)))

@@ -17,7 +17,6 @@ from seam import FormatError, MtpExtractError, UnsupportedError, evaluate, flat
 
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.flat import Depends
-from mtp_extract.graph.gelu import gelu
 from mtp_extract.graph.kernels import KERNELS
 
 Array = np.ndarray
@@ -353,12 +352,3 @@ def test_numbers_are_rounded_to_the_types_of_the_file_or_not() -> None:
         np.testing.assert_array_equal(evaluate(graph, given, wanted)[0][0], expected)
         exact = sum(given.values())
         np.testing.assert_array_equal(evaluate(graph, given, wanted, rounds=False)[0], exact)
-
-
-@pytest.mark.parametrize("tanh", [False, True])
-def test_gelu_is_what_the_interpreter_computes(tanh: bool) -> None:
-    x = floats(2, 9, low=-7, high=7)
-    (expected,) = OneOp("GELU", (x,), options("Gelu", approximate=tanh)).interpreted()
-    found = gelu(x.astype(np.float64), tanh=tanh)
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from adversary.edits import Edit, edge, over_int, through
+from graph.test_evaluate import floats, options
 from helpers.make_bundle import Memory
+from helpers.one_op import OneOp
 from helpers.surgery import sound
 from seam import Proof, UnsupportedError, prove
+
+from mtp_extract.proof.grids import applied
 
 
 def held(place: str, edit: Edit) -> Proof:
@@ -56,3 +60,10 @@ def test_a_grid_that_leaves_too_little_is_refused(place: str, edit: Edit, noun: 
 
 def test_weights_of_an_attention_may_be_held_in_255_steps() -> None:
     assert held("0.probabilities", over_int(1 / 256, -128)).activations.types == {"INT8": 1}
+
+
+@pytest.mark.parametrize("name", ["GELU", "GELU_TANH"])
+def test_gelu_is_what_the_interpreter_computes(name: str) -> None:
+    x = floats(2, 9, low=-7, high=7)
+    (expected,) = OneOp("GELU", (x,), options("Gelu", approximate=name == "GELU_TANH")).interpreted()
+    np.testing.assert_allclose(applied(name, x.astype(np.float64)), expected, rtol=3e-6, atol=2e-6)
