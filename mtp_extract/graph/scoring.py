@@ -222,6 +222,11 @@ class Scoring:
         at = views[0].only("slot")
         parts = [self._part(form, value, views[0], at) for form, value in zip(operands, node.inputs, strict=True)]
         tree = _tree(node, parts)
+        if tree[0] in ("times", "over") and tree[1] == SCORE and isinstance(tree[2], float) and tree[2]:
+            # What half precision may hold is asked of the factors of queries.
+            factor = tree[2] if tree[0] == "times" else 1 / tree[2]
+            rotated = replace(first.rotated, number=first.rotated.number * factor)
+            return Scored("score", replace(first, rotated=rotated), views[0])
         return Scored("score", replace(first, tree=tree), views[0])
 
     def _part(self, form: Form | None, value: Value | None, view: View, at: int) -> Any:
