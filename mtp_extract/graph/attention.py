@@ -14,7 +14,7 @@ from mtp_extract.graph.call import CONVERSIONS, HALF_REACH, REDUCTIONS, Call, co
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.expressions import Expr, Expressions, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import Cache, Form, Inside, Rotated, Scored, shape_of
+from mtp_extract.graph.forms import Cache, Form, Inside, Rotated, Scored, Tree, shape_of
 from mtp_extract.graph.kernels import KERNELS
 from mtp_extract.graph.moving import LAYOUT
 from mtp_extract.graph.positions import Positions
@@ -174,6 +174,8 @@ class AttentionReader:
         rotated = form.scores.rotated if isinstance(form, Scored) else form
         factors = rotated.number if isinstance(rotated, Rotated) else np.array([rotated.factor])
         numbers = np.abs(factors[factors != 0])
+        if isinstance(form, Scored) and _is_scaled(form.scores.tree):
+            raise UnreadableError("holds scores in half precision that were multiplied after they were masked")
         if numbers.size and not (numbers.min() * HALF_REACH >= 1 and numbers.max() <= HALF_REACH):
             raise UnreadableError("holds very large or very small numbers in half precision")
 
@@ -268,6 +270,12 @@ class AttentionReader:
             raise UnreadableError("brings a query together with something else than one table of the position")
         by = np.broadcast_to(self.positions.elements(value), shape)[..., None]
         return replace(rotated, by=np.broadcast_to(by, rotated.by.shape).copy())
+
+
+def _is_scaled(tree: Tree) -> bool:
+    """Whether a score is multiplied on its way through the masks."""
+    inner = (part for part in tree[1:] if isinstance(part, tuple) and part[0] != "leaf")
+    return tree[0] in ("times", "over") or any(map(_is_scaled, inner))
 
 
 def _alike(one: Inside, other: Form | None) -> bool:

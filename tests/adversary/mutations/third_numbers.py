@@ -305,7 +305,12 @@ GRIDS: dict[str, Change] = {
                 "of_5_int8": over_int(5 / 127),
                 "fp16_of_1e5": scaled_fp16(1e5),
             },
-            "1.masked": {"in_ones_int8": over_int(1.0), "in_ones_int16": over_int(1.0, 0, np.int16)},
+            "1.masked": {
+                "in_ones_int8": over_int(1.0),
+                "in_ones_int16": over_int(1.0, 0, np.int16),
+                "fp16_of_1e5": scaled_fp16(1e5),
+                "fp16_of_1e-7": scaled_fp16(1e-7),
+            },
             "1.probabilities": {"in_32nds_int8": over_int(1 / 32), "fp16_of_1e-6": scaled_fp16(1e-6)},
             "1.attended": {"in_tenths_int8": over_int(0.1)},
             "0.product": {"in_quarters_int16": over_int(0.25, 0, np.int16)},
