@@ -27,9 +27,8 @@ from mtp_extract.base.insertion import planned_base_insertion
 from mtp_extract.base.places import find_base
 from mtp_extract.bundle import open_bundle
 from mtp_extract.io.laid import write_laid
-from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, rebuilt
-from mtp_extract.litertlm.storage import CODE_TYPES
+from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.litertlm.writer import bundle_with
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.formats import FORMATS, format_named
-from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 ROOT = Path(__file__).resolve().parent.parent

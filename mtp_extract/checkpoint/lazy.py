@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import CheckpointError, FormatError
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import Floats, Integers, Packing, gathered
+from mtp_extract.litertlm.storage import Floats, Integers, Packing, QuantizedTensor, gathered
 from mtp_extract.litertlm.tflite import TfliteModel
 
 ROW_STEP = 8

@@ -6,12 +6,10 @@ MLX's ``uint32`` and compressed-tensors' ``int32`` are these bytes, four at a ti
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.litertlm.storage import Packing, pack_bytes
+from mtp_extract.litertlm.storage import pack_bytes, unpack_bytes
 
 Codes = npt.NDArray[np.int8]
 Bytes = npt.NDArray[np.uint8]
@@ -40,16 +38,6 @@ def pack(codes: Codes, bits: int, unit: int = 1) -> Bytes:
 
 def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
     """What :func:`pack` packed: int8 ``[rows, columns]``."""
-    if bits == 8:
-        whole: Codes = (packed[:, :columns] ^ np.uint8(0x80)).view(np.int8)
-        return whole
-    # The codes of a byte are taken from the table as one integer.
-    found: Codes = _table(bits).view(f"<u{8 // bits}").reshape(-1)[packed].view(np.int8)
-    return found.reshape(len(packed), -1)[:, :columns]
-
-
-@cache
-def _table(bits: int) -> Codes:
-    """The codes that every byte holds, ``[256, 8 / bits]``."""
-    codes: Codes = (Packing(bits, signed=False).codes - np.uint8(1 << bits - 1)).view(np.int8)
+    stored = unpack_bytes(packed, bits)[:, :columns]
+    codes: Codes = (stored - np.uint8(1 << bits - 1)).view(np.int8)
     return codes

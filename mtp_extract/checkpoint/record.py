@@ -33,7 +33,7 @@ from mtp_extract.errors import FormatError
 from mtp_extract.graph.roles import Activation, FoundRole
 from mtp_extract.io.source import Region
 from mtp_extract.io.typed import fill
-from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.litertlm.tflite import Tensor as TfliteTensor
 
 CHECKPOINT = "checkpoint"

@@ -18,8 +18,7 @@ from mtp_extract.graph.call import DTYPES, LARGEST, Array, Call, computing, grid
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.kernels import COPIES, ELEMENTWISE, KERNELS
 from mtp_extract.graph.moving import LAYOUT
-from mtp_extract.litertlm.quantized import read_floats, stored_floats
-from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, stored_floats
 from mtp_extract.litertlm.tflite import Tensor
 
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side

@@ -18,8 +18,7 @@ from flatbuffers import flexbuffers
 
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
-from mtp_extract.litertlm.quantized import read_floats
-from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats
 from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
 
 _DEEPEST_COMPOSITE = 8

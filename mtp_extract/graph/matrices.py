@@ -9,8 +9,7 @@ import numpy as np
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 MATRICES = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "CONV_2D"})

@@ -19,8 +19,16 @@ from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import StoredColumns
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError
 from mtp_extract.io.threads import Turns, cores, in_turn
-from mtp_extract.litertlm.quantized import LARGEST_SCALE, QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, Storage, float_bytes, rechunked, widened
+from mtp_extract.litertlm.storage import (
+    FLOAT_TYPES,
+    LARGEST_SCALE,
+    Floats,
+    QuantizedTensor,
+    Storage,
+    float_bytes,
+    rechunked,
+    widened,
+)
 from mtp_extract.litertlm.tflite import TensorType
 
 KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"

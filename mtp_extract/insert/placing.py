@@ -18,9 +18,8 @@ from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.insert.decision import KEPT, Decision, beside, digest
 from mtp_extract.io.laid import Piece, Span, made
-from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.rebuild import NewTensor, readers_of
-from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
+from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, Storage, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 
 _MATRIX_READER = "FULLY_CONNECTED"

@@ -1,7 +1,9 @@
-"""How the numbers of a constant are stored, and how numbers become what is stored.
+"""How the numbers of a constant are stored: bytes → codes → numbers, and back.
 
-``real = scale · (code − zero_point)``. Codes of less than a byte are packed flat in row-major order, first element in
-the low bits, two's complement (unsigned for UINT4); a row need not begin on a byte.
+``real = scale · (code − zero_point)``. The element type decides, never the presence of metadata: an F32 tensor is taken
+as it is, whatever scales it carries (dequantizing the norms of published drafters zeroes them). Codes of less than a
+byte are packed flat in row-major order, first element in the low bits, two's complement (unsigned for UINT4); a row
+need not begin on a byte. Reading takes 1 MiB of float32 at a time, so that a chunk stays in a core's own cache.
 
 The rule from numbers to codes is ai-edge-quantizer's (0.10.0, min/max), the one that Google's files were made by:
 ``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; 8-bit symmetric codes leave out the lowest
@@ -15,15 +17,15 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType
+from mtp_extract.errors import FormatError, UnsupportedError
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, BufferLocation, Tensor, TensorType, TfliteModel
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
@@ -31,11 +33,16 @@ Integers = npt.NDArray[np.integer]
 CHUNK_ELEMENTS = 1 << 18
 """Elements at a time: 1 MiB of float32, which stays in a core's own cache."""
 
+LARGEST_SCALE = float(np.finfo(np.float32).max) / 1024
+"""No code, less its zero point, times this leaves float32."""
+
 # A scale of zero would make every code one value.
 _SMALLEST_BOUND = 1e-9
 _SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)
-_NARROW_BITS = 8
 _LARGEST_INT16 = (1 << 15) - 1
+
+# Spreads the codes of a byte over a little-endian integer that has a byte for each: shifts, and what to keep.
+_SPREAD = MappingProxyType({4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))})
 
 
 @dataclass(frozen=True)
@@ -62,21 +69,13 @@ class Packing:
     def highest(self) -> int:
         return self.lowest + (1 << self.bits) - 1
 
-    @property
-    def codes(self) -> Integers:
-        """The codes every byte value stands for, first element first: ``[256, per_byte]``."""
-        return _codes_of_bytes(self)
-
-
-@cache
-def _codes_of_bytes(packing: Packing) -> Integers:
-    shifts = np.arange(packing.per_byte) * packing.bits
-    codes = (np.arange(256)[:, None] >> shifts) & ((1 << packing.bits) - 1)
-    if packing.signed:
-        codes -= (codes >> (packing.bits - 1)) << packing.bits
-    table = codes.astype(packing.dtype)
-    table.setflags(write=False)
-    return table
+    def unpack(self, stored: bytes) -> Integers:
+        """All codes that ``stored`` holds, flat, int8 or uint8."""
+        codes = unpack_bytes(np.frombuffer(stored, np.uint8), self.bits)
+        if self.signed and self.bits < 8:
+            codes ^= np.uint8(-self.lowest)
+            codes -= np.uint8(-self.lowest)
+        return codes.view(self.dtype)
 
 
 CODE_TYPES = MappingProxyType(
@@ -112,6 +111,18 @@ def pack_bytes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
         packed |= wide >> wide.dtype.type((8 - bits) * place)
     result: npt.NDArray[np.uint8] = packed.astype(np.uint8)
     return result
+
+
+def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """What :func:`pack_bytes` packed, from bytes whose last axis is contiguous; of 8 bits ``stored`` itself."""
+    if bits == 8:
+        return stored
+    wide = stored.astype("<u2" if bits == 4 else "<u4")
+    for shift, kept in _SPREAD[bits]:
+        wide |= wide << wide.dtype.type(shift)
+        wide &= wide.dtype.type(kept)
+    codes: npt.NDArray[np.uint8] = wide.view(np.uint8)
+    return codes
 
 
 def pack(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
@@ -202,7 +213,8 @@ def rechunked(chunks: Iterable[npt.NDArray[Any]], unit: int) -> Iterator[npt.NDA
 class Storage:
     """How a constant lies in its file, which is how what replaces it has to lie.
 
-    In stored order it is rows of :attr:`columns` elements that share a scale; row ``r`` has scale ``r % groups``.
+    In stored order it is ``[repeats, groups, columns]``: rows of ``columns`` neighbours that share a scale, of which
+    there are ``groups``; row ``r`` has scale ``r % groups``.
     """
 
     type: TensorType
@@ -255,69 +267,77 @@ class Storage:
         return self.elements // self.columns if self.columns else 0
 
     @property
-    def unit(self) -> int:
-        """Chunks of a multiple of it begin with a scale of their own, and on a byte."""
-        if self.groups == 1:
-            return 8
-        return math.lcm(self.columns * (self.groups if self.rows > self.groups else 1), 8)
-
-    def scale_rows(self, codes: Floats, first: int, scale: Floats, zero_point: Floats | None) -> None:
-        """Turn codes into numbers, in place.
-
-        Args:
-            codes: whole rows of neighbours, flat, from row ``first`` on.
-            scale: ``[groups]``.
-            zero_point: ``[groups]``; None where nothing is to be subtracted.
-        """
-        if self.groups == 1:
-            rows, which = codes.reshape(1, -1), slice(0, 1)
-        else:
-            rows, which = codes.reshape(-1, self.columns), self._groups_of(first, codes.size // self.columns)
-        if zero_point is not None:
-            rows -= zero_point[which, None]
-        rows *= scale[which, None]
-
-    def _groups_of(self, first: int, count: int) -> Any:
-        """Index of the scales of rows ``[first, first + count)``."""
-        if self.groups == self.rows:
-            return slice(first, first + count)
-        return np.arange(first, first + count) % self.groups
-
-    def _grouped(self, chunk: npt.NDArray[Any], at: int) -> tuple[npt.NDArray[Any], slice]:
-        """A chunk of whole units from element ``at`` on as ``[repeats, groups, neighbours]``, and which groups."""
-        if self.groups == 1:
-            return chunk.reshape(1, 1, -1), slice(0, 1)
-        if self.rows > self.groups:
-            return chunk.reshape(-1, self.groups, self.columns), slice(0, self.groups)
-        first = at // self.columns
-        return chunk.reshape(1, -1, self.columns), slice(first, first + chunk.size // self.columns)
+    def by_rows(self) -> bool:
+        """Whether each of :attr:`rows` has a scale of its own, so that some of them can be taken alone."""
+        return self.packing is not None and self.rows == self.groups
 
     @property
-    def _bounds(self) -> tuple[int, int]:
-        """The least and the greatest code that a number becomes."""
-        if self.type is TensorType.INT16:
-            return -_LARGEST_INT16, _LARGEST_INT16
-        assert self.packing is not None
-        narrow = self.symmetric and self.packing.bits == _NARROW_BITS
-        return self.packing.lowest + narrow, self.packing.highest
+    def unit(self) -> int:
+        """Chunks of a multiple of it are whole rows, and begin on a byte."""
+        return math.lcm(self.columns, 8)
+
+    def quantized(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
+        """Scales and zero points, each ``[groups]``, and codes, shaped like ``values`` and still float32.
+
+        Args:
+            values: all of the constant, or, where it is :attr:`by_rows`, some whole rows.
+        """
+        scale, zero_point = self._scales(self._grouped(values))
+        return scale, zero_point, self._codes(self._grouped(values), scale, zero_point).reshape(values.shape)
 
     def measure(self, chunks: Iterable[Floats]) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Scales and zero points for the numbers in ``chunks``, each ``[groups]``; in stored order."""
-        low, high = np.zeros(self.groups, np.float32), np.zeros(self.groups, np.float32)
-        at = 0
-        for chunk in rechunked(chunks, self.unit):
-            rows, which = self._grouped(chunk, at)
-            low[which] = np.minimum(low[which], rows.min(axis=(0, 2)))
-            high[which] = np.maximum(high[which], rows.max(axis=(0, 2)))
-            at += chunk.size
-        return self._scales(low, high)
+        """Scales and zero points, each ``[groups]``, for the numbers in ``chunks``, which come in stored order."""
+        scales, zeros = zip(*(self._scales(rows) for rows, _ in self._parts(chunks)), strict=True)
+        return np.concatenate(scales), np.concatenate(zeros)
 
-    def _scales(self, low: Floats, high: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        zeros = np.zeros(low.size, np.int64)
+    def encode(self, chunks: Iterable[Floats], scale: Floats, zero_point: npt.NDArray[np.int64]) -> Iterator[Integers]:
+        """Codes of the numbers in ``chunks``, flat, in stored order."""
+        dtype: np.dtype[Any] = self.packing.dtype if self.packing is not None else np.dtype(np.int16)
+        for rows, own in self._parts(chunks):
+            yield self._codes(rows, scale[own], zero_point[own]).astype(dtype).reshape(-1)
+
+    def decode(
+        self, codes: Iterable[npt.NDArray[Any]], scale: Floats, zero_point: npt.NDArray[np.int64]
+    ) -> Iterator[Floats]:
+        """The numbers that ``codes``, in stored order, stand for."""
+        for rows, own in self._parts(codes):
+            shift = zero_point[own, None].astype(np.float32)
+            yield ((rows.astype(np.float32) - shift) * scale[own, None]).reshape(-1)
+
+    def stored_codes(self, codes: Iterable[npt.NDArray[Any]]) -> Iterator[bytes]:
+        """Codes, in chunks that :meth:`encode` gives or any others, as bytes."""
+        for chunk in rechunked(codes, 8):
+            yield chunk.astype("<i2").tobytes() if self.packing is None else pack(chunk, self.packing).tobytes()
+
+    def _grouped(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[repeats, groups, columns]`` of all, ``[1, rows, columns]`` of some rows."""
+        return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
+
+    def _parts(self, chunks: Iterable[npt.NDArray[Any]]) -> Iterator[tuple[npt.NDArray[Any], slice]]:
+        """What ``chunks`` hold, grouped, and which scales are its own.
+
+        Some rows after the other where each has a scale of its own, as in all that is large; else all at once.
+        """
+        first = 0
+        whole = rechunked(chunks, self.unit) if self.by_rows else [np.concatenate([c.copy() for c in chunks])]
+        for rows in map(self._grouped, whole):
+            yield rows, slice(first, first + rows.shape[1])
+            first += rows.shape[1]
+
+    def _bounds(self) -> tuple[int, int]:
+        """The least and the greatest code that a number becomes."""
+        if self.packing is None:
+            return -_LARGEST_INT16, _LARGEST_INT16
+        narrow = self.symmetric and self.packing.bits == 8
+        return self.packing.lowest + narrow, self.packing.highest
+
+    def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Scales and zero points for ``[repeats, groups, columns]``."""
+        low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
-        lowest, highest = self._bounds
+        lowest, highest = self._bounds()
         scale = bound / np.float32(highest if self.symmetric else highest - lowest)
-        zero_point = zeros if self.symmetric else np.rint(np.float32(lowest) - low / scale).astype(np.int64)
+        zero_point = np.zeros(low.size) if self.symmetric else np.rint(np.float32(lowest) - low / scale)
         if self.kind == "blockwise":
             brain, half = TensorType.BFLOAT16, TensorType.FLOAT16
             try:
@@ -326,56 +346,248 @@ class Storage:
                 raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error
             # What underflows FP16 is a block of nothing but zeros.
             scale = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
-        return scale, zero_point
+        return scale, zero_point.astype(np.int64)
+
+    def _codes(self, rows: npt.NDArray[Any], scale: Floats, zero_point: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """The codes of ``[repeats, groups, columns]``, still as floats."""
+        codes: npt.NDArray[Any] = rows / scale[:, None]
+        if not self.symmetric:
+            codes += zero_point[:, None].astype(np.float32)
+        return np.clip(np.rint(codes, out=codes), *self._bounds(), out=codes)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A constant with what is needed to read it. Nothing is read until asked for.
+
+    Attributes:
+        kind, axis, block_size: as :class:`Storage` has them. INT16, the vectors of models
+            whose every operator is quantized, is of kind "none".
+        scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
+            scales are widened.
+        zero_point: int64, shaped like ``scale`` (zeros when none are stored); empty for floats.
+    """
+
+    tensor: Tensor
+    location: BufferLocation
+    kind: str
+    axis: int
+    block_size: int
+    scale: Floats
+    zero_point: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, model: TfliteModel, tensor: Tensor) -> QuantizedTensor:
+        """``tensor`` with its quantization, checked.
+
+        Raises:
+            UnsupportedError: sparse, multi-axis or custom quantization, or an element type without numbers.
+            FormatError: scales that do not fit the shape, or are not finite and non-negative.
+        """
+        if tensor.sparse:
+            raise UnsupportedError(f"{tensor.label} is stored sparse, which this release cannot read.")
+        location = model.locate(tensor)
+        if tensor.type in FLOAT_TYPES:
+            return cls(tensor, location, "none", 0, 0, np.empty(0, np.float32), np.empty(0, np.int64))
+        if tensor.type is TensorType.INT16 and tensor.quantization is not None:
+            return cls._wide(tensor, location)
+        if tensor.type not in CODE_TYPES:
+            raise UnsupportedError(f"{tensor.label}: weights of type {tensor.type_name} are not supported.")
+        quantization = tensor.quantization
+        if quantization is None:
+            raise FormatError(f"{tensor.label} holds integers and no scale to read them with.")
+        if quantization.details not in ("none", "blockwise"):
+            raise UnsupportedError(
+                f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
+            )
+        if quantization.blockwise is not None:
+            return cls._blockwise(model, tensor, location)
+        # Counted before they are read: a vector may claim the rest of the file.
+        scales, axis = quantization.scale_count, quantization.axis
+        if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
+            raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
+        if quantization.zero_point_count not in (0, 1, scales):
+            raise FormatError(f"{tensor.label} has {scales} scales and {quantization.zero_point_count} zero points.")
+        scale, zero_point = quantization.scale, quantization.zero_point
+        kind = "per_tensor" if scale.size == 1 else "per_channel"
+        return cls(tensor, location, kind, axis if scale.size > 1 else 0, 0, scale, zero_point)._checked()
+
+    @classmethod
+    def _wide(cls, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
+        assert tensor.quantization is not None
+        if tensor.quantization.scale_count != 1 or tensor.quantization.zero_point.any():
+            raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
+        scale = tensor.quantization.scale
+        if not 0 <= scale[0] < LARGEST_SCALE / (1 << 15):
+            raise FormatError(f"{tensor.label} has a scale of {scale[0]:g}: the file is damaged.")
+        return cls(tensor, location, "none", 0, 0, scale, np.zeros(1, np.int64))
+
+    @classmethod
+    def _blockwise(cls, model: TfliteModel, tensor: Tensor, location: BufferLocation) -> QuantizedTensor:
+        # The tensor's own scale vector, if any, is to be ignored: the details name the tensors that count.
+        assert tensor.quantization is not None and tensor.quantization.blockwise is not None
+        details = tensor.quantization.blockwise
+        tensors = model.subgraphs[tensor.subgraph].tensors
+        size = details.block_size
+        if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
+            raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
+        for index, fewest in ((details.scales, 0), (details.zero_points, -1)):
+            if not fewest <= index < len(tensors):
+                raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
+        blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
+        count, stored = math.prod(blocks), tensors[details.scales]
+        # Floats only: scales that had scales of their own could lead back here.
+        if stored.type not in FLOAT_TYPES or stored.elements != count:
+            raise FormatError(
+                f"{tensor.label} has {stored.label} for its block scales; expected floats {list(blocks)}."
+            )
+        scale = read_floats(model, stored)
+        zero_point = np.empty(0, np.int64)
+        if details.zero_points >= 0:
+            stored = tensors[details.zero_points]
+            if stored.elements not in (1, count):
+                raise FormatError(f"{tensor.label} has {count} block scales and {stored.elements} zero points.")
+            zero_point = _plain_integers(model, stored)
+        return cls(tensor, location, "blockwise", 0, size, scale.reshape(blocks), zero_point)._checked()
+
+    def _checked(self) -> QuantizedTensor:
+        """The same with a zero point for each scale."""
+        label, scale, zero_point = self.tensor.label, self.scale, self.zero_point
+        if not (np.isfinite(scale).all() and (scale >= 0).all()):
+            raise FormatError(f"{label} has scales that are negative or not finite: the file is damaged.")
+        if scale.size and scale.max() > LARGEST_SCALE:
+            raise FormatError(f"{label} has a scale of {scale.max():g}: the file is damaged.")
+        assert self.packing is not None
+        low, high = self.packing.lowest, self.packing.highest
+        if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
+            raise FormatError(f"{label} has zero points outside the range of its codes, {low}…{high}.")
+        if zero_point.size != scale.size:
+            zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
+        return replace(self, zero_point=zero_point.reshape(scale.shape))
+
+    def rows(self, first: int, count: int) -> QuantizedTensor:
+        """Rows ``[first, first + count)`` of the first axis, as a constant of their own.
+
+        Raises:
+            UnsupportedError: they do not lie on whole bytes, or their scales run along another axis.
+        """
+        size, bits = self.tensor.elements // self.tensor.shape[0], ELEMENT_BITS[TensorType(self.tensor.type_id)]
+        begin, length = first * size * bits, count * size * bits
+        if begin % 8 or length % 8 or (self.kind == "per_channel" and self.axis):
+            raise UnsupportedError(
+                f"{self.tensor.label} holds several weights, which do not lie on bytes, or have scales, of their own."
+            )
+        parts = slice(first, first + count) if self.kind in ("per_channel", "blockwise") else slice(None)
+        return replace(
+            self,
+            tensor=replace(self.tensor, shape=(count, *self.tensor.shape[1:])),
+            location=replace(self.location, offset=self.location.offset + begin // 8, length=length // 8),
+            scale=self.scale[parts],
+            zero_point=self.zero_point[parts],
+        )
 
     @property
-    def by_rows(self) -> bool:
-        """Whether each of :attr:`rows` has a scale of its own, so that :meth:`quantized` takes any of them."""
-        return self.packing is not None and self.rows == self.groups
+    def packing(self) -> Packing | None:
+        """How the codes are packed; None for floats."""
+        return CODE_TYPES.get(self.tensor.type) if self.tensor.type is not None else None
 
-    def quantized(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
-        """Scales, zero points, each ``[rows]``, and codes, ``[rows, columns]`` in float32, of some whole rows.
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether every zero point is 0."""
+        return not self.zero_point.any()
 
-        The same as :meth:`measure` and :meth:`encode` give in two passes; only where :attr:`by_rows`.
+    @cached_property
+    def storage(self) -> Storage:
+        """How it lies in the file: as rows of elements that share a scale."""
+        type_ = TensorType(self.tensor.type_id)
+        return Storage(type_, self.tensor.shape, self.kind, self.axis, self.block_size, self.symmetric)
+
+    def codes(self) -> Integers:
+        """All codes, unpacked, int8 or uint8, in the tensor's shape. Zero points are not subtracted.
+
+        Raises:
+            UnsupportedError: a tensor of floats has none.
         """
-        low, high = np.minimum(values.min(axis=1), np.float32(0)), np.maximum(values.max(axis=1), np.float32(0))
-        scale, zero_point = self._scales(low, high)
-        shift = zero_point.astype(np.float32) if zero_point.any() else None
-        return scale, zero_point, self._codes(values, scale, shift)
+        if self.packing is None:
+            raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
+        return self.packing.unpack(self.location.read())[: self.tensor.elements].reshape(self.tensor.shape)
 
-    def _codes(self, rows: npt.NDArray[Any], scale: Floats, shift: Floats | None) -> npt.NDArray[Any]:
-        """The codes of ``rows`` ``[…, groups, neighbours]``, still as floats."""
-        lowest, highest = self._bounds
-        codes: npt.NDArray[Any] = rows / scale[:, None]
-        if shift is not None:
-            codes += shift[:, None]
-        np.clip(np.rint(codes, out=codes), lowest, highest, out=codes)
-        return codes
+    def dequantize(self) -> Floats:
+        """All values, float32, in the tensor's shape. For large tensors prefer :meth:`chunks`."""
+        return gathered(self.chunks(), self.tensor.shape)
 
-    def encode(self, chunks: Iterable[Floats], scale: Floats, zero_point: npt.NDArray[np.int64]) -> Iterator[Integers]:
-        """Codes of the numbers in ``chunks``, flat, in stored order; chunks of a multiple of :attr:`unit`."""
-        dtype: np.dtype[Any] = self.packing.dtype if self.packing is not None else np.dtype(np.int16)
-        shift = zero_point.astype(np.float32) if zero_point.any() else None
-        at = 0
-        for chunk in rechunked(chunks, self.unit):
-            rows, which = self._grouped(chunk, at)
-            codes = self._codes(rows, scale[which], None if shift is None else shift[which])
-            yield codes.astype(dtype).reshape(-1)
-            at += chunk.size
+    def code_chunks(self, first: int = 0, last: int | None = None) -> Iterator[Integers]:
+        """The codes of rows ``[first, last)`` of :attr:`storage`, int8 or uint8, flat, chunk by chunk."""
+        assert self.packing is not None
+        for _, count, stored in self._stored(first, last):
+            yield self.packing.unpack(stored)[: count * self.storage.columns]
 
-    def decode(
-        self, codes: Iterable[npt.NDArray[Any]], scale: Floats, zero_point: npt.NDArray[np.int64]
-    ) -> Iterator[Floats]:
-        """The numbers that ``codes``, in stored order, stand for."""
-        shift = zero_point.astype(np.float32) if zero_point.any() else None
-        first = 0
-        for chunk in rechunked(codes, self.unit):
-            values = chunk.astype(np.float32)
-            self.scale_rows(values, first, scale, shift)
+    def chunks(self, first: int = 0, last: int | None = None) -> Iterator[Floats]:
+        """The dequantized values of rows ``[first, last)`` of :attr:`storage`, float32, flat, chunk by chunk.
+
+        Every chunk may be a view of one buffer that the next chunk overwrites. ``first`` begins on a byte.
+
+        Raises:
+            FormatError: a floating-point tensor holds values that are not finite.
+        """
+        if self.packing is None:
+            yield from self._float_chunks(first, last)
+            return
+        groups, columns = self.storage.groups, self.storage.columns
+        scale, zero_point = self.scale.reshape(-1), self.zero_point.reshape(-1).astype(np.float32)
+        buffer = np.empty(self.step * columns, np.float32)
+        for row, count, stored in self._stored(first, last):
+            chunk = buffer[: count * columns]
+            np.copyto(chunk, self.packing.unpack(stored)[: chunk.size])
+            rows = chunk.reshape(-1, columns)
+            own = slice(row, row + count) if self.storage.by_rows else np.arange(row, row + count) % groups
+            if groups == 1:
+                own = slice(0, 1)
+            if not self.symmetric:
+                rows -= zero_point[own, None]
+            rows *= scale[own, None]
+            yield chunk
+
+    def _float_chunks(self, first: int, last: int | None) -> Iterator[Floats]:
+        for _, _, stored in self._stored(first, last):
+            values = stored_floats(stored, self.tensor)
+            # By the type, never by the scales: floats may carry some that mean nothing.
+            if self.tensor.type is TensorType.INT16:
+                values = values * self.scale[0]
+            if not np.isfinite(values).all():
+                raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
             yield values
-            first += chunk.size // self.columns
 
-    def stored_codes(self, codes: Iterable[npt.NDArray[Any]]) -> Iterator[bytes]:
-        """Codes, in chunks that :meth:`encode` gives or any others, as bytes."""
-        for chunk in rechunked(codes, 8):
-            yield chunk.astype("<i2").tobytes() if self.packing is None else pack(chunk, self.packing).tobytes()
+    @cached_property
+    def step(self) -> int:
+        """Rows of :attr:`storage` in a chunk, a multiple of 8, so that every chunk begins on a byte."""
+        return -(-max(1, CHUNK_ELEMENTS // max(self.storage.columns, 1)) // 8) * 8
+
+    def _stored(self, first: int, last: int | None) -> Iterator[tuple[int, int, bytes]]:
+        """(first row, number of rows, bytes) of each chunk of rows ``[first, last)``; ``first`` begins on a byte."""
+        last = self.storage.rows if last is None else last
+        row_bits = self.storage.columns * ELEMENT_BITS[self.storage.type]
+        for row in range(first, last, self.step):
+            count = min(self.step, last - row)
+            begin, end = row * row_bits // 8, -(-(row + count) * row_bits // 8)
+            yield row, count, self.location.read(begin, end - begin)
+
+
+def stored_floats(stored: bytes, tensor: Tensor) -> Floats:
+    """The bytes of a tensor of a floating-point type, or of INT16, as float32; flat, as they are."""
+    return widened(stored, TensorType(tensor.type_id))
+
+
+def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
+    if tensor.type in CODE_TYPES:
+        packing = CODE_TYPES[TensorType(tensor.type_id)]
+        return packing.unpack(model.locate(tensor).read())[: tensor.elements].astype(np.int64)
+    if tensor.type not in (TensorType.INT16, TensorType.INT32, TensorType.INT64):
+        raise UnsupportedError(f"{tensor.label} should hold zero points, which are integers.")
+    width = ELEMENT_BITS[TensorType(tensor.type_id)] // 8
+    return np.frombuffer(model.locate(tensor).read(), f"<i{width}").astype(np.int64)
+
+
+def read_floats(model: TfliteModel, tensor: Tensor) -> Floats:
+    """A small constant as float32 in its shape, dequantized where its type holds codes."""
+    return QuantizedTensor.of(model, tensor).dequantize()

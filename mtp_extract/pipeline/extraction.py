@@ -22,8 +22,7 @@ from mtp_extract.checkpoint.lazy import ConstantTensor, FilledTensor, LazyTensor
 from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place, files_of
 from mtp_extract.io.source import Progress, Source
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import Floats
+from mtp_extract.litertlm.storage import Floats, QuantizedTensor
 from mtp_extract.pipeline.directory import Choice, ExtractionResult, Prepared, Staged, finish, record_of, staging
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.staging import recorded

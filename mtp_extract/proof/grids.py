@@ -22,8 +22,7 @@ from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Scores
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import TensorType
 
 _SAMPLES = 16

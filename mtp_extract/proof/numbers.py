@@ -13,8 +13,7 @@ from mtp_extract.errors import CheckpointError, ProofError
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.matrices import LARGEST
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
 from mtp_extract.litertlm.tflite import TfliteModel
 
 Read = Callable[[str], Iterable[Floats]]

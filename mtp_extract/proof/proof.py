@@ -21,8 +21,7 @@ from mtp_extract.graph.drafter import LOGITS, PROJECTED, Walk
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.quantized import read_floats
-from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats
 from mtp_extract.proof.grids import CoarseActivations, hold_grids
 from mtp_extract.proof.numbers import Read, hold_config, hold_tensors
 from mtp_extract.proof.rotations import CoarseTable, hold_rotations

@@ -142,7 +142,7 @@ def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, forma
 
 def test_chunks_do_not_show_in_the_result(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extract(sample, tmp_path / "whole", dtype="f32", codes=True)
-    monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr("mtp_extract.litertlm.storage.CHUNK_ELEMENTS", 300)
     extract(sample, tmp_path / "cut", dtype="f32", codes=True)
     for name in ("model.safetensors", "codes/codes.safetensors", "extraction.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import FormatError, UnsupportedError
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import CODE_TYPES
+from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor
 from mtp_extract.litertlm.tflite import BufferLocation, Tensor, TensorType
 
 
@@ -115,7 +114,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
     floats = st.floats(0, 4, width=32)
     size = int(np.prod(scales_shape))
     scale = np.array(data.draw(st.lists(floats, min_size=size, max_size=size)), np.float32).reshape(scales_shape)
-    low, high = int(packing.codes.min()), int(packing.codes.max())
+    low, high = packing.lowest, packing.highest
     zero = np.array(data.draw(st.lists(st.integers(low, high), min_size=size, max_size=size))).reshape(scales_shape)
     source = stored(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
 
@@ -136,7 +135,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
 @pytest.mark.parametrize("type_", [TensorType.INT2, TensorType.INT4, TensorType.INT8])
 def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that rows that begin in mid-byte fall on every kind of border."""
-    monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 512)
+    monkeypatch.setattr("mtp_extract.litertlm.storage.CHUNK_ELEMENTS", 512)
     rows = 1031
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, -(-rows * columns * CODE_TYPES[type_].bits // 8), np.uint8).tobytes()
