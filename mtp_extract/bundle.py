@@ -22,7 +22,6 @@ from mtp_extract.io.source import LocalSource, Progress, Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
     TFLITE_MODEL,
-    TFLITE_WEIGHTS,
     Bundle,
     Section,
     is_bundle,
@@ -79,20 +78,8 @@ class Opened(AbstractContextManager["Opened"]):
         """The TFLite model in ``section``, with the weights that belong to it; ``budget`` as for read_model."""
         if self.bundle is None:
             raise FormatError(f"{self.source.name} has no sections.")
-        own = self._weights_of(section)
-        weights = self.bundle.region(own) if own else None
-        return read_model(self.bundle.region(section), weights, budget)
-
-    def _weights_of(self, section: Section) -> Section | None:
-        """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type."""
-        same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
-        if len(same) > 1:
-            labels = ", ".join(s.label for s in same)
-            raise FormatError(
-                f"{self.source.name}: expected one section of weights for {section.label}, found {labels}. Which one a "
-                "runtime takes is not in the file."
-            )
-        return same[0] if same else None
+        weights = self.bundle.weights_of(section)
+        return read_model(self.bundle.region(section), self.bundle.region(weights) if weights else None, budget)
 
     def drafter(self, sliding_window: int | None = None) -> Shard:
         """Find and read the drafter.
@@ -123,12 +110,11 @@ class Opened(AbstractContextManager["Opened"]):
         """
         typed = self.chosen()
         section = typed[0] if len(typed) == 1 else self._locate[0]
-        if section is None:
+        if self.bundle is None or section is None:
             self.source.prefetch(0, self.source.size)
             return
-        for part in (section, self._weights_of(section)):
-            if part is not None:
-                self.source.prefetch(part.begin, part.size)
+        for part in filter(None, (section, self.bundle.weights_of(section))):
+            self.source.prefetch(part.begin, part.size)
 
     def chosen(self) -> list[Section]:
         """The section asked for, or those that the header calls drafters.

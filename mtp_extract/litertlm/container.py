@@ -111,6 +111,20 @@ class Bundle:
         """The bytes of ``section``."""
         return Region(self.source, section.begin, section.size, section.label)
 
+    def weights_of(self, section: Section) -> Section | None:
+        """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type.
+
+        Raises:
+            FormatError: there are several.
+        """
+        same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
+        if len(same) > 1:
+            raise FormatError(
+                f"{self.source.name}: expected one section of weights for {section.label}, found "
+                f"{', '.join(s.label for s in same)}. Which one a runtime takes is not in the file."
+            )
+        return same[0] if same else None
+
 
 def is_bundle(source: Source) -> bool:
     """Whether ``source`` begins as a ``.litertlm`` does."""

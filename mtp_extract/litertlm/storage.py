@@ -266,6 +266,14 @@ class Storage:
         """How many such groups of neighbours there are."""
         return self.elements // self.columns if self.columns else 0
 
+    def scales_of(self, first: int, count: int) -> slice | Integers:
+        """Index of the scales of rows ``[first, first + count)``; of one for all, that one."""
+        if self.groups == 1:
+            return slice(0, 1)
+        return (
+            slice(first, first + count) if self.groups == self.rows else np.arange(first, first + count) % self.groups
+        )
+
     @property
     def by_rows(self) -> bool:
         """Whether each of :attr:`rows` has a scale of its own, so that some of them can be taken alone."""
@@ -533,20 +541,15 @@ class QuantizedTensor:
         if self.packing is None:
             yield from self._float_chunks(first, last)
             return
-        groups, columns = self.storage.groups, self.storage.columns
-        scale, zero_point = self.scale.reshape(-1), self.zero_point.reshape(-1).astype(np.float32)
-        buffer = np.empty(self.step * columns, np.float32)
+        scale, zero_point = self.scale.reshape(-1, 1), self.zero_point.reshape(-1, 1)
+        buffer = np.empty((self.step, self.storage.columns), np.float32)
         for row, count, stored in self._stored(first, last):
-            chunk = buffer[: count * columns]
-            np.copyto(chunk, self.packing.unpack(stored)[: chunk.size])
-            rows = chunk.reshape(-1, columns)
-            own = slice(row, row + count) if self.storage.by_rows else np.arange(row, row + count) % groups
-            if groups == 1:
-                own = slice(0, 1)
+            values, own = buffer[:count], self.storage.scales_of(row, count)
+            np.copyto(values.reshape(-1), self.packing.unpack(stored)[: values.size])
             if not self.symmetric:
-                rows -= zero_point[own, None]
-            rows *= scale[own, None]
-            yield chunk
+                values -= zero_point[own].astype(np.float32)
+            values *= scale[own]
+            yield values.reshape(-1)
 
     def _float_chunks(self, first: int, last: int | None) -> Iterator[Floats]:
         for _, _, stored in self._stored(first, last):
