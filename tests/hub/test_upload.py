@@ -119,15 +119,7 @@ def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Pat
     published = {path: data for path, data in held(hub).items() if isinstance(data, bytes)}
     card = published["README.md"].decode()
     assert REPORT["verdict"] in card
-    for stated in (
-        "0.9991000",
-        "| chain of 3 | 3 | 2.98 (2.90–3.10) |",
-        "| 66/100 | 66.0 | 7/7 |",
-        "shuffled_kv",
-        "K and V of another text",
-    ):
-        assert stated in card
-    assert "No figures were recorded" not in card
+    assert "gave **2.980 (2.900 to 3.100 at 95 %) tokens each**" in card
     assert {path for path in published if published[path] != before[path]} == {"README.md"}
     for path, data in published.items():
         (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
